@@ -1,0 +1,97 @@
+"""Every error that Infinity raises on purpose.
+
+All derive from `InfinityError`, so a caller can tell "Infinity refused" from a bug, and most also derive from the built-in
+class a Python programmer would expect (`ValueError` for bad input, `MemoryError` for too little memory).  Failed transfers are
+plain `OSError`s with errno, path, offset and size: they carry nothing that `OSError` lacks.
+
+A message says what is wrong and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class InfinityError(RuntimeError):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """The configuration cannot be used.
+
+    `problems` holds one line per problem; the message is the lines together.
+    """
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)  # the joined message is not what __init__ takes
+
+
+class ModelError(InfinityError, ValueError):
+    """The model cannot be trained as it is: no trainable parameter, a parameter type that no optimizer here handles."""
+
+
+class NotEnoughError(InfinityError):
+    """A tier lacks bytes for what the placement puts there; raised at start, before anything is written.
+
+    `needed` and `available` are bytes, `where` is a folder or the name of a tier, `hint` says what would make it fit.
+    """
+
+    what = "room"
+
+    def __init__(self, where: str, needed: int, available: int, hint: str = "") -> None:
+        self.where, self.needed, self.available, self.hint = where, needed, available, hint
+        text = (
+            f"too little {self.what} in {where}: {needed:,} bytes are needed, {available:,} are available, "
+            f"{max(0, needed - available):,} are missing"
+        )
+        super().__init__(f"{text}; {hint}" if hint else text)
+
+    def __reduce__(self) -> tuple[type[NotEnoughError], tuple[str, int, int, str]]:
+        return type(self), (self.where, self.needed, self.available, self.hint)
+
+
+class OutOfSpaceError(NotEnoughError):
+    """Too little space on a file system."""
+
+    what = "space"
+
+
+class OutOfMemoryError(NotEnoughError, MemoryError):
+    """Too little memory on the host or the device."""
+
+    what = "memory"
+
+
+class StorageError(InfinityError):
+    """A folder for tier files or checkpoints does not exist, is no folder, or cannot be written."""
+
+
+class LifetimeError(InfinityError):
+    """A buffer was used after, or changed before, the moment its lease allows.
+
+    Raised when a saved tensor was edited in place between forward and backward, and when a lease is given back twice.
+    """
+
+
+class ResidencyError(InfinityError):
+    """A unit was asked to make a transition that the residency table does not hold."""
+
+
+class NonFiniteError(InfinityError, ArithmeticError):
+    """A loss or a gradient norm is NaN or infinite; no state has been changed by the step that raised it."""
+
+
+class CheckpointError(InfinityError):
+    """A checkpoint is missing, incomplete, damaged, or of another model."""
+
+
+class CollectiveError(InfinityError):
+    """Ranks disagree about what to exchange, or a process group that is needed was never initialised."""
+
+
+class UsageError(InfinityError):
+    """The engine's calls came in an order that has no meaning: `step()` without `backward()`, any call after `close()`."""
