@@ -1,0 +1,65 @@
+"""Cross entropy of tokens that needs little memory beside the logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits converted to fp32 at a time: 16 MiB."""
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    """Keeps the logits and one number a row; the fp32 copy of the logits and the softmax exist for one chunk of rows only.
+
+    For logits of n bytes in bf16, `F.cross_entropy(logits.float(), ...)` needs 7 n more at its peak (an fp32 copy, its
+    log-softmax, the gradient in fp32 and in bf16); this needs n, the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        total = logits.new_zeros((), dtype=torch.float32)
+        log_normalizer = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        rows = _rows(logits)
+        for start in range(0, len(logits), rows):
+            part = slice(start, start + rows)
+            scores = logits[part].float()
+            log_normalizer[part] = scores.logsumexp(-1)
+            counted = targets[part] != ignore_index
+            picked = scores.gather(1, targets[part].clamp(min=0)[:, None])[:, 0]
+            total += ((log_normalizer[part] - picked) * counted).sum()
+        count = (targets != ignore_index).sum()
+        ctx.save_for_backward(logits, targets, log_normalizer, count)
+        ctx.ignore_index = ignore_index
+        return total / count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, log_normalizer, count = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        rows = _rows(logits)
+        for start in range(0, len(logits), rows):
+            part = slice(start, start + rows)
+            counted = targets[part] != ctx.ignore_index
+            softmax = (logits[part].float() - log_normalizer[part, None]).exp_()
+            softmax.scatter_add_(1, targets[part].clamp(min=0)[:, None], -torch.ones_like(softmax[:, :1]))
+            grad[part] = softmax.mul_((grad_loss / count * counted)[:, None])
+        return grad, None, None
+
+
+def _rows(logits: Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS // logits.shape[-1])
+
+
+def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Mean cross entropy in nats, fp32, of `logits` (..., V) in any float dtype against `targets` (...) int64.
+
+    A target equal to `ignore_index` is not counted; the mean over no target at all is NaN, as in torch.
+    """
+    flat_logits, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if logits.dtype == torch.float32 and flat_logits.numel() <= CHUNK_ELEMENTS:  # nothing to save
+        return F.cross_entropy(flat_logits, flat_targets, ignore_index=ignore_index)
+    loss: Tensor = _TokenCrossEntropy.apply(flat_logits, flat_targets, ignore_index)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,48 @@
+"""The chunked cross entropy against torch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infinity.nn import loss as module
+from infinity.nn.loss import token_cross_entropy
+
+
+@pytest.fixture(params=["one chunk", "several chunks"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "several chunks":
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * 37 + 5)  # 3 rows a chunk, 14 rows: the last one is short
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_loss_and_gradient_are_torchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(2, 7, 37)).to(dtype).requires_grad_()
+    targets = torch.randint(0, 37, (2, 7))
+    targets[0, 2] = targets[1, 6] = -100
+    reference = logits.detach().float().requires_grad_()
+    expected = F.cross_entropy(reference.view(-1, 37), targets.view(-1))
+    torch.autograd.backward(3 * expected)
+
+    loss = token_cross_entropy(logits, targets)
+    torch.autograd.backward(3 * loss)
+
+    assert loss.dtype == torch.float32 and logits.grad is not None and reference.grad is not None
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
+    assert logits.grad.dtype == dtype
+    rtol, atol = (1e-2, 1e-5) if dtype == torch.bfloat16 else (1e-5, 1e-7)
+    torch.testing.assert_close(logits.grad.float(), reference.grad, rtol=rtol, atol=atol)
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_nan_or_an_infinite_logit_shows_in_the_loss() -> None:
+    for bad in (float("nan"), float("inf")):
+        logits = torch.randn(14, 37)
+        logits[5, 3] = bad
+        assert not token_cross_entropy(logits, torch.zeros(14, dtype=torch.int64)).isfinite()
+
+
+@pytest.mark.usefixtures("chunks")
+def test_no_target_counted_is_nan_as_in_torch() -> None:
+    assert token_cross_entropy(torch.randn(14, 37, dtype=torch.bfloat16), torch.full((14,), -100)).isnan()
