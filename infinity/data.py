@@ -24,11 +24,8 @@ HELD_OUT_EVERY = 10
 """One file in this many is held out; of a single file, the last part in this many."""
 
 # Not the library but its tests, its bundled programs, installed packages, and tables with little to learn in them.
-_SKIPPED_FOLDERS = frozenset(
-    ("test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo")
-    + ("site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__")
-)
-)
+_SKIPPED_FOLDERS = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo"}
+_SKIPPED_FOLDERS |= {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,10 +46,10 @@ class Corpus:
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
-    """The text of a file, of every file below a folder (hidden ones and those with a zero byte, which are not text, left out),
-    or, for None, the source of the running interpreter's standard library.
+    """The text of a file; of every file below a folder (hidden ones and those with a zero byte, which are not text, are
+    left out); or, for None, the source of the running interpreter's standard library.
 
-    Files are in sorted order and every tenth one is held out, so the same folder gives the same corpus on every run and rank.
+    Files are in sorted order and every tenth one is held out: a folder gives the same corpus on every run and rank.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -114,7 +111,7 @@ def _join(texts: list[bytes]) -> Bytes:
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """Windows of `seq_length` tokens at random places. Sample i is a function of (seed, i) alone.
 
-    So nothing needs saving to resume: step s of a batch of n is samples s * n to (s + 1) * n - 1, and a rank takes its slice.
+    So nothing needs saving to resume: step s of a batch of n is samples s * n to s * n + n - 1; a rank takes its slice.
     `len()` is the number of windows that there are; an index beyond it is as good as one below.
     """
 
@@ -131,7 +128,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs (T,) int64 and targets (T,) int64, the token after each input."""
-        # Philox is counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): no state to carry.
+        # Philox is counter-based (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): no state.
         bits = int(np.random.Philox(key=self.seed, counter=index).random_raw())
         return self._window(bits % len(self))
 
@@ -145,7 +142,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         return torch.stack(inputs), torch.stack(targets)
 
     def spread(self, count: int) -> tuple[Tensor, Tensor]:
-        """`count` windows evenly spread over the text, the same ones for every seed: what held-out loss is measured on."""
+        """`count` windows evenly spread over the text, the same for every seed: what held-out loss is measured on."""
         starts = np.linspace(0, len(self) - 1, count).astype(int)
         inputs, targets = zip(*(self._window(int(start)) for start in starts), strict=True)
         return torch.stack(inputs), torch.stack(targets)

@@ -1,6 +1,6 @@
-"""GPT-2, the model that trains in the benchmarks: the mathematics of `transformers`' GPT-2, the same parameter names, no dropout.
+"""GPT-2, the model that the benchmarks train: the mathematics and parameter names of `transformers`' GPT-2, no dropout.
 
-Nothing here knows the engine. Linear weights are stored (out, in) as `nn.Linear` has them; `from_transformers` converts.
+Nothing here knows the engine. Linear weights are (out, in) as in `nn.Linear`; `from_transformers` converts.
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
 
@@ -106,8 +106,11 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The language model. It may be constructed on the meta device (`with torch.device("meta")`); whoever materialises a
-    module's parameters then calls `initialize_module` on that module, in any order and one at a time."""
+    """The language model.
+
+    It may be constructed on the meta device (`with torch.device("meta")`); whoever materialises a module's parameters
+    then calls `initialize_module` on that module, in any order and one at a time.
+    """
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -133,8 +136,11 @@ class GPT2(nn.Module):
             module.reset_parameters()
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, T, vocab_size) of `input_ids` (B, T) int64, or, given `targets` (B, T) int64, the mean cross entropy in
-        nats, fp32. `targets[b, t]` is the token that follows `input_ids[b, t]` (already shifted); -100 is not counted."""
+        """Logits (B, T, vocab_size) of `input_ids` (B, T) int64, or their mean cross entropy in nats, fp32.
+
+        `targets` (B, T) int64 asks for the latter: `targets[b, t]` is the token that follows `input_ids[b, t]` (that is,
+        already shifted), and -100 is not counted.
+        """
         t = input_ids.shape[1]
         if t > self.config.seq_length:
             raise ConfigError(

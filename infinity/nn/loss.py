@@ -11,7 +11,7 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """Keeps the logits and one number a row; the fp32 copy of the logits and the softmax exist for one chunk of rows only.
+    """Keeps the logits and one number a row; their fp32 copy and the softmax exist for one chunk of rows only.
 
     For logits of n bytes in bf16, `F.cross_entropy(logits.float(), ...)` needs 7 n more at its peak (an fp32 copy, its
     log-softmax, the gradient in fp32 and in bf16); this needs n, the gradient.
