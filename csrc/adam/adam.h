@@ -1,0 +1,36 @@
+// Whole calls: coefficients, tiles and threads around the kernels. Arguments are checked by the bindings.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "types.h"
+
+namespace infinity::adam {
+
+struct Hyper {
+  double lr, beta1, beta2, eps, weight_decay, grad_scale;
+  std::int64_t step;  // from 1
+  bool decoupled;     // AdamW
+};
+
+// Bias corrections and all else that does not depend on the element, in double, rounded to fp32 once.
+Coefficients make_coefficients(const Hyper& hyper);
+// Adam without weight decay is AdamW without weight decay, where a non-finite parameter cannot reach the gradient.
+Rule rule_of(const Hyper& hyper);
+
+void update(const Kernels& kernels, Format format, DType grad, Rule rule, const Arrays& arrays,
+            const Coefficients& coefficients, std::size_t n, int threads);
+
+// initial + sum over tiles of kSumTile elements, in order, of scale * scale * (the tile's sum of squares), in fp64.
+// The bits depend on the values, n, scale and initial only. A range cut at multiples of kSumTile, each part's result
+// passed on as the next part's `initial`, gives the bits of the whole.
+double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, std::size_t n, double scale,
+                      double initial, int threads);
+
+void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,
+           int threads);
+void join(const Kernels& kernels, const std::uint16_t* param, const std::int16_t* remainder, float* master,
+          std::size_t n, int threads);
+
+}  // namespace infinity::adam

@@ -1,0 +1,36 @@
+// Rounding to nearest and gradual underflow for one scope, whatever the calling thread had set (a user's
+// torch.set_flush_denormal(True) is inherited by threads made after it). Part of "the same bits on any thread".
+#pragma once
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#else
+#include <cfenv>
+#endif
+
+namespace infinity::adam {
+
+class FloatEnvironment {
+ public:
+  FloatEnvironment(const FloatEnvironment&) = delete;
+  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+#if defined(__x86_64__)
+  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u); }
+  ~FloatEnvironment() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  FloatEnvironment() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~FloatEnvironment() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+#endif
+};
+
+}  // namespace infinity::adam

@@ -1,0 +1,29 @@
+// A persistent pool of threads that sleep when there is nothing to do.
+//
+// A call is a job: `count` pieces, claimed one at a time by the calling thread and by the workers that wake up in time.
+// The caller never waits for a worker that has not begun, so a busy machine (the update runs beside torch's own
+// threads) costs a helper but no latency. Jobs of several calling threads share the workers. After fork() the child
+// starts with a new, empty pool.
+#pragma once
+
+#include <cstddef>
+
+namespace infinity::adam {
+
+// Calls body(context, k) once for each k in [0, count), on at most `threads` threads, and returns when all are done.
+// `body` must not throw and must not depend on which thread runs it.
+void parallel_for(std::size_t count, int threads, void (*body)(void* context, std::size_t k), void* context);
+
+template <class Body>
+void parallel_for(std::size_t count, int threads, Body& body) {
+  parallel_for(
+      count, threads, [](void* context, std::size_t k) { (*static_cast<Body*>(context))(k); }, &body);
+}
+
+// The number of processors that the calling thread may run on.
+int default_threads();
+
+// To be called once, when the module is loaded.
+void install_fork_handler();
+
+}  // namespace infinity::adam
