@@ -4,9 +4,9 @@ Arrays are given by address (`tensor.data_ptr()`, a Python int) and a number of 
 functions release the GIL. The arrays of one call must share no memory. Results are the same, bit for bit, for every
 instruction set, number of threads and alignment.
 
-Arguments that cannot be right (null, misaligned or overlapping arrays, n < 0, an unknown format, dtype or isa, an isa that
-this machine lacks, step < 1, a beta outside [0, 1), a negative or non-finite eps, lr or weight_decay, a non-finite
-scale) raise ValueError and touch nothing. n == 0 does nothing, whatever the addresses.
+Arguments that cannot be right (null, misaligned or overlapping arrays, n < 0, an unknown format, dtype or isa, an isa
+that this machine lacks, step < 1, a beta outside [0, 1), a negative or non-finite eps, lr or weight_decay, a
+non-finite scale) raise ValueError and touch nothing. n == 0 does nothing, whatever the addresses.
 
 threads: 0 stands for `default_threads()`; fewer than 65,536 elements are always done by the calling thread.
 isa: "auto" stands for `default_isa()`; otherwise one of `available_isas()`.
@@ -61,7 +61,7 @@ def bare(
     threads: int = 0,
     isa: str = "auto",
 ) -> None:
-    """The reads and writes of `adam` with one addition each: the time that memory sets. Spoils the data; for benchmarks."""
+    """The reads and writes of `adam` with one addition each: the time that memory sets. Spoils the data."""
 
 def sum_of_squares(
     address: int,
@@ -75,10 +75,10 @@ def sum_of_squares(
 ) -> float:
     """initial + sum over i of (scale * x[i])^2 in fp64; inf and NaN propagate.
 
-    Defined as: tiles of 4096 elements counted from `address`, each summed in 32 lanes (element i in lane i mod 32, lanes
-    added pairwise), times scale twice, added to `initial` in the order of the tiles. So the bits depend on the values, n,
-    scale and initial only; and a range cut at multiples of 4096, each part's result being the next part's
-    `initial`, gives the bits of the whole.
+    Defined as: tiles of 4096 elements counted from `address`, each summed in 32 lanes (element i in lane i mod 32,
+    lanes added pairwise), times scale twice, added to `initial` in the order of the tiles. So the bits depend on the
+    values, n, scale and initial only; and a range cut at multiples of 4096, each part's result being the next
+    part's `initial`, gives the bits of the whole.
     """
 
 def split(master: int, param: int, remainder: int, n: int, threads: int = 0, isa: str = "auto") -> None:

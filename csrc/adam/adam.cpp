@@ -15,88 +15,89 @@ constexpr std::size_t kTile = 32768;    // elements that a thread claims at a ti
 constexpr std::size_t kInline = 65536;  // below this a second thread costs more than it brings
 
 int threads_for(std::size_t n, int threads) {
-  if (n < kInline) return 1;
-  return threads > 0 ? threads : default_threads();
+    if (n < kInline) return 1;
+    return threads > 0 ? threads : default_threads();
 }
 
 // body(begin, end) over [0, n), cut at multiples of `tile`, in the default floating-point environment.
 template <class Body>
 void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
-  auto piece = [&](std::size_t k) {
-    const FloatEnvironment environment;
-    body(k * tile, std::min(n, (k + 1) * tile));
-  };
-  parallel_for((n + tile - 1) / tile, threads_for(n, threads), piece);
+    auto piece = [&](std::size_t k) {
+        const FloatEnvironment environment;
+        body(k * tile, std::min(n, (k + 1) * tile));
+    };
+    parallel_for((n + tile - 1) / tile, threads_for(n, threads), piece);
 }
 
 // Apart, and not inlined: the compiler may move arithmetic past a change of the floating-point environment.
 [[gnu::noinline]] Coefficients compute_coefficients(const Hyper& h) {
-  const double step = static_cast<double>(h.step);
-  const double correction1 = 1.0 - std::pow(h.beta1, step);
-  const double correction2 = 1.0 - std::pow(h.beta2, step);
-  const float weight = static_cast<float>(1.0 - h.beta1);
-  Coefficients c{};
-  c.grad_scale = static_cast<float>(h.grad_scale);
-  c.decay = static_cast<float>(1.0 - h.lr * h.weight_decay);
-  c.weight_decay = static_cast<float>(h.weight_decay);
-  c.lerp_from_grad = weight >= 0.5f;
-  c.avg_weight = c.lerp_from_grad ? weight - 1.0f : weight;
-  c.beta2 = static_cast<float>(h.beta2);
-  c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
-  c.inv_correction2 = static_cast<float>(1.0 / std::sqrt(correction2));
-  c.eps = static_cast<float>(h.eps);
-  c.neg_step_size = static_cast<float>(-(h.lr / correction1));
-  return c;
+    const double step = static_cast<double>(h.step);
+    const double correction1 = 1.0 - std::pow(h.beta1, step);
+    const double correction2 = 1.0 - std::pow(h.beta2, step);
+    const float weight = static_cast<float>(1.0 - h.beta1);
+    Coefficients c{};
+    c.grad_scale = static_cast<float>(h.grad_scale);
+    c.decay = static_cast<float>(1.0 - h.lr * h.weight_decay);
+    c.weight_decay = static_cast<float>(h.weight_decay);
+    c.lerp_from_grad = weight >= 0.5f;
+    c.avg_weight = c.lerp_from_grad ? weight - 1.0f : weight;
+    c.beta2 = static_cast<float>(h.beta2);
+    c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+    c.inv_correction2 = static_cast<float>(1.0 / std::sqrt(correction2));
+    c.eps = static_cast<float>(h.eps);
+    c.neg_step_size = static_cast<float>(-(h.lr / correction1));
+    return c;
 }
 
 [[gnu::noinline]] double add_in_order(const std::vector<double>& tiles, double scale, double initial) {
-  double total = initial;
-  for (const double tile : tiles) total += tile * scale * scale;
-  return std::isnan(total) ? std::numeric_limits<double>::quiet_NaN() : total;
+    double total = initial;
+    for (const double tile : tiles) total += tile * scale * scale;
+    return std::isnan(total) ? std::numeric_limits<double>::quiet_NaN() : total;
 }
 
 }  // namespace
 
 Coefficients make_coefficients(const Hyper& hyper) {
-  const FloatEnvironment environment;
-  return compute_coefficients(hyper);
+    const FloatEnvironment environment;
+    return compute_coefficients(hyper);
 }
 
 Rule rule_of(const Hyper& h) { return h.decoupled || h.weight_decay == 0.0 ? Rule::kAdamW : Rule::kAdam; }
 
 void update(const Kernels& kernels, Format format, DType grad, Rule rule, const Arrays& arrays, const Coefficients& c,
             std::size_t n, int threads) {
-  const UpdateFn kernel =
-      kernels.update[static_cast<std::size_t>(format)][static_cast<std::size_t>(grad)][static_cast<std::size_t>(rule)];
-  for_tiles(n, kTile, threads, [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); });
+    const UpdateFn kernel =
+        kernels
+            .update[static_cast<std::size_t>(format)][static_cast<std::size_t>(grad)][static_cast<std::size_t>(rule)];
+    for_tiles(n, kTile, threads, [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); });
 }
 
 double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, std::size_t n, double scale,
                       double initial, int threads) {
-  const SumFn kernel = kernels.sum_of_squares[static_cast<std::size_t>(dtype)];
-  const std::size_t element = dtype == DType::kFp32 ? 4 : 2;
-  std::vector<double> tiles((n + kSumTile - 1) / kSumTile);
-  static_assert(kTile % kSumTile == 0);
-  for_tiles(n, kTile, threads, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t at = begin; at < end; at += kSumTile) {
-      const std::size_t count = std::min(kSumTile, end - at);
-      tiles[at / kSumTile] = kernel(static_cast<const char*>(values) + at * element, count);
-    }
-  });
-  const FloatEnvironment environment;
-  return add_in_order(tiles, scale, initial);
+    const SumFn kernel = kernels.sum_of_squares[static_cast<std::size_t>(dtype)];
+    const std::size_t element = dtype == DType::kFp32 ? 4 : 2;
+    std::vector<double> tiles((n + kSumTile - 1) / kSumTile);
+    static_assert(kTile % kSumTile == 0);
+    for_tiles(n, kTile, threads, [&](std::size_t begin, std::size_t end) {
+        for (std::size_t at = begin; at < end; at += kSumTile) {
+            const std::size_t count = std::min(kSumTile, end - at);
+            tiles[at / kSumTile] = kernel(static_cast<const char*>(values) + at * element, count);
+        }
+    });
+    const FloatEnvironment environment;
+    return add_in_order(tiles, scale, initial);
 }
 
 void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,
            int threads) {
-  for_tiles(n, kTile, threads,
-            [&](std::size_t begin, std::size_t end) { kernels.split(master, param, remainder, begin, end); });
+    for_tiles(n, kTile, threads,
+              [&](std::size_t begin, std::size_t end) { kernels.split(master, param, remainder, begin, end); });
 }
 
 void join(const Kernels& kernels, const std::uint16_t* param, const std::int16_t* remainder, float* master,
           std::size_t n, int threads) {
-  for_tiles(n, kTile, threads,
-            [&](std::size_t begin, std::size_t end) { kernels.join(param, remainder, master, begin, end); });
+    for_tiles(n, kTile, threads,
+              [&](std::size_t begin, std::size_t end) { kernels.join(param, remainder, master, begin, end); });
 }
 
 }  // namespace infinity::adam

@@ -9,9 +9,9 @@
 namespace infinity::adam {
 
 struct Hyper {
-  double lr, beta1, beta2, eps, weight_decay, grad_scale;
-  std::int64_t step;  // from 1
-  bool decoupled;     // AdamW
+    double lr, beta1, beta2, eps, weight_decay, grad_scale;
+    std::int64_t step;  // from 1
+    bool decoupled;     // AdamW
 };
 
 // Bias corrections and all else that does not depend on the element, in double, rounded to fp32 once.

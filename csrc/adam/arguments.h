@@ -28,18 +28,18 @@ void check_beta(const char* name, double value);
 
 // The arrays of one call: each address aligned to its element, inside the address space, apart from the others.
 class ArrayChecks {
- public:
-  explicit ArrayChecks(std::size_t n) : n_(n) {}
-  // Returns the address. With n == 0 anything is accepted, since empty tensors have no address.
-  std::uintptr_t add(const char* name, const pybind11::object& address, std::size_t element);
+  public:
+    explicit ArrayChecks(std::size_t n) : n_(n) {}
+    // Returns the address. With n == 0 anything is accepted, since empty tensors have no address.
+    std::uintptr_t add(const char* name, const pybind11::object& address, std::size_t element);
 
- private:
-  struct Range {
-    const char* name;
-    std::uintptr_t begin, end;
-  };
-  std::size_t n_;
-  std::vector<Range> ranges_;
+  private:
+    struct Range {
+        const char* name;
+        std::uintptr_t begin, end;
+    };
+    std::size_t n_;
+    std::vector<Range> ranges_;
 };
 
 }  // namespace infinity::adam

@@ -4,18 +4,18 @@ namespace infinity::adam {
 namespace {
 
 std::vector<Isa> find_isas() {
-  std::vector<Isa> isas;
+    std::vector<Isa> isas;
 #ifdef INFINITY_ADAM_X86
-  // __builtin_cpu_supports reads cpuid and, by xgetbv, whether the operating system saves the wide registers.
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512) isas.push_back({"avx512", &kernels_avx512()});
-  if (avx2) isas.push_back({"avx2", &kernels_avx2()});
+    // __builtin_cpu_supports reads cpuid and, by xgetbv, whether the operating system saves the wide registers.
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (avx512) isas.push_back({"avx512", &kernels_avx512()});
+    if (avx2) isas.push_back({"avx2", &kernels_avx2()});
 #endif
-  isas.push_back({"plain", &kernels_plain()});
-  return isas;
+    isas.push_back({"plain", &kernels_plain()});
+    return isas;
 }
 
 // Before main, so that no lock guards it: a fork at any moment leaves the child a usable table.

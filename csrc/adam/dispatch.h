@@ -12,8 +12,8 @@ const Kernels& kernels_avx2();    // only in builds for x86-64
 const Kernels& kernels_avx512();  // likewise
 
 struct Isa {
-  const char* name;
-  const Kernels* kernels;
+    const char* name;
+    const Kernels* kernels;
 };
 
 // Fastest first; "plain" is always there and last. Asked of the processor and the operating system once.

@@ -11,25 +11,25 @@
 namespace infinity::adam {
 
 class FloatEnvironment {
- public:
-  FloatEnvironment(const FloatEnvironment&) = delete;
-  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+  public:
+    FloatEnvironment(const FloatEnvironment&) = delete;
+    FloatEnvironment& operator=(const FloatEnvironment&) = delete;
 
 #if defined(__x86_64__)
-  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u); }
-  ~FloatEnvironment() { _mm_setcsr(saved_); }
+    FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u); }
+    ~FloatEnvironment() { _mm_setcsr(saved_); }
 
- private:
-  unsigned saved_;
+  private:
+    unsigned saved_;
 #else
-  FloatEnvironment() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~FloatEnvironment() { std::fesetenv(&saved_); }
+    FloatEnvironment() {
+        std::fegetenv(&saved_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~FloatEnvironment() { std::fesetenv(&saved_); }
 
- private:
-  std::fenv_t saved_;
+  private:
+    std::fenv_t saved_;
 #endif
 };
 

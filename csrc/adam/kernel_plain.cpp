@@ -9,36 +9,36 @@ namespace infinity::adam {
 namespace {
 
 struct Plain {
-  static constexpr std::size_t kWidth = 1, kDoubleWidth = 1;
-  using Float = float;
-  using Int = std::uint32_t;
-  using Double = double;
+    static constexpr std::size_t kWidth = 1, kDoubleWidth = 1;
+    using Float = float;
+    using Int = std::uint32_t;
+    using Double = double;
 
-  static Float load(const float* from) { return *from; }
-  static void store(float* to, Float x) { *to = x; }
-  static Float set(float x) { return x; }
-  static Float add(Float a, Float b) { return a + b; }
-  static Float sub(Float a, Float b) { return a - b; }
-  static Float mul(Float a, Float b) { return a * b; }
-  static Float div(Float a, Float b) { return a / b; }
-  static Float fma(Float a, Float b, Float c) { return std::fma(a, b, c); }
-  static Float sqrt(Float x) { return std::sqrt(x); }
-  static Float canonical(Float x) { return x == x ? x : __builtin_bit_cast(float, kCanonicalNan); }
+    static Float load(const float* from) { return *from; }
+    static void store(float* to, Float x) { *to = x; }
+    static Float set(float x) { return x; }
+    static Float add(Float a, Float b) { return a + b; }
+    static Float sub(Float a, Float b) { return a - b; }
+    static Float mul(Float a, Float b) { return a * b; }
+    static Float div(Float a, Float b) { return a / b; }
+    static Float fma(Float a, Float b, Float c) { return std::fma(a, b, c); }
+    static Float sqrt(Float x) { return std::sqrt(x); }
+    static Float canonical(Float x) { return x == x ? x : __builtin_bit_cast(float, kCanonicalNan); }
 
-  static Int as_int(Float x) { return __builtin_bit_cast(std::uint32_t, x); }
-  static Float as_float(Int x) { return __builtin_bit_cast(float, x); }
-  static Int set_int(std::uint32_t x) { return x; }
-  static Int add_int(Int a, Int b) { return a + b; }
-  static Int shift_right_16(Int x) { return x >> 16; }
-  static Int load_high_16(const std::uint16_t* from) { return static_cast<Int>(*from) << 16; }
-  static Int load_signed_16(const std::int16_t* from) { return static_cast<Int>(static_cast<std::int32_t>(*from)); }
-  static void store_low_16(std::uint16_t* to, Int x) { *to = static_cast<std::uint16_t>(x); }
+    static Int as_int(Float x) { return __builtin_bit_cast(std::uint32_t, x); }
+    static Float as_float(Int x) { return __builtin_bit_cast(float, x); }
+    static Int set_int(std::uint32_t x) { return x; }
+    static Int add_int(Int a, Int b) { return a + b; }
+    static Int shift_right_16(Int x) { return x >> 16; }
+    static Int load_high_16(const std::uint16_t* from) { return static_cast<Int>(*from) << 16; }
+    static Int load_signed_16(const std::int16_t* from) { return static_cast<Int>(static_cast<std::int32_t>(*from)); }
+    static void store_low_16(std::uint16_t* to, Int x) { *to = static_cast<std::uint16_t>(x); }
 
-  static Double zero_double() { return 0.0; }
-  static Double load_double(const float* from) { return *from; }
-  static Double load_double_bf16(const std::uint16_t* from) { return as_float(load_high_16(from)); }
-  static Double add_square(Double sum, Double x) { return sum + x * x; }
-  static void store_double(double* to, Double x) { *to = x; }
+    static Double zero_double() { return 0.0; }
+    static Double load_double(const float* from) { return *from; }
+    static Double load_double_bf16(const std::uint16_t* from) { return as_float(load_high_16(from)); }
+    static Double add_square(Double sum, Double x) { return sum + x * x; }
+    static void store_double(double* to, Double x) { *to = x; }
 };
 
 constexpr Kernels kTable = make_kernels<Plain>();

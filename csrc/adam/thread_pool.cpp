@@ -18,85 +18,85 @@ namespace infinity::adam {
 namespace {
 
 struct Job {
-  std::size_t count;
-  void (*body)(void*, std::size_t);
-  void* context;
-  int places;                            // workers that may still join; guarded by the pool's mutex
-  std::atomic<std::size_t> next{0};      // the next piece to claim
-  std::atomic<std::size_t> finished{0};  // pieces done
-  std::mutex mutex;
-  std::condition_variable all_finished;
+    std::size_t count;
+    void (*body)(void*, std::size_t);
+    void* context;
+    int places;                            // workers that may still join; guarded by the pool's mutex
+    std::atomic<std::size_t> next{0};      // the next piece to claim
+    std::atomic<std::size_t> finished{0};  // pieces done
+    std::mutex mutex;
+    std::condition_variable all_finished;
 
-  Job(std::size_t count, void (*body)(void*, std::size_t), void* context, int places)
-      : count(count), body(body), context(context), places(places) {}
+    Job(std::size_t count, void (*body)(void*, std::size_t), void* context, int places)
+        : count(count), body(body), context(context), places(places) {}
 
-  // Claims and runs pieces until none is left. `context` is alive as long as a claimed piece is unfinished.
-  void work() {
-    std::size_t done = 0;
-    for (std::size_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < count; ++done) body(context, k);
-    if (done == 0) return;
-    if (finished.fetch_add(done, std::memory_order_acq_rel) + done == count) {
-      std::lock_guard lock(mutex);  // so that the caller cannot miss it between its test and its sleep
-      all_finished.notify_one();
+    // Claims and runs pieces until none is left. `context` is alive as long as a claimed piece is unfinished.
+    void work() {
+        std::size_t done = 0;
+        for (std::size_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < count; ++done) body(context, k);
+        if (done == 0) return;
+        if (finished.fetch_add(done, std::memory_order_acq_rel) + done == count) {
+            std::lock_guard lock(mutex);  // so that the caller cannot miss it between its test and its sleep
+            all_finished.notify_one();
+        }
     }
-  }
 
-  void wait() {
-    std::unique_lock lock(mutex);
-    all_finished.wait(lock, [this] { return finished.load(std::memory_order_acquire) == count; });
-  }
+    void wait() {
+        std::unique_lock lock(mutex);
+        all_finished.wait(lock, [this] { return finished.load(std::memory_order_acquire) == count; });
+    }
 };
 
 class Pool {
- public:
-  void run(const std::shared_ptr<Job>& job, int helpers) {
-    {
-      std::lock_guard lock(mutex_);
-      grow(helpers);
-      jobs_.push_back(job);
+  public:
+    void run(const std::shared_ptr<Job>& job, int helpers) {
+        {
+            std::lock_guard lock(mutex_);
+            grow(helpers);
+            jobs_.push_back(job);
+        }
+        for (int k = 0; k < helpers; ++k) wake_.notify_one();
+        job->work();
+        {
+            std::lock_guard lock(mutex_);  // a worker may have taken it off already
+            const auto at = std::find(jobs_.begin(), jobs_.end(), job);
+            if (at != jobs_.end()) jobs_.erase(at);
+        }
+        job->wait();
     }
-    for (int k = 0; k < helpers; ++k) wake_.notify_one();
-    job->work();
-    {
-      std::lock_guard lock(mutex_);  // a worker may have taken it off already
-      const auto at = std::find(jobs_.begin(), jobs_.end(), job);
-      if (at != jobs_.end()) jobs_.erase(at);
-    }
-    job->wait();
-  }
 
- private:
-  // Workers up to `wanted`; fewer when the system refuses a thread, which costs speed only.
-  void grow(int wanted) {
-    sigset_t all, before;  // signals belong to the program's own threads
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-      for (; workers_ < wanted; ++workers_) std::thread(&Pool::serve, this).detach();
-    } catch (const std::system_error&) {
+  private:
+    // Workers up to `wanted`; fewer when the system refuses a thread, which costs speed only.
+    void grow(int wanted) {
+        sigset_t all, before;  // signals belong to the program's own threads
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (; workers_ < wanted; ++workers_) std::thread(&Pool::serve, this).detach();
+        } catch (const std::system_error&) {
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  }
 
-  void serve() {
+    void serve() {
 #ifdef __linux__
-    pthread_setname_np(pthread_self(), "infinity-adam");
+        pthread_setname_np(pthread_self(), "infinity-adam");
 #endif
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [this] { return !jobs_.empty(); });
-      const std::shared_ptr<Job> job = jobs_.front();
-      if (--job->places == 0) jobs_.pop_front();
-      lock.unlock();
-      job->work();
-      lock.lock();
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [this] { return !jobs_.empty(); });
+            const std::shared_ptr<Job> job = jobs_.front();
+            if (--job->places == 0) jobs_.pop_front();
+            lock.unlock();
+            job->work();
+            lock.lock();
+        }
     }
-  }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::shared_ptr<Job>> jobs_;  // those that a worker may still join
-  int workers_ = 0;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::deque<std::shared_ptr<Job>> jobs_;  // those that a worker may still join
+    int workers_ = 0;
 };
 
 // Never destroyed: its threads sleep until the process ends. Forgotten, not freed, in the child of a fork, where its
@@ -104,39 +104,39 @@ class Pool {
 std::atomic<Pool*> pool{nullptr};
 
 Pool& get_pool() {
-  Pool* current = pool.load(std::memory_order_acquire);
-  if (current != nullptr) return *current;
-  Pool* const fresh = new Pool;
-  if (pool.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return *fresh;
-  delete fresh;  // another thread was first
-  return *current;
+    Pool* current = pool.load(std::memory_order_acquire);
+    if (current != nullptr) return *current;
+    Pool* const fresh = new Pool;
+    if (pool.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return *fresh;
+    delete fresh;  // another thread was first
+    return *current;
 }
 
 }  // namespace
 
 void parallel_for(std::size_t count, int threads, void (*body)(void*, std::size_t), void* context) {
-  const int helpers = static_cast<int>(std::min(static_cast<std::size_t>(std::max(threads, 1)), count)) - 1;
-  if (helpers <= 0) {
-    for (std::size_t k = 0; k < count; ++k) body(context, k);
-    return;
-  }
-  get_pool().run(std::make_shared<Job>(count, body, context, helpers), helpers);
+    const int helpers = static_cast<int>(std::min(static_cast<std::size_t>(std::max(threads, 1)), count)) - 1;
+    if (helpers <= 0) {
+        for (std::size_t k = 0; k < count; ++k) body(context, k);
+        return;
+    }
+    get_pool().run(std::make_shared<Job>(count, body, context, helpers), helpers);
 }
 
 int default_threads() {
 #ifdef __linux__
-  for (int cpus = 1024; cpus <= (1 << 20); cpus *= 2) {  // the kernel refuses a set smaller than its own
-    const std::size_t bytes = CPU_ALLOC_SIZE(cpus);
-    const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(cpus), [](cpu_set_t* s) { CPU_FREE(s); });
-    if (set == nullptr) break;
-    if (sched_getaffinity(0, bytes, set.get()) == 0) return std::max(1, CPU_COUNT_S(bytes, set.get()));
-  }
+    for (int cpus = 1024; cpus <= (1 << 20); cpus *= 2) {  // the kernel refuses a set smaller than its own
+        const std::size_t bytes = CPU_ALLOC_SIZE(cpus);
+        const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(cpus), [](cpu_set_t* s) { CPU_FREE(s); });
+        if (set == nullptr) break;
+        if (sched_getaffinity(0, bytes, set.get()) == 0) return std::max(1, CPU_COUNT_S(bytes, set.get()));
+    }
 #endif
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
 void install_fork_handler() {
-  pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr, std::memory_order_release); });
+    pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr, std::memory_order_release); });
 }
 
 }  // namespace infinity::adam

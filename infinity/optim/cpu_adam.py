@@ -1,0 +1,178 @@
+"""Adam and AdamW on CPU tensors: checked, typed calls of the native `infinity._adam`.
+
+All tensors are contiguous CPU tensors of equal numel and share no memory; shapes do not matter otherwise, and a slice
+of a flat tensor is as good as a tensor of its own. Writes go by address, past autograd: `_version` does not change.
+
+A bf16 parameter needs no fp32 master beside it. The master is the parameter plus a 16-bit remainder: the parameter is
+the master rounded half away from zero, so that the difference of the two bit patterns always fits a signed 16-bit
+integer (`split_master`, `join_master`; the same for any device: `split_master_torch`, `join_master_torch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity import _adam
+from infinity.errors import ConfigError
+
+__all__ = [
+    "AdamHyper",
+    "adam_update",
+    "join_master",
+    "join_master_torch",
+    "split_master",
+    "split_master_torch",
+    "sum_of_squares",
+]
+
+_DTYPES: dict[torch.dtype, _adam.DType] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_CANONICAL_NAN = 0x7FC00000
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """What one parameter group's update needs besides its tensors; defaults as in `torch.optim.AdamW`.
+
+    decoupled: AdamW's decay (True), or Adam's, added to the gradient (False).
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decoupled: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if not 0.0 <= value < float("inf"):
+                raise ConfigError(f"{name} is {value}: give a finite number, 0 or more")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"betas are {self.betas}: give two numbers in [0, 1)")
+
+
+def adam_update(
+    param: Tensor,
+    master_or_remainder: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int = 0,
+) -> None:
+    """One optimizer step, in place, on all elements of `param`.
+
+    param: fp32 with no master (None), or bf16 with its int16 remainder, or bf16 with its fp32 master (then `param` is
+        written only).
+    grad: fp32 or bf16, multiplied by `grad_scale` as it is read. exp_avg, exp_avg_sq: fp32.
+    step: number of this optimizer step, from 1. threads: 0 is one per processor of this thread's affinity.
+
+    Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing.
+    """
+    n = param.numel()
+    addresses = {
+        "param": _address("param", param, n, torch.float32, torch.bfloat16),
+        "master": 0,
+        "grad": _address("grad", grad, n, torch.float32, torch.bfloat16),
+        "exp_avg": _address("exp_avg", exp_avg, n, torch.float32),
+        "exp_avg_sq": _address("exp_avg_sq", exp_avg_sq, n, torch.float32),
+    }
+    if master_or_remainder is not None:
+        addresses["master"] = _address("master_or_remainder", master_or_remainder, n, torch.int16, torch.float32)
+    _adam.adam(
+        **addresses,
+        n=n,
+        format=_format(param, master_or_remainder),
+        grad_dtype=_DTYPES[grad.dtype],
+        lr=hyper.lr,
+        beta1=hyper.betas[0],
+        beta2=hyper.betas[1],
+        eps=hyper.eps,
+        weight_decay=hyper.weight_decay,
+        step=step,
+        decoupled=hyper.decoupled,
+        grad_scale=grad_scale,
+        threads=threads,
+    )
+
+
+def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None, threads: int = 0) -> tuple[Tensor, Tensor]:
+    """fp32 to (bf16 parameter, int16 remainder), written into `out` if given. NaNs become 0x7FC00000 first."""
+    n = master.numel()
+    address = _address("master", master, n, torch.float32)
+    if out is None:
+        out = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    param, remainder = out
+    _adam.split(
+        address,
+        _address("param", param, n, torch.bfloat16),
+        _address("remainder", remainder, n, torch.int16),
+        n,
+        threads,
+    )
+    return param, remainder
+
+
+def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None, threads: int = 0) -> Tensor:
+    """(bf16 parameter, int16 remainder) to the fp32 they came from, written into `out` if given."""
+    n = param.numel()
+    addresses = _address("param", param, n, torch.bfloat16), _address("remainder", remainder, n, torch.int16)
+    master = torch.empty_like(param, dtype=torch.float32) if out is None else out
+    _adam.join(*addresses, _address("master", master, n, torch.float32), n, threads)
+    return master
+
+
+def split_master_torch(master: Tensor) -> tuple[Tensor, Tensor]:
+    """`split_master` in torch's integer operations, for any device and any shape."""
+    if master.dtype != torch.float32:
+        raise ValueError(f"master is {master.dtype}: pass torch.float32")
+    bits = torch.where(master.isnan(), _CANONICAL_NAN, master.view(torch.int32))
+    high = (bits + 0x8000) >> 16  # arithmetic shift: fits int16, and its bits are those of the bf16
+    remainder = bits - (high << 16)
+    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def join_master_torch(param: Tensor, remainder: Tensor) -> Tensor:
+    """`join_master` in torch's integer operations, for any device and any shape."""
+    if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
+        raise ValueError(f"param is {param.dtype}, remainder {remainder.dtype}: pass torch.bfloat16 and torch.int16")
+    return ((param.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+
+
+def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, threads: int = 0) -> float:
+    """initial + the sum of (scale * x)^2 in fp64 over an fp32 or bf16 tensor; inf and NaN propagate.
+
+    The bits depend on values, numel, scale and initial only. A flat tensor cut at multiples of 4096 elements, each
+    part's result passed on as `initial`, gives the bits of the whole; the norm of a model is the units' results
+    added in unit order.
+    """
+    n = tensor.numel()
+    address = _address("tensor", tensor, n, torch.float32, torch.bfloat16)
+    return _adam.sum_of_squares(address, n, _DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
+
+
+def _format(param: Tensor, master: Tensor | None) -> _adam.Format:
+    if param.dtype == torch.float32:
+        if master is not None:
+            raise ValueError("param is torch.float32 and its own master: pass None for master_or_remainder")
+        return "fp32"
+    if master is None:
+        raise ValueError("param is torch.bfloat16: pass its int16 remainder (see split_master) or its fp32 master")
+    return "remainder" if master.dtype == torch.int16 else "master"
+
+
+def _address(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
+    """The address of a tensor that the native code can use as a flat array of `numel` elements."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}: pass a CPU tensor")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg():
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a dense, contiguous tensor")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel():,} elements where {numel:,} are needed: pass tensors of one size")
+    return tensor.data_ptr()
