@@ -138,8 +138,8 @@ class GPT2(nn.Module):
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, vocab_size) of `input_ids` (B, T) int64, or their mean cross entropy in nats, fp32.
 
-        `targets` (B, T) int64 asks for the latter: `targets[b, t]` is the token that follows `input_ids[b, t]` (that is,
-        already shifted), and -100 is not counted.
+        `targets` (B, T) int64 asks for the latter: `targets[b, t]` is the token that follows `input_ids[b, t]`, that is
+        already shifted; -100 is not counted.
         """
         t = input_ids.shape[1]
         if t > self.config.seq_length:
