@@ -74,18 +74,16 @@ def adam_update(
     Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing.
     """
     n = param.numel()
-    addresses = {
-        "param": _address("param", param, n, torch.float32, torch.bfloat16),
-        "master": 0,
-        "grad": _address("grad", grad, n, torch.float32, torch.bfloat16),
-        "exp_avg": _address("exp_avg", exp_avg, n, torch.float32),
-        "exp_avg_sq": _address("exp_avg_sq", exp_avg_sq, n, torch.float32),
-    }
+    master = 0
     if master_or_remainder is not None:
-        addresses["master"] = _address("master_or_remainder", master_or_remainder, n, torch.int16, torch.float32)
+        master = _address("master_or_remainder", master_or_remainder, n, torch.int16, torch.float32)
     _adam.adam(
-        **addresses,
-        n=n,
+        _address("param", param, n, torch.float32, torch.bfloat16),
+        master,
+        _address("grad", grad, n, torch.float32, torch.bfloat16),
+        _address("exp_avg", exp_avg, n, torch.float32),
+        _address("exp_avg_sq", exp_avg_sq, n, torch.float32),
+        n,
         format=_format(param, master_or_remainder),
         grad_dtype=_DTYPES[grad.dtype],
         lr=hyper.lr,
