@@ -1,0 +1,63 @@
+// One transfer between memory and a file, and what became of it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "file.h"
+
+namespace infinity::aio {
+
+enum class Direction { kRead, kWrite };
+
+struct Failure {
+    int error;         // errno
+    std::string what;  // what failed, where, of which request
+};
+
+// Done means that no byte of the buffer is, or will be, under the kernel any more: a request that failed is done only
+// when all its pieces in flight have ended. Thread safe.
+class Request {
+  public:
+    Request(Direction direction, std::shared_ptr<const File> file, uint64_t offset, uint64_t address, uint64_t nbytes);
+
+    const Direction direction;
+    const std::shared_ptr<const File> file;
+    const uint64_t offset;   // bytes
+    const uint64_t address;  // of the caller's buffer, which outlives the request
+    const uint64_t nbytes;
+
+    // For the I/O threads. Every byte of the request is ended exactly once: transferred, failed, or never tried after a
+    // failure.
+    void transferred(uint64_t bytes);
+    void fail(int error, uint64_t at, uint64_t size, const std::string& hint);  // the first failure counts
+    void end(uint64_t bytes);
+
+    bool failed() const { return failed_.load(std::memory_order_acquire); }
+    bool done() const { return done_.load(std::memory_order_acquire); }
+    uint64_t bytes_done() const { return bytes_done_.load(std::memory_order_relaxed); }
+
+    // Returns whether the request is done, at the latest after `timeout`.
+    bool wait_for(std::chrono::duration<double> timeout);
+    // Why it failed, if it did; for requests that are done.
+    std::optional<Failure> failure() const;
+    // "read of 4096 bytes at offset 0"
+    static std::string describe(Direction direction, uint64_t nbytes, uint64_t offset);
+
+  private:
+    std::atomic<uint64_t> unfinished_;
+    std::atomic<uint64_t> bytes_done_{0};
+    std::atomic<bool> failed_{false};
+    std::atomic<bool> done_{false};
+    mutable std::mutex mutex_;  // guards failure_, and done_ against lost wake-ups
+    std::condition_variable changed_;
+    std::optional<Failure> failure_;
+};
+
+}  // namespace infinity::aio

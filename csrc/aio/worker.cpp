@@ -1,0 +1,237 @@
+#include "worker.h"
+
+#include <errno.h>
+#include <linux/fs.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+namespace infinity::aio {
+namespace {
+
+constexpr unsigned kRetries = 1000;  // of one piece in a row, before EINTR or EAGAIN is taken for an answer
+
+void back_off(unsigned times) { std::this_thread::sleep_for(std::chrono::milliseconds(std::min(times, 10U))); }
+
+std::string why_short(const Request& request, uint64_t offset) {
+    if (request.direction == Direction::kWrite) return "the file system took no bytes and gave no reason";
+    struct stat status {};
+    std::string text = "the file ended at or before offset " + std::to_string(offset);
+    if (fstat(request.file->fd(false), &status) == 0) {
+        text += " (its size is now " + std::to_string(status.st_size) + " bytes)";
+    }
+    return text;
+}
+
+// Signals belong to the threads of the program, not to ours.
+std::thread start_without_signals(auto&& body, const std::string& name) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        std::thread thread(body);
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        pthread_setname_np(thread.native_handle(), name.c_str());
+        return thread;
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+}
+
+}  // namespace
+
+Worker::Worker(const Calls& calls, unsigned depth, const std::string& name, Counters& counters)
+    : context_(calls, depth), counters_(counters), slots_(context_.depth()), events_(context_.depth()) {
+    for (Slot& slot : slots_) free_.push_back(&slot);
+    ready_.reserve(slots_.size());
+    blocks_.reserve(slots_.size());
+    thread_ = start_without_signals([this] { run(); }, name);
+}
+
+void Worker::push(Job job) {
+    {
+        const std::lock_guard lock(mutex_);
+        inbox_.push_back(std::move(job));
+    }
+    context_.wake();
+}
+
+void Worker::stop() {
+    if (!thread_.joinable()) return;
+    {
+        const std::lock_guard lock(mutex_);
+        stopping_ = true;
+    }
+    context_.wake();
+    thread_.join();
+}
+
+void Worker::run() {
+    while (collect()) {
+        fill();
+        submit();
+        if (in_flight_ == 0) continue;
+        context_.sleep();
+        reap();
+    }
+}
+
+bool Worker::collect() {
+    while (true) {
+        {
+            const std::lock_guard lock(mutex_);
+            std::move(inbox_.begin(), inbox_.end(), std::back_inserter(jobs_));
+            inbox_.clear();
+            if (!jobs_.empty() || !ready_.empty() || in_flight_ > 0) return true;
+            if (stopping_) return false;
+        }
+        context_.sleep();
+    }
+}
+
+void Worker::fill() {
+    while (!jobs_.empty() && !free_.empty()) {
+        // A buffered piece is served inside io_submit: let it be the last of its batch, or it would hold up what
+        // follows.
+        if (!ready_.empty() && !ready_.back()->piece.direct) return;
+        Job& job = jobs_.front();
+        const uint64_t remaining = job.remaining();
+        if (remaining == 0 || job.request()->failed()) {
+            if (remaining > 0) job.request()->end(remaining);
+            jobs_.pop_front();
+            continue;
+        }
+        Slot& slot = *free_.back();
+        free_.pop_back();
+        slot.piece = job.next();
+        slot.request = job.request();
+        prepare(slot);
+    }
+}
+
+void Worker::prepare(Slot& slot) {
+    const Piece& piece = slot.piece;
+    const bool write = slot.request->direction == Direction::kWrite;
+    std::memset(&slot.block, 0, sizeof slot.block);
+    slot.block.aio_data = reinterpret_cast<uint64_t>(&slot);
+    slot.block.aio_lio_opcode = write ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
+    slot.block.aio_fildes = static_cast<uint32_t>(slot.request->file->fd(piece.direct));
+    slot.block.aio_buf = piece.address;
+    slot.block.aio_nbytes = piece.left;
+    slot.block.aio_offset = static_cast<int64_t>(piece.offset);
+    if (write && !piece.direct) slot.block.aio_rw_flags = RWF_DSYNC;  // see file.h
+    context_.attach(slot.block);
+    ready_.push_back(&slot);
+}
+
+void Worker::submit() {
+    while (!ready_.empty()) {
+        if (broken_ != 0) {
+            fail_first(broken_, "this I/O thread lost its kernel context earlier (io_getevents); create a new engine");
+            continue;
+        }
+        blocks_.clear();
+        for (Slot* slot : ready_) blocks_.push_back(&slot->block);
+        const int taken = context_.submit(blocks_);
+        if (taken > 0) {
+            in_flight_ += static_cast<size_t>(taken);
+            ready_.erase(ready_.begin(), ready_.begin() + taken);
+            stalls_ = 0;
+        } else if (taken == 0 || taken == -EAGAIN || taken == -EINTR) {
+            if (in_flight_ > 0) return;  // a completion will make room
+            if (stalls_ < context_.patience()) {
+                back_off(++stalls_);
+                continue;
+            }
+            stalls_ = 0;
+            fail_first(taken == 0 ? EAGAIN : -taken, "the kernel would not take it (io_submit)");
+        } else {  // the first block is the one it objects to
+            fail_first(-taken, "the kernel would not take it (io_submit)");
+        }
+    }
+}
+
+void Worker::fail_first(int error, const std::string& hint) {
+    Slot& first = *ready_.front();
+    ready_.erase(ready_.begin());
+    fail(first, error, hint);
+}
+
+void Worker::reap() {
+    int count = 0;
+    do {
+        count = context_.reap(events_);
+    } while (count == -EINTR);
+    if (count < 0) {
+        break_down(-count);
+        return;
+    }
+    for (int i = 0; i < count; ++i) {
+        --in_flight_;
+        finish(*reinterpret_cast<Slot*>(events_[i].data), events_[i].res);
+    }
+}
+
+void Worker::finish(Slot& slot, int64_t result) {
+    Piece& piece = slot.piece;
+    Request& request = *slot.request;
+    if (result > 0 && static_cast<uint64_t>(result) <= piece.left) {
+        const auto bytes = static_cast<uint64_t>(result);
+        const bool write = request.direction == Direction::kWrite;
+        (write ? counters_.bytes_written : counters_.bytes_read).fetch_add(bytes, std::memory_order_relaxed);
+        piece.advance(bytes);
+        const bool whole = piece.left == 0;
+        if (!whole && bytes % request.file->alignment() != 0) piece.direct = false;  // the rest begins inside a block
+        request.transferred(bytes);
+        if (whole) {
+            release(slot);
+        } else if (request.failed()) {
+            request.end(piece.left);
+            release(slot);
+        } else {
+            prepare(slot);
+        }
+    } else if ((result == -EINTR || result == -EAGAIN) && ++piece.retries <= kRetries) {
+        if (result == -EAGAIN) back_off(1);
+        prepare(slot);
+    } else if (result < 0) {
+        fail(slot, static_cast<int>(-result),
+             result == -EINVAL && piece.direct
+                 ? "the file system refuses direct I/O here; open the file without O_DIRECT"
+                 : "");
+    } else {
+        fail(slot, EIO, why_short(request, piece.offset));
+    }
+}
+
+void Worker::fail(Slot& slot, int error, const std::string& hint) {
+    slot.request->fail(error, slot.piece.offset, slot.piece.left, hint);
+    slot.request->end(slot.piece.left);
+    release(slot);
+}
+
+void Worker::release(Slot& slot) {
+    slot.request.reset();
+    free_.push_back(&slot);
+}
+
+// The completions cannot be read any more. When io_destroy returns, nothing is in flight, and what has become of it is
+// unknown.
+void Worker::break_down(int error) {
+    context_.destroy();
+    broken_ = error;
+    in_flight_ = 0;
+    ready_.clear();
+    for (Slot& slot : slots_) {
+        if (slot.request) fail(slot, error, "its result could not be read (io_getevents)");
+    }
+}
+
+}  // namespace infinity::aio

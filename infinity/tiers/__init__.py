@@ -1,0 +1,1 @@
+"""Where states live, and how bytes move between those places."""
