@@ -1,0 +1,154 @@
+"""The pool: the same results for any number of threads and callers, after a fork, under any floating-point mode; idle
+threads sleep."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from infinity import _adam
+
+N = 300_007
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7, 64])
+def test_number_of_threads(make: Callable[..., Any], format: str, threads: int) -> None:
+    whole = make(format, "bf16", N, seed=1)
+    whole.copy().call(threads=threads).assert_same(whole.copy().call(threads=1))
+
+
+def test_many_callers_at_once(make: Callable[..., Any]) -> None:
+    problems = [make(format, "fp32", N, seed=seed) for seed in range(4) for format in ("fp32", "remainder")]
+    expected = [problem.copy().call(threads=1) for problem in problems]
+
+    def caller(k: int) -> list[Any]:
+        order = [(k + i) % len(problems) for i in range(3 * len(problems))]
+        return [(at, problems[at].copy().call(threads=1 + k % 4)) for at in order]
+
+    with ThreadPoolExecutor(6) as executor:
+        for results in executor.map(caller, range(6)):
+            for at, result in results:
+                result.assert_same(expected[at])
+
+
+def test_many_short_calls(make: Callable[..., Any]) -> None:
+    """Workers that wake late find the job done, again and again."""
+    whole = make("fp32", "fp32", 70_000, seed=2)
+    expected = whole.copy().call(threads=1)
+    for _ in range(300):
+        whole.copy().call(threads=4).assert_same(expected)
+
+
+def test_the_interpreter_runs_meanwhile(make: Callable[..., Any]) -> None:
+    problem = make("fp32", "fp32", 2_000_000, seed=3)
+    call = threading.Thread(target=problem.call, args=("plain", 1))
+    turns = 0
+    call.start()
+    while call.is_alive():
+        turns += 1
+        time.sleep(0)
+    call.join()
+    assert turns > 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_after_fork(make: Callable[..., Any]) -> None:
+    """Also while another thread is inside a call, whose locks the child then finds taken."""
+    whole = make("fp32", "fp32", N, seed=4)
+    expected = whole.copy().call(threads=2)
+    stop = threading.Event()
+    busy = make("fp32", "fp32", N, seed=5)
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            busy.call(threads=2)
+
+    other = threading.Thread(target=keep_busy)
+    other.start()
+    try:
+        for _ in range(10):
+            result = whole.copy()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about threads and fork
+                child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    result.call(threads=2)
+                    same = all(a is None or (a == expected.arrays[name]).all() for name, a in result.arrays.items())
+                    code = 0 if same else 2
+                finally:
+                    os._exit(code)
+            assert wait_for(child) == 0
+    finally:
+        stop.set()
+        other.join()
+
+
+def wait_for(child: int) -> int:
+    for _ in range(1000):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
+def test_a_users_flushing_of_denormals_changes_nothing(make: Callable[..., Any], isa: str) -> None:
+    whole = make("remainder", "fp32", N, seed=6, hostile=True)
+    expected = whole.copy().call(isa, threads=3)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        tiny = torch.tensor([1e-40])
+        assert float(tiny * 1.0) == 0.0
+        whole.copy().call(isa, threads=3, eps=1e-8).assert_same(expected)
+        whole.copy().call(isa, threads=1, eps=1e-8).assert_same(expected)
+        assert float(tiny * 1.0) == 0.0, "the caller's mode comes back"
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+def test_default_threads_follow_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a launcher's setting does not count
+    before = os.sched_getaffinity(0)
+    assert _adam.default_threads() == len(before)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert _adam.default_threads() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_idle_threads_sleep_and_the_process_ends() -> None:
+    """In a process of its own, where nothing else runs: no processor time while idle, and no hang at exit."""
+    program = """
+import time
+from array import array
+from infinity import _adam
+n = 300_000
+arrays = [array("f", bytes(4 * n)) for _ in range(4)]
+p, g, m, v = (a.buffer_info()[0] for a in arrays)
+for _ in range(5):
+    _adam.adam(p, 0, g, m, v, n, format="fp32", grad_dtype="fp32", lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8,
+               weight_decay=0.0, step=1, decoupled=True, threads=5)
+before = time.process_time()
+time.sleep(0.4)
+print(time.process_time() - before)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert float(run.stdout) < 0.1
