@@ -1,0 +1,35 @@
+"""Infinity: train and run PyTorch models larger than the memory of the machine.
+
+    engine, optimizer, dataloader, lr_scheduler = infinity.initialize(model=model, config="engine.json")
+    loss = engine(batch); engine.backward(loss); engine.step()
+
+Importing this package compiles nothing and imports torch only when an engine is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+    from infinity.engine import Engine
+    from infinity.errors import InfinityError
+    from infinity.initialize import initialize
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Engine", "InfinityError", "initialize"]
+
+_HOMES = {
+    "Config": "infinity.config",
+    "Engine": "infinity.engine",
+    "InfinityError": "infinity.errors",
+    "initialize": "infinity.initialize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,347 @@
+"""From a model and a config to the parts of an engine: discover, lay out, place, allocate, stream the values in, wire up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from infinity import _aio
+from infinity.comm.collectives import Ranks
+from infinity.config import Config
+from infinity.errors import ConfigError, ModelError, OutOfMemoryError
+from infinity.optim.grads import GradCollector, GradPlaces
+from infinity.optim.kernels import update_run
+from infinity.optim.update import Places, UpdatePipeline
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.tiers.files import open_swap_file
+from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.placement import Placement, Policy, State, StateFormat, place, state_format, tiles
+from infinity.tiers.pool import Pool, size_classes
+from infinity.tiers.slab import SlabTier
+from infinity.units.discover import Discovered, discover, modules_to_hook
+from infinity.units.init import check_buffers, materialize, stream_in
+from infinity.units.layout import UnitLayout, layout_unit
+from infinity.units.store import UnitStore
+from infinity.units.unit import Unit
+
+# Besides what is fetched ahead: the unit that computes, its parent's and one whose update is being written.
+_UNITS_BESIDE_PREFETCH = 3
+_GRADIENTS_AT_ONCE = 4
+_READS_AHEAD = 3
+_TILE_BUFFERS = 2 * _READS_AHEAD
+_TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+
+@dataclass
+class Parts:
+    """Everything an engine is made of."""
+
+    device: Device
+    ranks: Ranks
+    policy: Policy
+    placement: Placement
+    tiers: dict[str, Tier]
+    pools: list[Pool]
+    device_pools: list[Pool]
+    store: UnitStore
+    collector: GradCollector
+    pipeline: UpdatePipeline
+    units_of_module: dict[nn.Module, list[Unit]]
+    unit_of: dict[int, Unit]
+    update: str
+    formats: Callable[[torch.dtype], StateFormat]
+    tile_size: int
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.store.units
+
+    def tier_of(self, unit: Unit, state: State) -> Tier:
+        return self.tiers[self.placement.of(unit.index, state).tier]
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes reserved in each tier, pools included."""
+        held = {name: 0 for name in _TIERS.values()}
+        for name, tier in self.tiers.items():
+            held[name] += tier.nbytes
+        for pool in self.pools:
+            held["device" if pool in self.device_pools else "host"] += pool.nbytes
+        return held
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self.collector.close()
+        for tier in self.tiers.values():
+            tier.close()
+
+
+def update_schedule(config: Config) -> str:
+    """ "during_backward" unless something global must be known first; then "next_forward"."""
+    asked = config.infinity.update
+    if asked == "auto":
+        return "next_forward" if config.gradient_clipping > 0 else "during_backward"
+    if asked == "during_backward" and config.gradient_clipping > 0:
+        raise ConfigError(
+            'infinity.update is "during_backward", but gradient_clipping needs the norm of all gradients before the first update: '
+            'use "next_forward" (or "auto"), or set gradient_clipping to 0.'
+        )
+    return asked
+
+
+def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
+    """Which tier holds what. Gradients are kept beside the optimizer states while they wait."""
+    zero = config.zero_optimization
+    optim_tier = _TIERS[zero.offload_optimizer.device]
+    # Sums over micro-batches are kept in fp32; gloo sums ranks in fp32, as its 16-bit sums round at every rank.
+    wide = accumulation > 1 or ranks.backend == "gloo"
+    return Policy(
+        param_tier=_TIERS[zero.offload_param.device],
+        optim_tier=optim_tier,
+        grad_tier=optim_tier,
+        grad_dtype=torch.float32 if wide else None,
+        master=config.infinity.master,
+    )
+
+
+def _trained_dtype(unit: Discovered, bf16: bool) -> torch.dtype:
+    if not unit.dtype.is_floating_point:
+        return unit.dtype
+    if bf16:
+        return torch.bfloat16
+    if unit.trainable and unit.dtype != torch.float32:
+        raise ModelError(
+            f"{unit.names[0]} is {str(unit.dtype).removeprefix('torch.')}, which is trained only with \"bf16\": "
+            '{"enabled": true}. Set that, or give the model fp32 parameters.'
+        )
+    return unit.dtype
+
+
+def lay_out(
+    model: nn.Module, config: Config, groups: Sequence[dict[str, object]], world_size: int
+) -> tuple[list[Discovered], list[UnitLayout]]:
+    """The units of `model` and the layout of each."""
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
+    bf16 = config.bf16.enabled
+    found = discover(model, config.infinity.unit_size, width=2 if bf16 else None)
+    layouts = []
+    for index, unit in enumerate(found):
+        members = [
+            (name, tuple(p.shape), group_of.get(id(p), -1)) for name, p in zip(unit.names, unit.parameters, strict=True)
+        ]
+        layouts.append(layout_unit(index, unit.name, members, _trained_dtype(unit, bf16), unit.trainable, world_size))
+    # A layout orders its slots by param_group; the parameters follow it.
+    ordered = []
+    for unit, layout in zip(found, layouts, strict=True):
+        by_name = dict(zip(unit.names, unit.parameters, strict=True))
+        names = tuple(slot.name for slot in layout.slots)
+        ordered.append(replace(unit, names=names, parameters=tuple(by_name[name] for name in names)))
+    return ordered, layouts
+
+
+def _open_tiers(config: Config, placement: Placement, device: Device, ranks: Ranks) -> dict[str, Tier]:
+    opened: dict[str, Tier] = {}
+    needed = placement.nbytes.get("host", 0)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        hint = 'move states to nvme (zero_optimization.offload_param / offload_optimizer "device": "nvme"), or use more ranks'
+        raise OutOfMemoryError("host memory", needed, available, hint)
+    for name, nbytes in placement.nbytes.items():
+        if name != "nvme":
+            opened[name] = SlabTier(name, nbytes, device, on_device=name == "device")
+            continue
+        file = open_swap_file(_nvme_folder(config), nbytes, name=f"states of rank {ranks.rank}")
+        aio = config.aio
+        engine = _aio.Engine(aio.block_size, aio.queue_depth, aio.intra_op_parallelism)
+        opened[name] = NvmeTier(file, nbytes, engine, device)
+    return opened
+
+
+def _nvme_folder(config: Config) -> Path:
+    zero = config.zero_optimization
+    paths = {Path(part.nvme_path) for part in (zero.offload_param, zero.offload_optimizer) if part.nvme_path and part.device == "nvme"}
+    if len(paths) != 1:
+        raise ConfigError(
+            "zero_optimization.offload_param.nvme_path and offload_optimizer.nvme_path name different folders "
+            f"({', '.join(sorted(map(str, paths)))}): one file holds all states of a rank, so give both the same folder."
+        )
+    return paths.pop()
+
+
+def assemble(
+    model: nn.Module,
+    config: Config,
+    groups: Sequence[dict[str, object]],
+    device: Device,
+    ranks: Ranks,
+    accumulation: int,
+) -> Parts:
+    """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
+    found, layouts = lay_out(model, config, groups, ranks.size)
+    check_buffers(model)
+    rules = policy(config, accumulation, ranks)
+    placement = place(layouts, rules)
+    tiers = _open_tiers(config, placement, device, ranks)
+    try:
+        return _Assembly(model, config, found, layouts, rules, placement, tiers, device, ranks).build()
+    except BaseException:
+        for tier in tiers.values():
+            tier.close()
+        raise
+
+
+class _Assembly:
+    """The steps of `assemble` that need most of its results."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        found: list[Discovered],
+        layouts: list[UnitLayout],
+        rules: Policy,
+        placement: Placement,
+        tiers: dict[str, Tier],
+        device: Device,
+        ranks: Ranks,
+    ) -> None:
+        self.model, self.config, self.found, self.layouts = model, config, found, layouts
+        self.rules, self.placement, self.tiers = rules, placement, tiers
+        self.device, self.ranks = device, ranks
+        self.formats = partial(state_format, master=config.infinity.master)
+        self.pools: list[Pool] = []
+        self.device_pools: list[Pool] = []
+
+    def pool(self, name: str, sizes: dict[int, int], *, on_device: bool) -> Pool:
+        debug = self.config.infinity.debug
+        make = self.device.empty if on_device else self.device.host_buffer
+        made = Pool(make, sizes, name=name, poison=debug, fifo=debug)
+        self.pools.append(made)
+        if on_device:
+            self.device_pools.append(made)
+        return made
+
+    def build(self) -> Parts:
+        self._stream_in()
+        units = [
+            Unit(layout, list(unit.parameters), self.device.torch_device)
+            for unit, layout in zip(self.found, self.layouts, strict=True)
+        ]
+        for unit in units:
+            unit.unbind()
+        _move_buffers(self.model, self.device.torch_device)
+        largest = max(layout.nbytes for layout in self.layouts)
+        asked = self.config.infinity.prefetch_bytes
+        prefetch = 2 * largest if asked == "auto" else int(asked)
+        depth = math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH
+        unit_pool = self.pool("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
+        param_tier = self.tiers[self.rules.param_tier]
+        store = UnitStore(units, unit_pool, param_tier, self.placement, self.device, self.ranks, prefetch)
+        collector = GradCollector(units, self.ranks, self._grad_places())
+        pipeline = UpdatePipeline(
+            self._update_places(),
+            partial(update_run, threads=self.config.infinity.adam_threads),
+            reads_ahead=_READS_AHEAD,
+        )
+        store.pipeline = pipeline
+        unit_of = {id(p): unit for unit in units for p in unit.parameters}
+        index_of = {key: unit.index for key, unit in unit_of.items()}
+        hooked = modules_to_hook(self.model, index_of, [unit.root for unit in self.found])
+        return Parts(
+            device=self.device,
+            ranks=self.ranks,
+            policy=self.rules,
+            placement=self.placement,
+            tiers=self.tiers,
+            pools=self.pools,
+            device_pools=self.device_pools,
+            store=store,
+            collector=collector,
+            pipeline=pipeline,
+            units_of_module={module: [units[i] for i in indices] for module, indices in hooked.items()},
+            unit_of=unit_of,
+            update=update_schedule(self.config),
+            formats=self.formats,
+            tile_size=self.config.infinity.tile_size,
+        )
+
+    def _stream_in(self) -> None:
+        roots = {unit.root for unit in self.found}
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for number, (unit, layout) in enumerate(zip(self.found, self.layouts, strict=True)):
+            replaced.update(materialize(self.model, unit.root, roots))
+            parameters = tuple(replaced.get(p, p) for p in unit.parameters)
+            self.found[number] = replace(unit, parameters=parameters)
+            states = self.formats(layout.dtype)
+            stream_in(
+                layout,
+                [p.data for p in parameters],
+                self.placement,
+                self.tiers.__getitem__,
+                states,
+                self.config.infinity.tile_size,
+                self.ranks.rank,
+                self.ranks.broadcast,
+            )
+            Unit(layout, list(parameters), self.device.torch_device).unbind()
+
+    def _grad_places(self) -> GradPlaces:
+        trainable = [layout for layout in self.layouts if layout.trainable]
+        sizes = [layout.numel * (self.rules.grad_dtype or layout.dtype).itemsize for layout in trainable]
+        shards = [size // self.ranks.size for size in sizes]
+        tier = self.tiers[self.rules.optim_tier]
+        host_pool = None
+        if not self.device.host_addressable and not tier.on_device:
+            host_pool = self.pool("gradient shards", size_classes(shards, _GRADIENTS_AT_ONCE), on_device=False)
+        return GradPlaces(
+            device=self.device,
+            tier=tier,
+            placement=self.placement,
+            dtype=self.rules.grad_dtype,
+            pool=self.pool("gradients", size_classes(sizes, _GRADIENTS_AT_ONCE), on_device=True),
+            host_pool=host_pool,
+            stored_pool=self.pool("stored gradient", {max(shards): 1}, on_device=tier.on_device),
+        )
+
+    def _update_places(self) -> Places:
+        trainable = [layout for layout in self.layouts if layout.trainable]
+        tier = self.tiers[self.rules.optim_tier]
+        tile_size = self.config.infinity.tile_size
+        state_bytes = max(
+            tiles(x.shard_numel, tile_size, self.formats(x.dtype))[0].nbytes for x in trainable
+        )
+        grad_bytes = max(
+            min(x.shard_numel, tile_size) * (self.rules.grad_dtype or x.dtype).itemsize for x in trainable
+        )
+        count = _TILE_BUFFERS if tier.name == "nvme" else 0
+        staged = not self.device.host_addressable and not tier.on_device
+        largest_shard = max(x.shard_nbytes for x in trainable)
+        return Places(
+            device=self.device,
+            param_tier=self.tiers[self.rules.param_tier],
+            optim_tier=tier,
+            grad_tier=tier,
+            param_extent=lambda unit: self.placement.of(unit, State.PARAM),
+            optim_extent=lambda unit: self.placement.of(unit, State.OPTIM),
+            grad_extent=lambda unit: self.placement.of(unit, State.GRAD),
+            formats=self.formats,
+            tile_size=tile_size,
+            tile_pool=self.pool("tiles", {state_bytes: count} if count else {}, on_device=False),
+            grad_tile_pool=self.pool("gradient tiles", {grad_bytes: count} if count else {}, on_device=False),
+            param_pool=self.pool("parameter shards", {largest_shard: 2}, on_device=False) if staged else None,
+            grad_dtype=self.rules.grad_dtype,
+        )
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

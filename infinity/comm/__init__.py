@@ -1,0 +1,1 @@
+"""Collectives over the ranks of one engine, in one order."""

@@ -1,0 +1,123 @@
+"""Collectives over the ranks of one engine.
+
+Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own: whatever path
+the data takes and however late a read arrives, all ranks issue the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from infinity.tiers.device import Device
+from infinity.tiers.transfer import Promised, Transfer
+
+
+@dataclass
+class Traffic:
+    """Bytes of full (unsharded) tensors that were gathered and reduced, and how often."""
+
+    all_gather_bytes: int = 0
+    all_gathers: int = 0
+    reduce_scatter_bytes: int = 0
+    reduce_scatters: int = 0
+
+
+class Ranks:
+    """The ranks that share one model. Without an initialised process group there is one, and nothing is exchanged."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.traffic = Traffic()
+        self.rank, self.size = 0, 1
+        self.backend = ""
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.backend = str(dist.get_backend())
+            # Our collectives run beside the user's own: on one group their order would be a race.
+            self._group = dist.new_group(backend=self.backend)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm")
+
+    @property
+    def alone(self) -> bool:
+        """Whether collectives would move nothing: one rank (a group of one still runs them, as a check of the path)."""
+        return not self.backend
+
+    def all_gather(self, flat: torch.Tensor, after: Transfer) -> Transfer:
+        """Complete `flat` (numel,), whose own shard is valid once `after` is done, with the shards of the other ranks."""
+        if self.alone:
+            return after
+        self.traffic.all_gathers += 1
+        self.traffic.all_gather_bytes += flat.numel() * flat.element_size()
+        return self._submit(self._all_gather, flat, after)
+
+    def reduce_scatter(self, flat: torch.Tensor, after: Transfer) -> Transfer:
+        """Sum `flat` (numel,) over ranks; this rank's shard of it holds the sum once the transfer is done."""
+        if self.alone:
+            return after
+        self.traffic.reduce_scatters += 1
+        self.traffic.reduce_scatter_bytes += flat.numel() * flat.element_size()
+        return self._submit(self._reduce_scatter, flat, after)
+
+    def _submit(self, collective: object, flat: torch.Tensor, after: Transfer) -> Transfer:
+        reached = self._device.compute_reached()
+        return Promised(self._thread.submit(collective, flat, after, reached))  # type: ignore[arg-type]
+
+    def shard(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard (numel / size,) of a flat tensor."""
+        length = flat.numel() // self.size
+        return flat[self.rank * length : (self.rank + 1) * length]
+
+    def _all_gather(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
+        self._device.await_copy(reached)
+        after.wait()
+        dist.all_gather_into_tensor(flat, self.shard(flat), group=self._group)
+        self._device.compute_reached().wait()
+
+    def _reduce_scatter(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
+        self._device.await_copy(reached)
+        after.wait()
+        if self.backend == "gloo":
+            # gloo's reduce-scatter moves twice the theory's bytes and may not write into its input.
+            shard = torch.empty_like(self.shard(flat))
+            dist.reduce_scatter_tensor(shard, flat, group=self._group)
+            self.shard(flat).copy_(shard)
+        else:
+            dist.reduce_scatter_tensor(self.shard(flat), flat, group=self._group)
+        self._device.compute_reached().wait()
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Make `flat` (host memory) that of the first rank."""
+        if not self.alone:
+            self._thread.submit(self._broadcast, flat).result()
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        there = flat.to(self._device.torch_device)
+        dist.broadcast(there, src=0, group=self._group)
+        if there is not flat:
+            flat.copy_(there)
+
+    def sum(self, value: float) -> float:
+        """The sum of one fp64 number over ranks, in rank order; every rank gets the same bits."""
+        if self.alone:
+            return value
+        return float(self._thread.submit(self._sum, value).result())
+
+    def _sum(self, value: float) -> float:
+        mine = torch.tensor([value], dtype=torch.float64, device=self._device.torch_device)
+        parts = torch.empty(self.size, dtype=torch.float64, device=self._device.torch_device)
+        dist.all_gather_into_tensor(parts, mine, group=self._group)
+        return sum(parts.tolist())
+
+    def barrier(self) -> None:
+        if not self.alone:
+            self._thread.submit(dist.barrier, group=self._group).result()
+
+    def close(self) -> None:
+        if not self.alone:
+            self._thread.shutdown()
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)

@@ -1,0 +1,49 @@
+"""The kinds of value that configuration keys hold, and the base of all sections.
+
+JSON has few types and pydantic forgives much (true for 1, "3" for 3).  A key here takes what its name promises and nothing
+else, except that a whole number may be written as 5e8.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+from infinity.sizes import parse_size
+
+
+class Section(BaseModel):
+    """Base of all sections: an unknown key is an error, a value never changes, the docstring under a field documents it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _number(value: object) -> object:
+    if isinstance(value, (bool, str, bytes)) or value is None:
+        raise ValueError("must be a number")
+    return value
+
+
+def _size(value: object) -> int:
+    return parse_size(value)  # type: ignore[arg-type]  # refuses any other type itself
+
+
+def _folder(value: object) -> Path:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("must be the path of a folder, as text")
+    return Path(value).expanduser()
+
+
+Switch: TypeAlias = Annotated[bool, Strict()]
+Count: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+CountOrZero: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+Positive: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+Fraction: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+Beta: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
+Size: TypeAlias = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(_size)]
+Folder: TypeAlias = Annotated[Path, BeforeValidator(_folder)]

@@ -1,0 +1,202 @@
+"""The configuration: its top level, and the sections about where states live and how they move.
+
+A key is declared here (or in `optimization`) once; its type, default, bounds and documentation stand beside it, and
+docs/config.md is generated from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from infinity.config.batch import Batch, resolve_batch
+from infinity.config.fields import Count, CountOrZero, Folder, Number, Section, Size, SizeOrZero, Switch
+from infinity.config.load import load_config
+from infinity.config.optimization import Optimizer, Scheduler
+
+ALIGNMENT = 4096
+"""Bytes that direct I/O aligns to, and elements that tiles of an update are multiples of."""
+
+
+class BF16(Section):
+    """Training in bfloat16."""
+
+    enabled: Switch = False
+    """Keep and compute with bfloat16 parameters; moments stay fp32, and `infinity.master` says how the master is kept."""
+
+
+class Offload(Section):
+    """Where one kind of state lives."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """`none`: on the device that computes; `cpu`: in host memory; `nvme`: in files under `nvme_path`."""
+
+    nvme_path: Folder | None = Field(default=None, validate_default=True)
+    """Folder for the files of device `nvme`, on a local disk; unused for the other devices."""
+
+    pin_memory: Switch = True
+    """Pin the host memory of these states, so that a CUDA device copies asynchronously; falls back with one warning."""
+
+    @field_validator("nvme_path")
+    @classmethod
+    def _nvme_needs_a_folder(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None and info.data.get("device") == "nvme":
+            raise ValueError('is missing: device "nvme" needs a folder on a local disk, as "nvme_path": "/local_nvme"')
+        return value
+
+
+class ZeroOptimization(Section):
+    """How states are sharded and where they live."""
+
+    stage: Literal[3] = 3
+    """3: parameters, gradients and optimizer states are sharded over all ranks."""
+
+    offload_param: Offload = Offload()
+    """Where the parameters live."""
+
+    offload_optimizer: Offload = Offload()
+    """Where the optimizer states live, and the gradients that wait for their update."""
+
+    @property
+    def nvme_path(self) -> Path | None:
+        """The folder of all files, None when nothing lives on nvme."""
+        return next((o.nvme_path for o in (self.offload_param, self.offload_optimizer) if o.device == "nvme"), None)
+
+    @model_validator(mode="after")
+    def _one_folder(self) -> ZeroOptimization:
+        folders = {o.nvme_path for o in (self.offload_param, self.offload_optimizer) if o.device == "nvme"}
+        if len(folders) > 1:
+            raise ValueError(
+                "offload_param.nvme_path and offload_optimizer.nvme_path differ; all states share one folder for now: "
+                "give both the same"
+            )
+        return self
+
+
+class Aio(Section):
+    """Reading and writing files."""
+
+    block_size: Size = 1 << 20
+    """Largest single request in bytes, a multiple of 4096; longer transfers are split."""
+
+    queue_depth: Count = Field(default=32, le=65536)
+    """Requests in flight per thread."""
+
+    intra_op_parallelism: Count = Field(default=1, le=64)
+    """Threads that submit requests."""
+
+    @field_validator("block_size")
+    @classmethod
+    def _aligned(cls, value: int) -> int:
+        return _multiple(value, "bytes")
+
+
+class Infinity(Section):
+    """Keys that only this engine has."""
+
+    unit_size: Size = 64 << 20
+    """A part of the model up to this many bytes of parameters becomes one unit; repeated blocks are always units."""
+
+    prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
+    """Bytes of parameters fetched ahead of their use; `auto`: two of the largest unit; 0: fetched when used."""
+
+    tile_size: Count = 1 << 20
+    """Elements that the update reads, computes and writes at a time, a multiple of 4096."""
+
+    update: Literal["auto", "during_backward", "after_backward", "next_forward"] = "auto"
+    """When units are updated. `during_backward`: each as its gradient is complete (not with clipping); `after_backward`: all
+    before `step()` returns; `next_forward`: each before its next use. The results are the same. `auto` takes the fastest that
+    the other keys allow."""
+
+    master: Literal["remainder", "fp32"] = "remainder"
+    """What makes a bfloat16 parameter exact: `remainder`, the missing 16 bits; `fp32`, a full copy. The results are the
+    same; the remainder moves 2 bytes per parameter less. Unused in fp32 training."""
+
+    adam_threads: CountOrZero = Field(default=0, le=1024)
+    """Threads of one update on the CPU; 0: as many as the process may use cores."""
+
+    check_nan: Switch = True
+    """Stop with an error, before any state is changed, when the loss or the gradient norm is NaN or infinite."""
+
+    debug: Switch = False
+    """Make lifetime errors show: a buffer given back is filled with NaN, and the one given back first is reused first."""
+
+    @field_validator("prefetch_bytes", mode="before")
+    @classmethod
+    def _size_or_auto(cls, value: object) -> object:
+        # Outside the union, so that a size that cannot be read gives one problem and not one for each member.
+        return value if value == "auto" else parse_size(value)  # type: ignore[arg-type]
+
+    @field_validator("tile_size")
+    @classmethod
+    def _aligned(cls, value: int) -> int:
+        return _multiple(value, "elements")
+
+
+class Config(Section):
+    """The whole configuration; `Config.load` reads it from a dict or a JSON file."""
+
+    train_batch_size: Count | None = None
+    """Samples of one optimizer step over all ranks; derived from the next two when left out."""
+
+    train_micro_batch_size_per_gpu: Count | None = None
+    """Samples of one forward pass of one rank; derived when left out."""
+
+    gradient_accumulation_steps: Count | None = None
+    """Forward and backward passes of one optimizer step; derived when left out, 1 where nothing says otherwise."""
+
+    gradient_clipping: Number = 0.0
+    """Largest norm of the whole gradient; longer ones are scaled down to it. 0: no clipping."""
+
+    steps_per_print: CountOrZero = 10
+    """Optimizer steps from one line of progress to the next; 0: none."""
+
+    bf16: BF16 = BF16()
+    """Training in bfloat16."""
+
+    optimizer: Optimizer = Optimizer()
+    """Which optimizer, and its constants."""
+
+    scheduler: Scheduler | None = None
+    """How the learning rate changes from step to step; without it, it stays."""
+
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    """How states are sharded and where they live."""
+
+    aio: Aio = Aio()
+    """Reading and writing files."""
+
+    infinity: Infinity = Infinity()
+    """Keys that only this engine has."""
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | Path) -> Config:
+        """Read a dict, or the JSON file at a path; a Config is returned as it is.
+
+        Raises ConfigError, with one line for each problem.
+        """
+        return source if isinstance(source, Config) else load_config(cls, source)
+
+    def resolve_batch(self, world_size: int) -> Batch:
+        """The batch sizes for `world_size` ranks; see `infinity.config.batch.resolve_batch`."""
+        return resolve_batch(
+            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
+        )
+
+    @model_validator(mode="after")
+    def _clipping_needs_all_gradients(self) -> Config:
+        if self.infinity.update == "during_backward" and self.gradient_clipping > 0:
+            raise ValueError(
+                'infinity.update is "during_backward", but gradient_clipping needs the norm of all gradients before the '
+                'first update: use "auto", "next_forward" or "after_backward", or set gradient_clipping to 0'
+            )
+        return self
+
+
+def _multiple(value: int, of: str) -> int:
+    if value % ALIGNMENT:
+        raise ValueError(f"must be a multiple of {ALIGNMENT} {of}; {value // ALIGNMENT * ALIGNMENT or ALIGNMENT} is the nearest")
+    return value

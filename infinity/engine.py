@@ -1,0 +1,309 @@
+"""The engine: an ordinary module and an ordinary training loop over states that live on device, host and nvme."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.assembly import Parts, assemble
+from infinity.comm.collectives import Ranks
+from infinity.config import Config
+from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from infinity.observe.describe import describe
+from infinity.observe.ledger import Ledger
+from infinity.optim.cpu_adam import AdamHyper
+from infinity.optim.facade import ParamGroups, UnitOptimizer, param_groups
+from infinity.optim.update import Gradient, UpdateJob
+from infinity.tiers.device import Device, default_device
+from infinity.units import saved
+from infinity.units.hooks import ModelHooks
+from infinity.units.unit import Residency, Unit
+
+
+class Engine:
+    """Trains `model` as `config` says. Made by `infinity.initialize`; use it as the model itself.
+
+    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call the three for every micro-batch:
+    `step` updates when the last one is in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        model_parameters: ParamGroups | None = None,
+        *,
+        device: Device | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device or default_device()
+        ranks = Ranks(self.device)
+        self.batch = config.resolve_batch(ranks.size)
+        groups = param_groups(model, model_parameters)
+        parts = assemble(model, config, groups, self.device, ranks, self.batch.accumulation)
+        self._parts: Parts = parts
+        self.module = model
+        self.optimizer = _facade(config, groups, parts)
+        self.optimizer.on_step(self._update)
+        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = config.make_scheduler(self.optimizer)
+        self.global_steps = 0
+        self.micro_steps = 0
+        self._grad_norm: float | None = None
+        self._broken = ""
+        self.ledger = Ledger(self._counters, parts.tier_bytes, self.device.peak_bytes)
+        collector = parts.collector
+        if parts.update == "during_backward":
+            collector.take_live, collector.wants_live = self._update_live, self._can_update_live
+        self._hooks = ModelHooks(
+            model, parts.units_of_module, parts.unit_of, parts.store, self._on_forward, self._on_backward_end
+        )
+        saved.install()
+        collector.on_arrival = self._hooks.enter_backward
+        self._watches = collector.watch()
+        self._closed = False
+        self._finalizer = weakref.finalize(self, parts.close)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        self._check_open()
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of `loss` (a scalar) divided by the number of accumulated micro-batches.
+
+        Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite.
+        """
+        self._check_open()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise UsageError("engine.backward(loss) takes the scalar loss that engine(batch) led to")
+        if self.config.infinity.check_nan:
+            bad = self._parts.ranks.sum(0.0 if math.isfinite(loss.detach().item()) else 1.0)
+            if bad:
+                raise NonFiniteError(
+                    f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {self._parts.ranks.size} ranks). Nothing "
+                    "was updated by this step: lower the learning rate, set gradient_clipping, or look at this batch."
+                )
+        with self._failing():
+            (loss / self.batch.accumulation if self.batch.accumulation > 1 else loss).backward()
+
+    def step(self) -> None:
+        """Update the parameters if this was the last micro-batch of the step, and let the lr scheduler go on."""
+        self._check_open()
+        if self.micro_steps == 0:
+            raise UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
+        if self.micro_steps < self.batch.accumulation:
+            return
+        with self._failing():
+            self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _update(self) -> None:
+        """Turn the step's stored gradients into updates that are due; start those whose units come first."""
+        parts = self._parts
+        collector, store = parts.collector, parts.store
+        for unit in parts.units:
+            if unit.job is not None and unit.job.done.done():
+                unit.job.done.wait()
+        scale = 1.0 / parts.ranks.size
+        self._grad_norm = None
+        if self.config.gradient_clipping > 0:
+            norm = math.sqrt(collector.squared_norm()) * scale
+            if not math.isfinite(norm):
+                collector.settle()
+                collector.end_step()
+                self.micro_steps = 0
+                raise NonFiniteError(
+                    f"the gradient norm is {norm} in step {self.global_steps + 1}. Nothing was updated by this step: lower the learning "
+                    "rate, or look at this batch."
+                )
+            self._grad_norm = norm
+            scale *= min(1.0, self.config.gradient_clipping / (norm + 1e-6))
+        collector.settle()
+        for index in sorted(collector.stored):
+            unit = parts.units[index]
+            unit.pending_job = self._job(unit, scale, None)
+            if unit.lease is not None:
+                store.start_update(unit, unit.pending_job)
+        collector.end_step()
+        self.micro_steps = 0
+        self.global_steps += 1
+        if parts.update == "after_backward":
+            store.settle()
+        else:
+            store.prefetch()
+
+    def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
+        slots = self._parts.collector.slots[unit.index]
+        return UpdateJob(
+            unit.layout,
+            unit.layout.runs(self._parts.ranks.rank, slots),
+            self.optimizer.hypers(),
+            self.global_steps + 1,
+            scale,
+            gradient,
+            require_finite=gradient is not None and self.config.infinity.check_nan,
+        )
+
+    def _can_update_live(self, unit: Unit) -> bool:
+        finished = self._parts.store.tracer.finished_with(unit.index)
+        return finished and unit.residency is Residency.RESIDENT and not unit.holds
+
+    def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
+        self._parts.store.start_update(unit, self._job(unit, 1.0 / self._parts.ranks.size, gradient))
+
+    # -- what the hooks tell -----------------------------------------------------------------------------------------
+
+    def _on_forward(self) -> None:
+        if self._hooks.in_backward or self._parts.collector.in_mid_backward:
+            self._recover()
+        training = torch.is_grad_enabled()
+        self._parts.store.tracer.begin("train" if training else "eval")
+        self._parts.collector.last_micro_step = self.micro_steps + 1 >= self.batch.accumulation
+
+    def _on_backward_end(self) -> None:
+        if self._parts.collector.end_backward():
+            self.micro_steps += 1
+
+    def _recover(self) -> None:
+        """A backward did not end: its gradients, and those accumulated before it, are dropped."""
+        if self._parts.collector.spent:
+            self._broken = "a backward failed after some units had been updated with its gradients"
+        self._parts.collector.discard()
+        self._parts.store.tracer.forget()
+        self._hooks.reset()
+        self.micro_steps = 0
+        self._check_open()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except (LifetimeError, NonFiniteError, OSError) as error:
+            if self._parts.collector.spent or isinstance(error, OSError):
+                self._broken = str(error)
+            raise
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._parts.ranks
+
+    # -- modes, access, reports --------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None where clipping is off, as nothing then needs it."""
+        return self._grad_norm
+
+    def describe(self) -> str:
+        """Units, and where each state lives."""
+        return describe(self._parts)
+
+    def _counters(self) -> dict[str, Any]:
+        parts = self._parts
+        nvme = parts.tiers.get("nvme")
+        traffic = parts.ranks.traffic
+        return {
+            "wait_seconds": parts.store.wait_seconds + parts.collector.wait_seconds,
+            "update_seconds": parts.pipeline.seconds,
+            "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
+            "nvme_bytes_written": getattr(nvme, "bytes_written", 0),
+            "all_gather_bytes": traffic.all_gather_bytes,
+            "reduce_scatter_bytes": traffic.reduce_scatter_bytes,
+            "updated_elements": parts.pipeline.elements,
+            "fetches": parts.store.fetches,
+        }
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Carry out updates that are due and wait until every state is in its tier."""
+        self._check_open()
+        with self._failing():
+            self._parts.store.settle()
+            self._parts.store.release_all()
+
+    def save_checkpoint(
+        self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
+    ) -> Path:
+        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit; `latest` names it once it is whole."""
+        from infinity.checkpoint.save import save
+
+        self.settle()
+        return save(self, Path(directory), tag or f"global_step{self.global_steps}", client_state or {})
+
+    def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
+        """Load directory/tag (default: the one that `latest` names), saved with any ranks, tiers or units.
+
+        Returns its path and client_state. CheckpointError, before anything is changed, if it is missing, damaged or another model's.
+        """
+        from infinity.checkpoint.load import load
+
+        self.settle()
+        return load(self, Path(directory), tag)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish the updates that are due, take the hooks away and give back threads, memory and disk. Twice is once.
+
+        The module keeps placeholders: save a checkpoint before if the parameters are wanted.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        for handle in self._watches:
+            handle.remove()
+        saved.uninstall()
+        try:
+            if not self._broken:
+                self._parts.collector.settle()
+                self._parts.store.settle()
+                self._parts.store.release_all()
+        finally:
+            self._finalizer()
+            self._parts.ranks.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the engine is closed: make a new one with infinity.initialize()")
+        if self._broken:
+            raise UsageError(f"the engine stopped ({self._broken}): make a new one and load the last checkpoint")
+
+
+def _facade(config: Config, groups: list[dict[str, Any]], parts: Parts) -> UnitOptimizer:
+    """The optimizer of the config over the groups, with the parameters that the model has now."""
+    params = config.optimizer.params
+    hyper = AdamHyper(params.lr, tuple(params.betas), params.eps, params.weight_decay, config.optimizer.type == "AdamW")
+    by_group: list[list[nn.Parameter]] = [[] for _ in groups]
+    for unit in parts.units:
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            if unit.layout.trainable and slot.group >= 0:
+                by_group[slot.group].append(parameter)
+    filled = [{**group, "params": members} for group, members in zip(groups, by_group, strict=True)]
+    return UnitOptimizer(filled, hyper)
+
+

@@ -1,0 +1,48 @@
+"""What the engine says at start: its units and where each state lives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from infinity.tiers.placement import State
+
+if TYPE_CHECKING:
+    from infinity.assembly import Parts
+
+
+def human(nbytes: float) -> str:
+    """Bytes for people, in decimal units: 12.6 MB."""
+    for suffix, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.4g} {suffix}"
+    return f"{nbytes:.0f} B"
+
+
+def describe(parts: Parts) -> str:
+    """A table: unit, parameters, dtype, and the tier and bytes of each state; then what every tier holds."""
+    head = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
+    rows = [head]
+    for unit in parts.units:
+        layout = unit.layout
+        cells = [_cell(parts, unit.index, state) for state in (State.PARAM, State.GRAD, State.OPTIM)]
+        if layout.trainable and parts.update == "during_backward":
+            cells[1] = "as it comes"
+        dtype = str(layout.dtype).removeprefix("torch.")
+        rows.append((layout.name, f"{layout.parameter_numel:,}", dtype if layout.trainable else f"{dtype}, frozen", *cells))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    total = sum(unit.layout.parameter_numel for unit in parts.units)
+    held = parts.tier_bytes()
+    lines.append("")
+    ranks = f", over {parts.ranks.size} ranks" if parts.ranks.size > 1 else ""
+    lines.append(f"{len(parts.units)} units, {total:,} parameters{ranks}; update {parts.update.replace('_', ' ')}")
+    lines.append("this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme")))
+    return "\n".join(lines)
+
+
+def _cell(parts: Parts, unit: int, state: State) -> str:
+    if not parts.placement.holds(unit, state):
+        return "-"
+    extent = parts.placement.of(unit, state)
+    return f"{extent.tier} {human(extent.nbytes)}"

@@ -1,0 +1,64 @@
+"""The ledger: bytes each tier holds and moves, and where the time went. Everything in it was measured."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counters since the engine was made; subtract two to get what happened between them.
+
+    Bytes: nvme_bytes_read, nvme_bytes_written (this rank's), all_gather_bytes, reduce_scatter_bytes (of whole units). Seconds:
+    seconds (on the clock), wait_seconds (the model stood still until a unit arrived or a gradient left), update_seconds (in
+    Adam's kernels, beside the model or not). updated_elements: parameters updated. fetches: units fetched.
+    """
+
+    seconds: float
+    wait_seconds: float
+    update_seconds: float
+    nvme_bytes_read: int
+    nvme_bytes_written: int
+    all_gather_bytes: int
+    reduce_scatter_bytes: int
+    updated_elements: int
+    fetches: int
+
+    def __sub__(self, other: Snapshot) -> Snapshot:
+        return Snapshot(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+class Ledger:
+    """Read-only view on what an engine holds and has moved."""
+
+    def __init__(
+        self,
+        counters: Callable[[], dict[str, float]],
+        tier_bytes: Callable[[], dict[str, int]],
+        device_peak: Callable[[], int],
+    ) -> None:
+        self._counters = counters
+        self._tier_bytes = tier_bytes
+        self._device_peak = device_peak
+        self._began = time.perf_counter()
+
+    def snapshot(self) -> Snapshot:
+        counters = self._counters()
+        return Snapshot(seconds=time.perf_counter() - self._began, **counters)  # type: ignore[arg-type]
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes the engine reserved in each tier: "device", "host", "nvme" (this rank's)."""
+        return self._tier_bytes()
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most memory this process has had resident so far, torch and Python included."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most device memory torch has had allocated so far; 0 where the device is the host."""
+        return self._device_peak()

@@ -1,0 +1,78 @@
+"""The optimizer that the user sees: param_groups that schedulers change, and a `step` that the engine carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, ModelError
+from infinity.optim.cpu_adam import AdamHyper
+
+ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
+
+
+class UnitOptimizer(torch.optim.Optimizer):
+    """Adam or AdamW over units. Its states live in their tiers, not in `state`; `engine.save_checkpoint` saves them.
+
+    param_groups: as in `torch.optim.AdamW`: lr, betas, eps, weight_decay may differ by group.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], hyper: AdamHyper) -> None:
+        self._step: Callable[[], None] | None = None
+        self.decoupled = hyper.decoupled
+        defaults = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.weight_decay}
+        super().__init__(groups, defaults)
+
+    def on_step(self, step: Callable[[], None]) -> None:
+        self._step = step
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update with the gradients collected since the step before. Part of `engine.step()`."""
+        if closure is not None:
+            raise ConfigError("optimizer.step() takes no closure: call engine.backward(loss) and engine.step()")
+        assert self._step is not None
+        self._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients leave `.grad` as they arrive, and `step` consumes them."""
+
+    def hypers(self) -> list[AdamHyper]:
+        """What each param_group asks for now."""
+        return [
+            AdamHyper(float(g["lr"]), (g["betas"][0], g["betas"][1]), g["eps"], g["weight_decay"], self.decoupled)
+            for g in self.param_groups
+        ]
+
+
+def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:
+    """`model_parameters` as a list of groups, checked: parameters of `model`, each once, at least one trainable."""
+    entries: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if entries and isinstance(entries[0], dict):
+        groups = [{**group, "params": _plain(group["params"])} for group in entries]
+    else:
+        groups = [{"params": _plain(entries)}]
+    names = {id(p): name for name, p in model.named_parameters()}
+    seen: set[int] = set()
+    for group in groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"model_parameters holds a parameter of shape {list(parameter.shape)} that is not the model's: pass "
+                    "model.parameters(), or groups of them, of the very model given to initialize()."
+                )
+            if id(parameter) in seen:
+                raise ConfigError(f"model_parameters holds {names[id(parameter)]} twice: put it in one group")
+            seen.add(id(parameter))
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ModelError("the model has no trainable parameters: set requires_grad on those to be trained")
+    return groups
+
+
+def _plain(parameters: Iterable[Any]) -> list[nn.Parameter]:
+    """Parameters without the names that named_parameters() puts beside them."""
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]

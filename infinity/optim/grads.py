@@ -1,0 +1,265 @@
+"""Gradients leave as they arrive: from `.grad` into the unit's flat gradient, reduced over ranks, then to the update or to their tier.
+
+A unit's gradient is complete after as many arrivals as the backward before saw, or when backward ends. Gradients are never all in
+memory at once: buffers come from a fixed pool, and when it is empty the unit that has waited longest is sent on incomplete
+and completed by addition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.comm.collectives import Ranks
+from infinity.errors import LifetimeError
+from infinity.optim.kernels import squared_norm
+from infinity.optim.update import Gradient
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.tiers.placement import Placement, State
+from infinity.tiers.pool import Lease, Pool
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.units.unit import Unit
+
+
+@dataclass
+class GradPlaces:
+    """Where gradients go, and the buffers on the way. Pools hold whole units of `dtype` (None: the parameters' own)."""
+
+    device: Device
+    tier: Tier
+    placement: Placement
+    dtype: torch.dtype | None
+    pool: Pool
+    host_pool: Pool | None
+    """Host buffers for shards; None where the host works in the device's buffers."""
+    stored_pool: Pool
+    """One buffer for a shard that was stored before and is added to."""
+
+    def dtype_of(self, unit: Unit) -> torch.dtype:
+        return self.dtype or unit.layout.dtype
+
+
+@dataclass
+class _Open:
+    """A unit's gradient that is being collected."""
+
+    lease: Lease
+    flat: torch.Tensor
+    present: set[int] = field(default_factory=set)
+
+
+class GradCollector:
+    """Collects the gradients of one step. Called from the thread that runs backward; moves and sums on a thread of its own."""
+
+    def __init__(self, units: Sequence[Unit], ranks: Ranks, places: GradPlaces) -> None:
+        self._units = units
+        self._ranks = ranks
+        self._places = places
+        self._open: dict[int, _Open] = {}
+        self._arrivals: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
+        self._sent_live: set[int] = set()
+        self._squares: dict[int, Future[float]] = {}
+        self._moves: list[Future[None]] = []
+        self._mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads")
+        self.stored: set[int] = set()
+        """Units whose gradient, or a part of it, waits in its tier for the update."""
+        self.slots: dict[int, set[int]] = {}
+        """unit → slots that received a gradient in this step."""
+        self.last_micro_step = False
+        self.wait_seconds = 0.0
+        self.take_live: Callable[[Unit, Future[Gradient]], None] | None = None
+        """Called with a complete gradient that the update can use at once; see `wants_live`."""
+        self.wants_live: Callable[[Unit], bool] = lambda unit: False
+        self.on_arrival: Callable[[], None] = lambda: None
+
+    # -- arrival -----------------------------------------------------------------------------------------------------
+
+    def watch(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Install the hooks that empty `.grad` as soon as autograd has filled it."""
+        handles = []
+        for unit in self._units:
+            if unit.layout.trainable:
+                for slot, parameter in enumerate(unit.parameters):
+                    handles.append(parameter.register_post_accumulate_grad_hook(self._hook(unit, slot)))
+        return handles
+
+    def _hook(self, unit: Unit, slot: int) -> Callable[[torch.Tensor], None]:
+        def arrived(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self.arrive(unit, slot, gradient)
+
+        return arrived
+
+    def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
+        self.on_arrival()
+        index = unit.index
+        if index in self._sent_live:
+            raise LifetimeError(
+                f"unit {unit.name} received a gradient after its update in the same backward: this step used it more often than the "
+                'one before. Load the last checkpoint and set infinity.update to "next_forward", which waits for all of backward.'
+            )
+        collecting = self._open.get(index) or self._begin(unit)
+        place = unit.layout.slots[slot]
+        view = collecting.flat[place.offset : place.stop].view(place.shape)
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if slot in collecting.present:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            collecting.present.add(slot)
+        self._arrivals[index] = self._arrivals.get(index, 0) + 1
+        if self._arrivals[index] == self._expected.get(index, len(unit.parameters)):
+            self._send(unit, complete=True)
+
+    def _begin(self, unit: Unit) -> _Open:
+        dtype = self._places.dtype_of(unit)
+        nbytes = unit.layout.numel * dtype.itemsize
+        lease = self._places.pool.try_lease(nbytes)
+        if lease is None:
+            size = self._places.pool.size_class(nbytes)
+            for other in list(self._open):
+                if self._places.pool.size_class(self._open[other].lease.nbytes) == size:
+                    self._send(self._units[other], complete=False)
+                    break
+            began = time.perf_counter()
+            lease = self._places.pool.lease(nbytes)
+            self.wait_seconds += time.perf_counter() - began
+        self._open[unit.index] = _Open(lease, lease.flat(dtype, unit.layout.numel))
+        return self._open[unit.index]
+
+    # -- departure ---------------------------------------------------------------------------------------------------
+
+    def end_backward(self) -> bool:
+        """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing arrived."""
+        for index in list(self._open):
+            self._send(self._units[index], complete=True)
+        self._expected, self._arrivals = self._arrivals, {}
+        return bool(self._expected)
+
+    @property
+    def in_mid_backward(self) -> bool:
+        """Whether gradients have arrived in a backward that has not ended."""
+        return bool(self._arrivals)
+
+    @property
+    def spent(self) -> bool:
+        """Whether units have been updated with gradients of the present step."""
+        return bool(self._sent_live)
+
+    def _send(self, unit: Unit, *, complete: bool) -> None:
+        collecting = self._open.pop(unit.index)
+        flat = collecting.flat
+        for start, stop in unit.layout.gaps():
+            flat[start:stop].zero_()
+        for slot, place in enumerate(unit.layout.slots):
+            if slot not in collecting.present:
+                flat[place.offset : place.stop].zero_()
+        self.slots.setdefault(unit.index, set()).update(collecting.present)
+        reduced = self._ranks.reduce_scatter(flat, DONE)
+        reached = self._places.device.compute_reached()
+        add = unit.index in self.stored
+        live = complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit)
+        if live:
+            self.stored.discard(unit.index)
+            self._sent_live.add(unit.index)
+            gradient = self._mover.submit(self._land, unit, collecting, reduced, reached, add)
+            assert self.take_live is not None
+            self.take_live(unit, gradient)
+            return
+        self.stored.add(unit.index)
+        squares: Future[float] = Future()
+        self._squares[unit.index] = squares
+        self._moves.append(self._mover.submit(self._keep, unit, collecting, reduced, reached, add, squares))
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _land(self, unit: Unit, collecting: _Open, reduced: Transfer, reached: Transfer, add: bool) -> Gradient:
+        """The reduced shard, in memory that its tier's update works in, with what was stored before added to it."""
+        places = self._places
+        lease = collecting.lease
+        try:
+            reduced.wait()
+            shard = self._ranks.shard(collecting.flat)
+            if places.host_pool is not None:
+                host = places.host_pool.lease(shard.numel() * shard.element_size())
+                try:
+                    places.device.copy(host.tensor, shard.view(torch.uint8), after=reached).wait()
+                except BaseException:
+                    host.release()
+                    raise
+                lease.release()
+                lease, shard = host, host.flat(shard.dtype)
+            if add:
+                self._add_stored(unit, shard)
+            return Gradient(shard, lease)
+        except BaseException:
+            lease.release()
+            raise
+        finally:
+            del collecting.flat
+
+    def _add_stored(self, unit: Unit, shard: torch.Tensor) -> None:
+        places = self._places
+        before = places.stored_pool.lease(shard.numel() * shard.element_size())
+        try:
+            places.tier.read(places.placement.of(unit.index, State.GRAD), before.tensor).wait()
+            shard.add_(before.flat(shard.dtype))
+        finally:
+            before.release()
+
+    def _keep(
+        self, unit: Unit, collecting: _Open, reduced: Transfer, reached: Transfer, add: bool, squares: Future[float]
+    ) -> None:
+        try:
+            gradient = self._land(unit, collecting, reduced, reached, add)
+            try:
+                squares.set_result(squared_norm(gradient.shard))
+                extent = self._places.placement.of(unit.index, State.GRAD)
+                self._places.tier.write(extent, gradient.shard.view(torch.uint8)).wait()
+            finally:
+                gradient.release()
+        except BaseException as error:
+            if not squares.done():
+                squares.set_exception(error)
+            raise
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until every gradient is where it should be; raises what went wrong on the way."""
+        moves, self._moves = self._moves, []
+        for move in moves:
+            move.result()
+
+    def squared_norm(self) -> float:
+        """The sum of squares of all stored gradients over all ranks, summed in unit order. Waits for them."""
+        return self._ranks.sum(sum(self._squares[index].result() for index in sorted(self.stored)))
+
+    def end_step(self) -> None:
+        """Forget the step: its gradients belong to the update now."""
+        self.stored = set()
+        self.slots = {}
+        self._squares = {}
+        self._sent_live = set()
+
+    def discard(self) -> None:
+        """Drop everything collected so far, after a backward that did not end."""
+        for collecting in self._open.values():
+            collecting.lease.release()
+        self._open = {}
+        self._arrivals = {}
+        for move in self._moves:
+            move.exception()
+        self._moves = []
+        self.end_step()
+
+    def close(self) -> None:
+        self._mover.shutdown()

@@ -1,0 +1,78 @@
+"""One Adam step on one run of elements, wherever the run lies: the native kernels in host memory, torch's fused AdamW on CUDA."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.optim.cpu_adam import AdamHyper, adam_update, join_master_torch, split_master_torch, sum_of_squares
+
+
+def update_run(
+    states: dict[str, torch.Tensor],
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float,
+    *,
+    threads: int = 0,
+) -> None:
+    """Update `param` and `states` in place. All tensors are 1-D, contiguous, of equal length and on one device.
+
+    states: exp_avg and exp_avg_sq (fp32), and for bf16 parameters `remainder` (int16) or `master` (fp32).
+    """
+    kept = states.get("remainder", states.get("master"))
+    if param.device.type == "cpu":
+        adam_update(
+            param, kept, grad, states["exp_avg"], states["exp_avg_sq"], hyper, step, grad_scale=grad_scale, threads=threads
+        )
+        return
+    if "remainder" in states:
+        master = join_master_torch(param, states["remainder"])
+    elif "master" in states:
+        master = states["master"]
+    else:
+        master = param
+    _fused(master, grad, states, hyper, step, grad_scale)
+    if "remainder" in states:
+        new_param, new_remainder = split_master_torch(master)
+        param.copy_(new_param)
+        states["remainder"].copy_(new_remainder)
+    elif "master" in states:
+        param.copy_(master)
+
+
+def _fused(
+    master: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor], hyper: AdamHyper, step: int, scale: float
+) -> None:
+    call = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+    call(
+        [master],
+        [grad.to(torch.float32)],
+        [states["exp_avg"]],
+        [states["exp_avg_sq"]],
+        [],
+        # The step this update is, counted from 1: torch's optimizer counts before it calls the kernel too.
+        [torch.full((), float(step), device=master.device)],
+        lr=hyper.lr,
+        beta1=hyper.betas[0],
+        beta2=hyper.betas[1],
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        amsgrad=False,
+        maximize=False,
+        # The fused kernel divides gradients by grad_scale.
+        grad_scale=torch.full((), 1.0 / scale, device=master.device) if scale != 1.0 else None,
+        found_inf=None,
+    )
+
+
+_NORM_TILE = 1 << 22
+
+
+def squared_norm(shard: torch.Tensor) -> float:
+    """The sum of squares of a gradient shard (n,), in fp64 partials over fixed tiles; NaN or inf if any element is."""
+    if shard.device.type == "cpu":
+        return sum_of_squares(shard)
+    # Tile by tile, so that the fp64 copy stays small.
+    return sum(float(part.to(torch.float64).square().sum()) for part in shard.split(_NORM_TILE))

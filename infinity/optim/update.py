@@ -1,0 +1,354 @@
+"""The update: a unit's optimizer step, streamed tile by tile: read | compute | write, all three in flight.
+
+One thread takes jobs in order. It keeps reads of the next tiles in flight while Adam works on the oldest and finished tiles are
+written; a buffer is reused once its write has ended. On tiers that are memory the tiles are views, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from infinity.errors import NonFiniteError
+from infinity.optim.cpu_adam import AdamHyper
+from infinity.optim.kernels import squared_norm
+from infinity.tiers.base import Tier, Window
+from infinity.tiers.device import Device
+from infinity.tiers.placement import Extent, StateFormat, Tile, tiles
+from infinity.tiers.pool import Lease, Pool
+from infinity.tiers.transfer import DONE, Failed, Promised, Transfer
+from infinity.units.layout import Run, UnitLayout
+
+Kernel = Callable[..., None]
+"""(states by name, param, grad, hyper, step, grad_scale) for one run of elements; see `infinity.optim.kernels`."""
+
+
+class Gradient:
+    """A reduced gradient shard (shard_numel,) in a leased buffer."""
+
+    def __init__(self, shard: torch.Tensor, lease: Lease) -> None:
+        self.shard = shard
+        self._lease = lease
+
+    def release(self) -> None:
+        del self.shard
+        self._lease.release()
+
+
+@dataclass
+class UpdateJob:
+    """One unit's update in one step. `computed`: the parameters are new. `done`: everything is back in its tier."""
+
+    layout: UnitLayout
+    runs: Sequence[Run]
+    hypers: Sequence[AdamHyper]
+    step: int
+    grad_scale: float
+    gradient: Future[Gradient] | None = None
+    """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by tile."""
+    require_finite: bool = False
+
+    def __post_init__(self) -> None:
+        self._computed: Future[None] = Future()
+        self._done: Future[None] = Future()
+        self.computed: Transfer = Promised(self._computed)
+        self.done: Transfer = Promised(self._done)
+        self.target: torch.Tensor | None = None
+        self.arrives: Transfer | None = None
+
+    def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
+        """`target`: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is done; None: the
+        update reads them."""
+        self.target = target
+        self.arrives = arrives
+
+    def gradient_shard(self) -> torch.Tensor:
+        assert self.gradient is not None
+        return self.gradient.result().shard
+
+    def release_gradient(self) -> None:
+        if self.gradient is not None:
+            arriving, self.gradient = self.gradient, None
+            if arriving.exception() is None:
+                arriving.result().release()
+
+    def mark_computed(self) -> None:
+        self._computed.set_result(None)
+
+    def mark_done(self) -> None:
+        self._done.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        for future in (self._computed, self._done):
+            if not future.done():
+                future.set_exception(error)
+
+
+@dataclass
+class Places:
+    """Where the pipeline finds the states of units, and the buffers it may use."""
+
+    device: Device
+    param_tier: Tier
+    optim_tier: Tier
+    grad_tier: Tier | None
+    param_extent: Callable[[int], Extent]
+    optim_extent: Callable[[int], Extent]
+    grad_extent: Callable[[int], Extent]
+    formats: Callable[[torch.dtype], StateFormat]
+    tile_size: int
+    tile_pool: Pool
+    grad_tile_pool: Pool
+    param_pool: Pool | None
+    """Host buffers for parameter shards; None where the update works in the device buffers themselves."""
+    grad_dtype: torch.dtype | None
+    """None: the parameters' own dtype."""
+
+
+@dataclass
+class _Running:
+    """A job under way: its parameter shard in memory that the update can work in, and the tiles still to be read."""
+
+    job: UpdateJob
+    param: torch.Tensor
+    arrived: Transfer
+    staging: Lease | None
+    tiles: deque[Tile]
+    failed: BaseException | None = None
+    checked: bool = False
+
+    def forget(self) -> None:
+        """Let go of every view of the unit's buffer: its lease may end as soon as the job is done."""
+        self.param = torch.empty(0)
+        self.arrived = DONE
+        self.job.target = None
+        self.job.arrives = None
+
+
+@dataclass
+class _Tile:
+    running: _Running
+    tile: Tile
+    states: Window
+    grad: Window | None
+    last: bool
+
+    @property
+    def windows(self) -> list[Window]:
+        return [self.states, self.grad] if self.grad is not None else [self.states]
+
+
+@dataclass
+class _Write:
+    transfers: list[Transfer]
+    item: _Tile
+
+
+class UpdatePipeline:
+    """The thread that updates units. `seconds`: time spent in the Adam kernels. `elements`: parameters updated."""
+
+    def __init__(self, places: Places, kernel: Kernel, *, reads_ahead: int = 3) -> None:
+        self.seconds = 0.0
+        self.elements = 0
+        self._places = places
+        self._kernel = kernel
+        self._reads_ahead = reads_ahead
+        self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
+        self._closing = False
+        self._waiting: UpdateJob | None = None
+        self._running: _Running | None = None
+        self._reading: deque[_Tile] = deque()
+        self._writing: deque[_Write] = deque()
+        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: UpdateJob) -> None:
+        """Queue a job whose target is attached. Its errors are raised by whoever waits for it."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread once the jobs queued so far are done."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            self._read_ahead()
+            if self._reading:
+                self._compute(self._reading.popleft())
+            elif self._writing:
+                self._finish_write()
+            elif self._closing:
+                return
+            while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
+                self._finish_write()
+
+    def _read_ahead(self) -> None:
+        """Start reads until enough are in flight, no buffer is free, or no job is queued."""
+        while len(self._reading) < self._reads_ahead:
+            if self._running is None and not self._open_next():
+                return
+            assert self._running is not None
+            started = self._start_tile(self._running)
+            if started is None:
+                return
+            self._reading.append(started)
+            if started.last:
+                self._running = None
+
+    def _open_next(self) -> bool:
+        """Take the next job and bring its parameters to where the update works. Sleeps only when nothing is in flight."""
+        if self._waiting is None:
+            idle = not self._reading and not self._writing and not self._closing
+            try:
+                self._waiting = self._jobs.get(idle)
+            except queue.Empty:
+                return False
+            if self._waiting is None:
+                self._closing = True
+                return False
+        self._running = self._open(self._waiting)
+        if self._running is None:
+            return False
+        self._waiting = None
+        return True
+
+    def _open(self, job: UpdateJob) -> _Running | None:
+        places = self._places
+        target = job.target
+        assert target is not None
+        staging: Lease | None = None
+        arrived: Transfer = DONE
+        work = target
+        if places.param_pool is not None:
+            staging = places.param_pool.try_lease(target.numel())
+            if staging is None:
+                return None
+            work = staging.tensor
+        if job.arrives is None:
+            arrived = places.param_tier.read(places.param_extent(job.layout.index), work)
+        elif staging is not None:
+            try:
+                job.arrives.wait()
+                arrived = places.device.copy(work, target)
+            except BaseException as error:  # noqa: BLE001 - met again, and carried by the job, when the first tile is due
+                arrived = Failed(error)
+        else:
+            arrived = job.arrives
+        cut = tiles(job.layout.shard_numel, places.tile_size, places.formats(job.layout.dtype))
+        return _Running(job, work.view(job.layout.dtype), arrived, staging, deque(cut))
+
+    def _start_tile(self, running: _Running) -> _Tile | None:
+        places = self._places
+        unit = running.job.layout.index
+        tile = running.tiles[0]
+        last = len(running.tiles) == 1
+        states = places.optim_tier.window(places.optim_extent(unit), tile.offset, tile.nbytes, places.tile_pool)
+        if states is None:
+            return None
+        grad: Window | None = None
+        if running.job.gradient is None:
+            assert places.grad_tier is not None
+            width = (places.grad_dtype or running.job.layout.dtype).itemsize
+            span = (tile.start * width, (tile.stop - tile.start) * width)
+            grad = places.grad_tier.window(places.grad_extent(unit), *span, places.grad_tile_pool)
+            # The two pools have as many buffers, and tiles take and give back one of each.
+            assert grad is not None
+        running.tiles.popleft()
+        return _Tile(running, tile, states, grad, last)
+
+    def _compute(self, item: _Tile) -> None:
+        running = item.running
+        transfers: list[Transfer] = []
+        try:
+            for window in item.windows:
+                window.arrived.wait()
+            running.arrived.wait()
+            if running.failed is None:
+                self._update_tile(item)
+                transfers.append(self._places.optim_tier.store(item.states))
+        except BaseException as error:  # noqa: BLE001 - carried by the job to whoever waits for it
+            running.failed = running.failed or error
+        if item.last:
+            transfers += self._conclude(running)
+        self._writing.append(_Write(transfers, item))
+
+    def _update_tile(self, item: _Tile) -> None:
+        running, tile = item.running, item.tile
+        job = running.job
+        grad = item.grad.tensor.view(self._places.grad_dtype or job.layout.dtype) if item.grad else None
+        if grad is None:
+            if job.require_finite and not running.checked:
+                _check_finite(job)
+                running.checked = True
+            grad = job.gradient_shard()[tile.start : tile.stop]
+        began = time.perf_counter()
+        states = {
+            name: item.states.tensor[first : first + length].view(dtype)
+            for name, (first, length, dtype) in tile.state_ranges(self._places.formats(job.layout.dtype)).items()
+        }
+        for run in job.runs:
+            low, high = max(run.start, tile.start), min(run.stop, tile.stop)
+            if low >= high:
+                continue
+            part = slice(low - tile.start, high - tile.start)
+            cut = {name: state[part] for name, state in states.items()}
+            self._kernel(cut, running.param[low:high], grad[part], job.hypers[run.group], job.step, job.grad_scale)
+            self.elements += high - low
+        self.seconds += time.perf_counter() - began
+
+    def _conclude(self, running: _Running) -> list[Transfer]:
+        """All tiles are computed: the parameters are new. Start to write them back; give the gradient back."""
+        job, places = running.job, self._places
+        job.release_gradient()
+        if running.failed is not None:
+            return []
+        try:
+            write = places.param_tier.write(places.param_extent(job.layout.index), running.param.view(torch.uint8))
+            if running.staging is not None:
+                assert job.target is not None
+                places.device.copy(job.target, running.staging.tensor).wait()
+        except BaseException as error:  # noqa: BLE001 - carried by the job
+            running.failed = error
+            return []
+        job.mark_computed()
+        return [write]
+
+    def _finish_write(self) -> None:
+        write = self._writing.popleft()
+        running = write.item.running
+        for transfer in write.transfers:
+            try:
+                transfer.wait()
+            except BaseException as error:  # noqa: BLE001 - carried by the job
+                running.failed = running.failed or error
+        write.transfers.clear()
+        for window in write.item.windows:
+            window.release()
+        if not write.item.last:
+            return
+        running.forget()
+        if running.staging is not None:
+            running.staging.release()
+        if running.failed is not None:
+            running.job.fail(running.failed)
+        else:
+            running.job.mark_done()
+
+
+def _check_finite(job: UpdateJob) -> None:
+    if not math.isfinite(squared_norm(job.gradient_shard())):
+        raise NonFiniteError(
+            f"the gradient of unit {job.layout.name} is NaN or infinite. The unit keeps its former values; units updated earlier in this "
+            "backward do not, so load the last checkpoint. Lower the learning rate, or set gradient_clipping."
+        )

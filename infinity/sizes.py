@@ -1,0 +1,58 @@
+"""Sizes in bytes, as people write them: 67108864, "64MiB", "1.5GB", "2e9"."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}
+_FACTORS = _DECIMAL | _BINARY
+_TEXT = re.compile(
+    r"\s*(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*(?P<suffix>[a-z]*)\s*", re.ASCII | re.IGNORECASE
+)
+_EXAMPLES = 'write bytes as a number, or text such as "64MiB" (1024-based) or "1.5GB" (1000-based)'
+_LARGEST = 2**63 - 1
+
+
+def parse_size(value: int | float | str) -> int:
+    """Return `value` in bytes.
+
+    MB and its kind are powers of 1000, MiB and its kind powers of 1024; case does not matter.  Text is read exactly,
+    never through a float.  Zero is a size; whether it makes sense is for the caller to say.
+
+    Raises ValueError when `value` is no size, is negative, is no whole number of bytes, or does not fit 63 bits.
+    """
+    size = _exact(value)
+    if size < 0:
+        raise ValueError(f"a size cannot be negative, and {value!r} is")
+    if size.denominator != 1:
+        raise ValueError(f"{value!r} is {float(size):g} bytes, which is not a whole number of bytes")
+    if size > _LARGEST:
+        raise ValueError(f"{value!r} is more than {_LARGEST} bytes")
+    return int(size)
+
+
+def _exact(value: object) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{value!r} is not a size; {_EXAMPLES}")
+    if not isinstance(value, str):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError(f"{value!r} is not a size; {_EXAMPLES}")
+        return Fraction(value)
+    match = _TEXT.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; {_EXAMPLES}")
+    factor = _FACTORS.get(match["suffix"].lower())
+    if factor is None:
+        raise ValueError(f"{value!r} ends in {match['suffix']!r}, which is no unit of size; {_EXAMPLES}")
+    return Fraction(match["number"].replace("_", "")) * factor
+
+
+def format_size(nbytes: int) -> str:
+    """Return `nbytes` as text that `parse_size` reads back exactly: "64MiB" where a unit divides it, otherwise digits."""
+    for suffix, factor in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes and nbytes % factor == 0:
+            return f"{nbytes // factor}{suffix}"
+    return str(nbytes)
+

@@ -1,0 +1,134 @@
+"""The device seam: memory the model computes in, copies to and from it, and what makes compute wait for a copy.
+
+`CpuDevice` computes in host memory, so that tiers read straight into its buffers. `CudaDevice` copies on streams of its own.
+The tests add a device whose memory is apart from the host's and whose copies complete late.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.transfer import DONE, Transfer
+
+
+class Device(ABC):
+    """Where the model computes."""
+
+    torch_device: torch.device
+    host_addressable: bool
+    """Whether the host's I/O and Adam can work in the device's buffers directly."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor (nbytes,) with storage of its own, on the device."""
+
+    @abstractmethod
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        """Copy bytes in any direction between host and device.
+
+        It starts after the compute issued so far by this thread, or after `after` (from `compute_reached`) where another thread
+        issued the compute that last used the buffers.
+        """
+
+    @abstractmethod
+    def await_copy(self, transfer: Transfer) -> None:
+        """Make compute issued from now on see what `transfer` copied."""
+
+    def compute_reached(self) -> Transfer:
+        """Done when the compute issued so far by this thread has ended."""
+        return DONE
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the host's I/O and Adam can work in `tensor` directly."""
+        return tensor.device.type == "cpu"
+
+    def peak_bytes(self) -> int:
+        """Most bytes allocated on the device so far; 0 where the device is the host."""
+        return 0
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory that copies to and from this device at full speed."""
+        return host_tensor(nbytes)
+
+
+class CpuDevice(Device):
+    """Device and host are the same memory."""
+
+    torch_device = torch.device("cpu")
+    host_addressable = True
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return host_tensor(nbytes)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        destination.copy_(source)
+        return DONE
+
+    def await_copy(self, transfer: Transfer) -> None:
+        transfer.wait()
+
+
+class _CudaTransfer:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class CudaDevice(Device):
+    """A CUDA device: one stream for copies to it, one for copies from it, pinned host buffers."""
+
+    host_addressable = False
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self._to_device = torch.cuda.Stream(self.torch_device)
+        self._from_device = torch.cuda.Stream(self.torch_device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return host_tensor(nbytes, pin=True)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        stream = self._to_device if destination.is_cuda else self._from_device
+        # The buffer may still be read or written by compute that is queued before.
+        if isinstance(after, _CudaTransfer):
+            stream.wait_event(after.event)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _CudaTransfer(event)
+
+    def await_copy(self, transfer: Transfer) -> None:
+        if isinstance(transfer, _CudaTransfer):
+            torch.cuda.current_stream(self.torch_device).wait_event(transfer.event)
+        else:
+            transfer.wait()
+
+    def compute_reached(self) -> Transfer:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return _CudaTransfer(event)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+
+def default_device(local_rank: int = 0) -> Device:
+    """The CUDA device of this rank where there is one, the CPU elsewhere."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return CudaDevice(torch.cuda.current_device())
+    return CpuDevice()

@@ -1,0 +1,66 @@
+"""Page-aligned host memory of exact size, as torch tensors that own their storage.
+
+torch's own pinned allocator rounds blocks up to powers of two (257 GB became 512 GB); these slabs are mapped at their exact
+size and, where there is a CUDA device, registered with it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+import weakref
+
+import psutil
+import torch
+
+from infinity.errors import OutOfMemoryError
+
+PAGE = mmap.PAGESIZE
+
+
+def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
+    """A zeroed uint8 tensor (nbytes,) whose storage is its own mapping, aligned to pages.
+
+    Raises OutOfMemoryError when the system refuses the mapping. With `pin`, registers it with CUDA; where that fails (a small
+    memlock limit), warns once and goes on unpinned.
+    """
+    length = max(nbytes, 1)
+    try:
+        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        hint = "lower infinity.unit_size or infinity.prefetch_bytes, or keep fewer states on cpu"
+        raise OutOfMemoryError("host memory", length, psutil.virtual_memory().available, hint) from error
+    # A child process must not share pages that the kernel is writing into (fork during direct reads).
+    mapping.madvise(mmap.MADV_DONTFORK)
+    if length >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages: only speed is lost
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=length)[:nbytes]
+    if pin:
+        _pin(tensor, length)
+    return tensor
+
+
+_pin_refused = False
+
+
+def _pin(tensor: torch.Tensor, length: int) -> None:
+    global _pin_refused
+    address = tensor.data_ptr()
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = cudart.cudaHostRegister(address, length, 0)
+    if int(result) == 0:
+        weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
+    elif not _pin_refused:
+        _pin_refused = True
+        warnings.warn(
+            f"host memory could not be pinned (CUDA error {int(result)}; `ulimit -l` limits it): transfers to the GPU will be slower.",
+            stacklevel=3,
+        )
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors and wrappers refer to the storage of `tensor`, itself included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]

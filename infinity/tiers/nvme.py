@@ -1,0 +1,158 @@
+"""The nvme tier: one anonymous file per rank, laid out at start, read and written by the native I/O engine.
+
+Host memory is read into and written from directly. Device memory that the host cannot address goes through pinned staging
+buffers, two in flight, on a thread of the tier's own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from infinity import _aio
+from infinity.tiers.base import Tier, Window
+from infinity.tiers.device import Device
+from infinity.tiers.files import SwapFile
+from infinity.tiers.placement import Extent
+from infinity.tiers.pool import Lease, Pool
+from infinity.tiers.transfer import Promised, Transfer
+
+STAGING_BYTES = 8 << 20
+_STAGING_BUFFERS = 4
+
+
+class _Request:
+    """A native request; keeps the tensor whose memory it uses until it is known to have ended."""
+
+    def __init__(self, request: _aio.Request, memory: torch.Tensor) -> None:
+        self._request = request
+        self._memory: torch.Tensor | None = memory
+
+    def wait(self) -> None:
+        try:
+            self._request.wait()
+        finally:
+            self._memory = None
+
+    def done(self) -> bool:
+        return self._request.done()
+
+
+class NvmeTier(Tier):
+    """Extents of `file`. Every transfer carries its own OSError with path, offset and size."""
+
+    name = "nvme"
+    on_device = False
+
+    def __init__(self, file: SwapFile, nbytes: int, engine: _aio.Engine, device: Device) -> None:
+        self.nbytes = nbytes
+        self._file = file
+        self._engine = engine
+        self._device = device
+        self._mover: ThreadPoolExecutor | None = None
+        if not device.host_addressable:
+            # Reads and writes on a thread each: a queue of writes must not delay a fetch.
+            self._mover = ThreadPoolExecutor(2, thread_name_prefix="infinity-staging")
+            self._staging = Pool(device.host_buffer, {STAGING_BYTES: _STAGING_BUFFERS}, name="staging")
+
+    @property
+    def bytes_read(self) -> int:
+        return self._engine.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        return self._engine.bytes_written
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        if self._mover is None or self._device.is_host(destination):
+            return self._read(extent, destination, offset)
+        return Promised(self._mover.submit(self._staged_read, extent, destination, offset, self._device.compute_reached()))
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        if self._mover is None or self._device.is_host(source):
+            return self._write(extent, source, offset)
+        return Promised(self._mover.submit(self._staged_write, extent, source, offset, self._device.compute_reached()))
+
+    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        lease = pool.try_lease(nbytes)
+        if lease is None:
+            return None
+        return Window(lease.tensor, self._read(extent, lease.tensor, offset), extent, offset, lease)
+
+    def store(self, window: Window) -> Transfer:
+        return self._write(window.extent, window.tensor, window.offset)
+
+    def close(self) -> None:
+        if self._mover is not None:
+            self._mover.shutdown()
+        self._engine.close()
+        self._file.close()
+
+    def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        request = self._engine.read(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
+        return _Request(request, memory)
+
+    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        request = self._engine.write(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
+        return _Request(request, memory)
+
+    def _staged_read(self, extent: Extent, destination: torch.Tensor, offset: int, after: Transfer) -> None:
+        reading: deque[tuple[Transfer, Lease, torch.Tensor]] = deque()
+        try:
+            for piece, position in _pieces(destination):
+                if len(reading) == 2:
+                    self._land(*reading.popleft(), after)
+                lease = self._staging.lease(piece.numel())
+                reading.append((self._read(extent, lease.tensor, offset + position), lease, piece))
+            while reading:
+                self._land(*reading.popleft(), after)
+        finally:
+            for transfer, lease, _ in reading:
+                _settle(transfer)
+                lease.release()
+
+    def _land(self, transfer: Transfer, lease: Lease, piece: torch.Tensor, after: Transfer) -> None:
+        try:
+            transfer.wait()
+            self._device.copy(piece, lease.tensor, after=after).wait()
+        finally:
+            lease.release()
+
+    def _staged_write(self, extent: Extent, source: torch.Tensor, offset: int, after: Transfer) -> None:
+        writing: deque[tuple[Transfer, Lease]] = deque()
+        try:
+            for piece, position in _pieces(source):
+                if len(writing) == 2:
+                    transfer, lease = writing.popleft()
+                    _finish(transfer, lease)
+                lease = self._staging.lease(piece.numel())
+                self._device.copy(lease.tensor, piece, after=after).wait()
+                writing.append((self._write(extent, lease.tensor, offset + position), lease))
+            while writing:
+                _finish(*writing.popleft())
+        finally:
+            for transfer, lease in writing:
+                _settle(transfer)
+                lease.release()
+
+
+def _finish(transfer: Transfer, lease: Lease) -> None:
+    try:
+        transfer.wait()
+    finally:
+        lease.release()
+
+
+def _settle(transfer: Transfer) -> None:
+    """Wait until the kernel has let go of the buffer; the error that brought us here is the one to report."""
+    try:
+        transfer.wait()
+    except OSError:
+        pass
+
+
+def _pieces(tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    starts = range(0, tensor.numel(), STAGING_BYTES)
+    return [(tensor[start : start + STAGING_BYTES], start) for start in starts]

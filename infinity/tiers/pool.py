@@ -1,0 +1,155 @@
+"""Pools of buffers of fixed sizes. A lease is a buffer borrowed from a pool; it is given back exactly once.
+
+A buffer is a tensor that owns its storage, so that the pool can tell whether anything else still refers to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from infinity.errors import InfinityError, LifetimeError
+from infinity.tiers.memory import storage_users
+
+
+class Lease:
+    """A buffer borrowed from a pool: `tensor` is uint8, exactly as long as was asked for."""
+
+    def __init__(self, pool: Pool, buffer: torch.Tensor, nbytes: int) -> None:
+        self._pool = pool
+        self._buffer: torch.Tensor | None = buffer
+        self.nbytes = nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._held()[: self.nbytes]
+
+    def flat(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
+        """The first `numel` elements (all, by default) of the buffer as a 1-D tensor of `dtype`."""
+        whole = self.tensor.view(dtype)
+        return whole if numel is None else whole[:numel]
+
+    @property
+    def address(self) -> int:
+        return self._held().data_ptr()
+
+    def is_referenced(self, beyond: int = 0) -> bool:
+        """Whether tensors still refer to the buffer, other than the pool's own and `beyond` that the caller knows of."""
+        return self._pool.is_referenced(self._held(), beyond)
+
+    def release(self) -> None:
+        buffer, self._buffer = self._held(), None
+        self._pool._give_back(buffer)
+
+    def quarantine(self) -> None:
+        """Give the lease back without ever reusing its memory: somebody else still holds a view of it."""
+        buffer, self._buffer = self._held(), None
+        self._pool._replace(buffer)
+
+    def _held(self) -> torch.Tensor:
+        if self._buffer is None:
+            raise LifetimeError("internal error: a lease was used or given back after it was given back")
+        return self._buffer
+
+
+class Pool:
+    """Fixed buffers in a few size classes. Thread-safe.
+
+    sizes: buffer bytes → count. poison: fill released buffers with 0xFF (NaN in every float format). fifo: reuse the buffer that
+    has been free longest; the default reuses the warmest.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], torch.Tensor],
+        sizes: Mapping[int, int],
+        *,
+        name: str,
+        poison: bool = False,
+        fifo: bool = False,
+    ) -> None:
+        self.name = name
+        self._make = make
+        self._poison = poison
+        self._fifo = fifo
+        self._changed = threading.Condition()
+        self._free: dict[int, list[torch.Tensor]] = {n: [make(n) for _ in range(count)] for n, count in sizes.items()}
+        self._counts = dict(sizes)
+        self._unused = 0
+        if self._free:
+            example = next(iter(self._free.values()))[0]
+            self._unused = storage_users(example)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size * count for size, count in self._counts.items())
+
+    def size_class(self, nbytes: int) -> int:
+        """The smallest buffer size that holds `nbytes`; InfinityError if none does."""
+        fitting = [size for size in self._counts if size >= nbytes]
+        if not fitting:
+            raise InfinityError(f"internal error: pool {self.name} has no buffer of {nbytes} bytes")
+        return min(fitting)
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        size = self.size_class(nbytes)
+        with self._changed:
+            return self._take(size, nbytes)
+
+    def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
+        """Wait for a buffer of `nbytes`. With `timeout` (seconds), InfinityError if none is given back by then."""
+        size = self.size_class(nbytes)
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._free[size]), timeout):
+                raise InfinityError(f"pool {self.name}: no buffer of {nbytes} bytes was given back in {timeout} s")
+            lease = self._take(size, nbytes)
+            assert lease is not None
+            return lease
+
+    def _take(self, size: int, nbytes: int) -> Lease | None:
+        free = self._free[size]
+        if not free:
+            return None
+        return Lease(self, free.pop(0 if self._fifo else -1), nbytes)
+
+    def is_referenced(self, buffer: torch.Tensor, beyond: int) -> bool:
+        return storage_users(buffer) > self._unused + beyond
+
+    def _give_back(self, buffer: torch.Tensor) -> None:
+        if self._poison:
+            buffer.fill_(0xFF)
+        with self._changed:
+            self._free[buffer.numel()].append(buffer)
+            self._changed.notify_all()
+
+    def _replace(self, buffer: torch.Tensor) -> None:
+        fresh = self._make(buffer.numel())
+        with self._changed:
+            self._free[fresh.numel()].append(fresh)
+            self._changed.notify_all()
+
+
+def size_classes(sizes: Sequence[int], depth: int) -> dict[int, int]:
+    """Buffer sizes and counts that let `depth` of the units of these sizes be in memory at once, in the fewest bytes.
+
+    A class that serves n units has min(n, depth) buffers as large as its largest unit. Classes are contiguous ranges of the
+    sorted sizes; the best partition is found by dynamic programming over them.
+    """
+    distinct = sorted(set(sizes))
+    counts = [sizes.count(size) for size in distinct]
+    best: list[tuple[int, int]] = [(0, 0)]  # bytes for the first k distinct sizes, and where the last class starts
+    for end in range(1, len(distinct) + 1):
+        options = []
+        for start in range(end):
+            units = sum(counts[start:end])
+            options.append((best[start][0] + min(units, depth) * distinct[end - 1], start))
+        best.append(min(options))
+    classes: dict[int, int] = {}
+    end = len(distinct)
+    while end:
+        start = best[end][1]
+        classes[distinct[end - 1]] = min(sum(counts[start:end]), depth)
+        end = start
+    return classes

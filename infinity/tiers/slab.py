@@ -1,0 +1,38 @@
+"""The device and host tiers: one slab of memory, extents are views of it."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.tiers.base import Tier, Window
+from infinity.tiers.device import Device
+from infinity.tiers.placement import Extent
+from infinity.tiers.pool import Pool
+from infinity.tiers.transfer import DONE, Transfer
+
+
+class SlabTier(Tier):
+    """`nbytes` of device memory (`on_device`) or of host memory that the device copies from at full speed."""
+
+    def __init__(self, name: str, nbytes: int, device: Device, *, on_device: bool) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.on_device = on_device
+        self._device = device
+        self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes)
+
+    def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
+        start = extent.offset + offset
+        return self._slab[start : start + nbytes]
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        return self._device.copy(destination, self._view(extent, offset, destination.numel()))
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        return self._device.copy(self._view(extent, offset, source.numel()), source)
+
+    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        return Window(self._view(extent, offset, nbytes), DONE, extent, offset)
+
+    def store(self, window: Window) -> Transfer:
+        return DONE

@@ -1,0 +1,1 @@
+"""Units: the grain in which parameters are laid out, fetched, reduced and updated."""

@@ -1,0 +1,155 @@
+"""Find the units of an unmodified `nn.Module`: which parameters travel together, and which modules need them.
+
+No annotation is asked for. Repeated blocks (the children of a `ModuleList`) are units; a subtree that fits in `unit_size`
+is a unit; a larger one is opened up; what remains belongs to its parent. A parameter that several modules share belongs to the
+unit that holds it first, and every module that uses it acquires that unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# A sibling smaller than this part of `unit_size` is not worth a transfer of its own: it stays with its parent.
+_CRUMB = 64
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """A unit before it is laid out: parameters of one dtype, all trainable or all frozen."""
+
+    name: str
+    root: str
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameters[0].requires_grad
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+class _Walk:
+    def __init__(self, unit_size: int, width: int | None) -> None:
+        self.unit_size = unit_size
+        self.width = width
+        self.claimed: set[int] = set()
+        self.groups: list[tuple[str, list[tuple[str, nn.Parameter]]]] = []
+
+    def nbytes(self, module: nn.Module) -> int:
+        return sum(p.numel() * (self.width or p.element_size()) for p in module.parameters() if id(p) not in self.claimed)
+
+    def claim(self, module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
+        found = []
+        for name, parameter in module.named_parameters(prefix, recurse=recurse):
+            if id(parameter) not in self.claimed:
+                self.claimed.add(id(parameter))
+                found.append((name, parameter))
+        return found
+
+    def whole(self, module: nn.Module, prefix: str) -> None:
+        members = self.claim(module, prefix, recurse=True)
+        if members:
+            self.groups.append((prefix, members))
+
+    def holds_blocks(self, module: nn.Module) -> bool:
+        return any(
+            isinstance(m, nn.ModuleList) and any(self.is_block(c) for c in m.children()) for m in module.modules()
+        )
+
+    def is_block(self, module: nn.Module) -> bool:
+        has_children = next(module.children(), None) is not None
+        return self.nbytes(module) >= self.unit_size // _CRUMB or (has_children and self.nbytes(module) > 0)
+
+    def open(self, module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
+        """Make units of what is worth it below `module`; return what remains for the caller's unit."""
+        mine = len(self.groups)
+        self.groups.append((prefix, []))  # keeps the parent before its children, as users read a model
+        left = self.claim(module, prefix, recurse=False)
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            left += self.visit(child, path, in_list=isinstance(module, nn.ModuleList))
+        if _is_container(module):
+            return left
+        self.groups[mine] = (prefix, left)
+        return []
+
+    def visit(self, module: nn.Module, path: str, in_list: bool) -> list[tuple[str, nn.Parameter]]:
+        nbytes = self.nbytes(module)
+        fits = nbytes <= self.unit_size
+        if in_list and self.is_block(module) and fits:
+            self.whole(module, path)
+            return []
+        if in_list and not fits and next(module.children(), None) is not None:
+            return self.open(module, path)
+        if _is_container(module) or self.holds_blocks(module):
+            return self.open(module, path)
+        if nbytes < self.unit_size // _CRUMB:
+            return self.claim(module, path, recurse=True)
+        if fits or next(module.children(), None) is None:
+            self.whole(module, path)
+            return []
+        return self.open(module, path)
+
+
+def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list[Discovered]:
+    """Units of `model` in the order of the module tree; `unit_size` in bytes.
+
+    width: bytes an element will have in training; by default those of the dtype it has now.
+
+    Frozen parameters and parameters of another dtype in the same subtree form units of their own.
+    """
+    walk = _Walk(unit_size, width)
+    remaining = walk.open(model, "")
+    if remaining:
+        walk.groups.append(("", remaining))
+    return [unit for name, members in walk.groups for unit in _split(name, members)]
+
+
+def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[Discovered]:
+    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for entry in members:
+        kinds.setdefault((entry[1].requires_grad, entry[1].dtype), []).append(entry)
+    for position, ((trainable, dtype), entries) in enumerate(kinds.items()):
+        suffix = "" if position == 0 else f" ({'trainable' if trainable else 'frozen'} {str(dtype).split('.')[-1]})"
+        yield Discovered((root or "(root)") + suffix, root, tuple(n for n, _ in entries), tuple(p for _, p in entries))
+
+
+def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
+    """Modules whose forward acquires units, and the indices of the units each needs, in order.
+
+    unit_of: id(parameter) → unit index. roots: for each unit, the path of the module it stands at. A module that itself holds
+    a parameter of a unit that stands elsewhere (tied weights) acquires that unit for the time of its own forward only.
+    """
+    hooked: dict[nn.Module, list[int]] = {}
+    stands_at = [model.get_submodule(root) for root in roots]
+    owners = set(stands_at)
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, owner: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        if module in owners and not _is_container(module):
+            owner = module
+        units = [unit_of[id(p)] for p in module.parameters(recurse=False) if id(p) in unit_of]
+        user = owner if all(stands_at[unit] is owner for unit in units) else module
+        for unit in units:
+            needed = hooked.setdefault(user, [])
+            if unit not in needed:
+                needed.append(unit)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(model, model)
+    return hooked

@@ -1,0 +1,147 @@
+"""Hooks on an unmodified model: units are acquired before a module's forward, let go after it, and fetched when read elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_map_only
+
+from infinity.units.saved import unit_behind
+from infinity.units.store import UnitStore
+from infinity.units.unit import Residency, Unit
+
+
+class UnitParameters(dict[str, Any]):
+    """A module's `_parameters` that fetches the unit of a parameter when the parameter is read.
+
+    Models read weights outside the module that owns them (DeBERTa, Mamba, tied heads); no registration is asked for.
+    """
+
+    def __init__(self, parameters: dict[str, Any], unit_of: dict[int, Unit], store: UnitStore) -> None:
+        super().__init__(parameters)
+        self._units = {name: unit_of[id(p)] for name, p in parameters.items() if p is not None and id(p) in unit_of}
+        self._store = store
+
+    def __getitem__(self, name: str) -> Any:
+        unit = self._units.get(name)
+        if unit is not None and (unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index):
+            self._store.use(unit)
+        return super().__getitem__(name)
+
+
+class ModelHooks:
+    """Installs all hooks on a model; `remove` takes them away again.
+
+    on_forward(root is called with gradients or not), on_backward (a graph task starts), on_backward_end (it ended well).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units_of_module: dict[nn.Module, list[Unit]],
+        unit_of: dict[int, Unit],
+        store: UnitStore,
+        on_forward: Callable[[], None],
+        on_backward_end: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._on_forward = on_forward
+        self._on_backward_end = on_backward_end
+        self._held: dict[nn.Module, list[int]] = {}
+        self._depth = 0
+        self.in_backward = False
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._enter_root, prepend=True),
+            model.register_forward_hook(self._leave_root, always_call=True),
+        ]
+        for module, units in units_of_module.items():
+            self._handles.append(module.register_forward_pre_hook(self._acquire(module, units)))
+            self._handles.append(module.register_forward_hook(self._release(module, units), always_call=True))
+        self._wrapped = [module for module in model.modules() if module._parameters]
+        for module in self._wrapped:
+            module.__dict__["_parameters"] = UnitParameters(module._parameters, unit_of, store)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._wrapped:
+            module.__dict__["_parameters"] = dict(module._parameters.items())
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch._C._current_graph_task_id() == -1:
+            self._on_forward()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth == 0 and torch.is_grad_enabled():
+            # The first gradient to flow is the root output's: there the end of this graph task can be asked for.
+            tree_map_only(torch.Tensor, self._watch, output)
+        return None
+
+    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.enter_backward())
+        return tensor
+
+    def _acquire(self, module: nn.Module, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
+        def acquire(_: nn.Module, args: Any) -> None:
+            for unit in units:
+                self._store.hold(unit)
+            self._held.setdefault(module, []).append(len(units))
+
+        return acquire
+
+    def _release(self, module: nn.Module, units: list[Unit]) -> Callable[[nn.Module, Any, Any], Any]:
+        def release(_: nn.Module, args: Any, output: Any) -> Any:
+            held = self._held.get(module)
+            if not held:
+                return None  # the forward was cut short before its units were acquired
+            held.pop()
+            for unit in units:
+                self._store.unhold(unit)
+            return _own_outputs(output)
+
+        return release
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def enter_backward(self) -> None:
+        """A graph task is running; ask to be told when it ends. Nested ones (reentrant checkpoints) belong to the first."""
+        if not self.in_backward:
+            self.in_backward = True
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self.in_backward = False
+        self._on_backward_end()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an exception cut short."""
+        self._depth = 0
+        self.in_backward = False
+        self._held = {}
+        for unit in self._store.units:
+            unit.holds = 0
+
+
+def _own_outputs(output: Any) -> Any:
+    """The output with every tensor that is a view of a unit's buffer cloned; None where there is none."""
+    changed = False
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal changed
+        if unit_behind(tensor) is None:
+            return tensor
+        changed = True
+        return tensor.clone()
+
+    owned = tree_map_only(torch.Tensor, own, output)
+    return owned if changed else None

@@ -1,0 +1,139 @@
+"""Where each parameter lies in its unit's flat tensor, and each unit in its shards. Pure functions, no allocation.
+
+A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_size` owns the shard
+`flat[r * shard_numel : (r + 1) * shard_numel]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+# Every parameter starts on a cache line for fp32 and half of one for 16-bit types, as vector kernels like it.
+SLOT_ALIGNMENT = 32
+# A shard of any state (2 or 4 bytes an element) is then a whole number of 4096-byte disk blocks.
+SHARD_ALIGNMENT = 2048
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in the flat tensor: `flat[offset : offset + numel].view(shape)`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Run:
+    """A range of a shard, `shard[start:stop]`, whose elements share the hyper-parameters of one param_group."""
+
+    start: int
+    stop: int
+    group: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The flat tensor of one unit: its slots in order, its padded length and its division over ranks."""
+
+    index: int
+    name: str
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    trainable: bool
+    numel: int
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.nbytes // self.world_size
+
+    @property
+    def parameter_numel(self) -> int:
+        """Elements that belong to parameters, padding left out."""
+        return sum(slot.numel for slot in self.slots)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def runs(self, rank: int, slots: Collection[int]) -> list[Run]:
+        """The part of `rank`'s shard that the given slots (those with a gradient) occupy, cut where the param_group changes.
+
+        Padding belongs to the run before it; slots of no group (-1) are left out.
+        """
+        low, high = self.shard_range(rank)
+        runs: list[Run] = []
+        ends = [slot.offset for slot in self.slots[1:]] + [self.numel]
+        for number, (slot, end) in enumerate(zip(self.slots, ends, strict=True)):
+            start, stop = max(slot.offset, low), min(end, high)
+            if start >= stop or slot.group < 0 or number not in slots:
+                continue
+            if runs and runs[-1].group == slot.group and runs[-1].stop == start - low:
+                runs[-1] = Run(runs[-1].start, stop - low, slot.group)
+            else:
+                runs.append(Run(start - low, stop - low, slot.group))
+        return runs
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the flat tensor that belong to no parameter."""
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                yield end, slot.offset
+            end = slot.stop
+        if end < self.numel:
+            yield end, self.numel
+
+    def slot_at(self, offset: int) -> int:
+        """Index of the slot that holds element `offset` of the flat tensor (the slot before it, in padding)."""
+        low, high = 0, len(self.slots) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.slots[middle].offset <= offset:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def layout_unit(
+    index: int,
+    name: str,
+    members: Sequence[tuple[str, tuple[int, ...], int]],
+    dtype: torch.dtype,
+    trainable: bool,
+    world_size: int,
+) -> UnitLayout:
+    """Lay out `members`, (name, shape, param_group) each, in order of param_group so that a shard has few runs."""
+    slots = []
+    offset = 0
+    for member, shape, group in sorted(members, key=lambda entry: entry[2]):
+        slots.append(Slot(member, shape, offset, group))
+        offset = round_up(offset + prod(shape), SLOT_ALIGNMENT)
+    numel = round_up(max(offset, 1), SHARD_ALIGNMENT * world_size)
+    return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size)

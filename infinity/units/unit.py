@@ -1,0 +1,116 @@
+"""A unit at run time: its parameters, where they are now, and the moves that are allowed."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from infinity.errors import ResidencyError
+from infinity.tiers.pool import Lease
+from infinity.tiers.transfer import Transfer
+from infinity.units.layout import UnitLayout
+
+if TYPE_CHECKING:
+    from infinity.optim.update import UpdateJob
+
+
+class Residency(Enum):
+    """Where a unit's parameters are."""
+
+    RELEASED = "in its tier only; parameters show a placeholder of the right shape"
+    FETCHING = "on the way into a leased device buffer"
+    RESIDENT = "in a device buffer that its parameters view"
+    UPDATING = "in a device buffer that the update is changing; parameters show the placeholder"
+
+
+TRANSITIONS: frozenset[tuple[Residency, Residency]] = frozenset(
+    {
+        (Residency.RELEASED, Residency.FETCHING),
+        (Residency.FETCHING, Residency.RESIDENT),
+        (Residency.FETCHING, Residency.RELEASED),  # the fetch failed, or was ahead of a step that departed from its trace
+        (Residency.RESIDENT, Residency.RELEASED),
+        (Residency.FETCHING, Residency.UPDATING),  # fetched for the next step before this one's update
+        (Residency.RESIDENT, Residency.UPDATING),
+        (Residency.RELEASED, Residency.UPDATING),  # updated before its first use in the next forward
+        (Residency.UPDATING, Residency.FETCHING),  # what the update leaves is the unit, once other ranks' shards are gathered
+        (Residency.UPDATING, Residency.RELEASED),
+    }
+)
+
+_placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks them."""
+    key = (dtype, device)
+    if key not in _placeholders:
+        _placeholders[key] = torch.full((), float("nan"), dtype=dtype, device=device)
+    return _placeholders[key].expand(shape)
+
+
+class Unit:
+    """The parameters of one layout, and the device buffer that holds them while they are resident."""
+
+    def __init__(self, layout: UnitLayout, parameters: list[nn.Parameter], device: torch.device) -> None:
+        self.layout = layout
+        self.parameters = parameters
+        self.device = device
+        self.residency = Residency.RELEASED
+        self.lease: Lease | None = None
+        self.transfer: Transfer | None = None
+        self.holds = 0
+        """Module forwards under way that need the unit."""
+        self.generation = 0
+        """Updates so far; a saved reference from before an update must not be served after it."""
+        self.job: UpdateJob | None = None
+        self.pending_job: UpdateJob | None = None
+        """An update that is due before the next use and has not been started."""
+        self._versions: list[int] = []
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    def move(self, to: Residency) -> None:
+        if (self.residency, to) not in TRANSITIONS:
+            raise ResidencyError(f"internal error: unit {self.name} cannot go from {self.residency.name} to {to.name}")
+        self.residency = to
+
+    def flat(self) -> torch.Tensor:
+        """The unit's flat tensor (numel,) in its leased buffer."""
+        assert self.lease is not None
+        return self.lease.flat(self.layout.dtype, self.layout.numel)
+
+    def shard_bytes(self, rank: int) -> torch.Tensor:
+        """This rank's shard of the leased buffer, uint8."""
+        assert self.lease is not None
+        nbytes = self.layout.shard_nbytes
+        return self.lease.tensor[rank * nbytes : (rank + 1) * nbytes]
+
+    def bind(self) -> None:
+        """Make the parameters views of the leased buffer."""
+        flat = self.flat()
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = flat[slot.offset : slot.stop].view(slot.shape)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def unbind(self) -> None:
+        """Make the parameters placeholders."""
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = placeholder(slot.shape, self.layout.dtype, self.device)
+
+    def edited(self) -> bool:
+        """Whether a parameter was changed in place since `bind` (max_norm embeddings, a user's own edits)."""
+        return any(p._version != v for p, v in zip(self.parameters, self._versions, strict=True))
+
+    def is_viewed(self) -> bool:
+        """Whether anything but the unit's own parameters refers to its buffer."""
+        assert self.lease is not None
+        return self.lease.is_referenced(beyond=len(self.parameters))
