@@ -50,9 +50,8 @@ def _exact(value: object) -> Fraction:
 
 
 def format_size(nbytes: int) -> str:
-    """Return `nbytes` as text that `parse_size` reads back exactly: "64MiB" where a unit divides it, otherwise digits."""
+    """Return `nbytes` as text that `parse_size` reads back exactly: "64MiB" where a unit divides it, else digits."""
     for suffix, factor in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor}{suffix}"
     return str(nbytes)
-

@@ -1,11 +1,12 @@
 """The kinds of value that configuration keys hold, and the base of all sections.
 
-JSON has few types and pydantic forgives much (true for 1, "3" for 3).  A key here takes what its name promises and nothing
-else, except that a whole number may be written as 5e8.
+JSON has few types and pydantic forgives much (true for 1, "3" for 3).  A key here takes what its name promises and
+nothing else, except that a whole number may be written as 5e8.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -14,16 +15,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from infinity.sizes import parse_size
 
+_LONGEST_SHOWN = 60
+
 
 class Section(BaseModel):
-    """Base of all sections: an unknown key is an error, a value never changes, the docstring under a field documents it."""
+    """Base of all sections: unknown keys are errors, values never change, the docstring under a field documents it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+def show(value: object) -> str:
+    """`value` as JSON would write it, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
+
+
 def _number(value: object) -> object:
     if isinstance(value, (bool, str, bytes)) or value is None:
-        raise ValueError("must be a number")
+        raise ValueError(f"must be a number, not {show(value)}")
     return value
 
 
@@ -33,7 +42,7 @@ def _size(value: object) -> int:
 
 def _folder(value: object) -> Path:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError("must be the path of a folder, as text")
+        raise ValueError(f"must be the path of a folder, not {show(value)}")
     return Path(value).expanduser()
 
 

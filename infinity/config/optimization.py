@@ -27,8 +27,8 @@ class OptimizerParams(Section):
     """Added to the root of the second moment."""
 
     weight_decay: Number = 0.01
-    """Weight decay of every parameter; AdamW multiplies the parameter by 1 − lr × this, Adam adds this × parameter to its
-    gradient."""
+    """Weight decay of every parameter. AdamW multiplies the parameter by 1 − lr × this; Adam adds this × parameter to
+    the gradient."""
 
 
 class Optimizer(Section):

@@ -16,6 +16,7 @@ from infinity.config.batch import Batch, resolve_batch
 from infinity.config.fields import Count, CountOrZero, Folder, Number, Section, Size, SizeOrZero, Switch
 from infinity.config.load import load_config
 from infinity.config.optimization import Optimizer, Scheduler
+from infinity.sizes import parse_size
 
 ALIGNMENT = 4096
 """Bytes that direct I/O aligns to, and elements that tiles of an update are multiples of."""
@@ -25,7 +26,7 @@ class BF16(Section):
     """Training in bfloat16."""
 
     enabled: Switch = False
-    """Keep and compute with bfloat16 parameters; moments stay fp32, and `infinity.master` says how the master is kept."""
+    """Keep parameters in bfloat16 and compute with them; moments stay fp32, and `infinity.master` is the master."""
 
 
 class Offload(Section):
@@ -107,9 +108,9 @@ class Infinity(Section):
     """Elements that the update reads, computes and writes at a time, a multiple of 4096."""
 
     update: Literal["auto", "during_backward", "after_backward", "next_forward"] = "auto"
-    """When units are updated. `during_backward`: each as its gradient is complete (not with clipping); `after_backward`: all
-    before `step()` returns; `next_forward`: each before its next use. The results are the same. `auto` takes the fastest that
-    the other keys allow."""
+    """When units are updated. `during_backward`: each as its gradient is complete (not with clipping);
+    `after_backward`: all before `step()` returns; `next_forward`: each before its next use. The results are the same.
+    `auto`: during backward, or with clipping in the next forward."""
 
     master: Literal["remainder", "fp32"] = "remainder"
     """What makes a bfloat16 parameter exact: `remainder`, the missing 16 bits; `fp32`, a full copy. The results are the
@@ -119,10 +120,10 @@ class Infinity(Section):
     """Threads of one update on the CPU; 0: as many as the process may use cores."""
 
     check_nan: Switch = True
-    """Stop with an error, before any state is changed, when the loss or the gradient norm is NaN or infinite."""
+    """Stop with an error when the loss, the gradient norm or a gradient is NaN or infinite, before it is used."""
 
     debug: Switch = False
-    """Make lifetime errors show: a buffer given back is filled with NaN, and the one given back first is reused first."""
+    """Make lifetime errors show: a buffer given back is filled with NaN, and the first given back is reused first."""
 
     @field_validator("prefetch_bytes", mode="before")
     @classmethod
@@ -190,13 +191,14 @@ class Config(Section):
     def _clipping_needs_all_gradients(self) -> Config:
         if self.infinity.update == "during_backward" and self.gradient_clipping > 0:
             raise ValueError(
-                'infinity.update is "during_backward", but gradient_clipping needs the norm of all gradients before the '
-                'first update: use "auto", "next_forward" or "after_backward", or set gradient_clipping to 0'
+                'infinity.update is "during_backward", but gradient_clipping needs the norm of all gradients before '
+                'the first update: use "auto", "next_forward" or "after_backward", or set gradient_clipping to 0'
             )
         return self
 
 
 def _multiple(value: int, of: str) -> int:
     if value % ALIGNMENT:
-        raise ValueError(f"must be a multiple of {ALIGNMENT} {of}; {value // ALIGNMENT * ALIGNMENT or ALIGNMENT} is the nearest")
+        below = value // ALIGNMENT * ALIGNMENT
+        raise ValueError(f"must be a multiple of {ALIGNMENT} {of}, such as {below or ALIGNMENT}")
     return value

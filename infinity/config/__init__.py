@@ -1,0 +1,31 @@
+"""The configuration: `Config.load(dict or path)`, validated whole, with one error that lists every problem.
+
+The keys are those that users of this field already write; docs/config.md lists them.
+"""
+
+from infinity.config.batch import Batch
+from infinity.config.optimization import (
+    Optimizer,
+    OptimizerParams,
+    Scheduler,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
+from infinity.config.sections import BF16, Aio, Config, Infinity, Offload, ZeroOptimization
+
+__all__ = [
+    "BF16",
+    "Aio",
+    "Batch",
+    "Config",
+    "Infinity",
+    "Offload",
+    "Optimizer",
+    "OptimizerParams",
+    "Scheduler",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "ZeroOptimization",
+]

@@ -1,0 +1,67 @@
+"""From a dict or a JSON file to a validated configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from infinity.config.problems import problems
+from infinity.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load_config(model: type[ConfigT], source: Mapping[str, Any] | str | Path) -> ConfigT:
+    """Validate `source`, a dict or the path of a JSON file, as `model`.
+
+    Raises ConfigError with one line for each problem; where `source` is a file, each begins with its name.
+    """
+    if isinstance(source, Mapping):
+        given, prefix = dict(source), ""
+    elif isinstance(source, (str, Path)):
+        given, prefix = _read(Path(source)), f"{source}: "
+    else:
+        raise ConfigError(f"a configuration is a dict or the path of a JSON file, not {type(source).__name__}")
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        lines = [prefix + line for line in problems(error, model, given)]
+    raise ConfigError(lines)  # outside the handler: pydantic's own text adds nothing
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read as configuration: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
+    try:
+        given = json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}") from None
+    except _DuplicateKey as error:
+        raise ConfigError(f"{path}: the key {error} is there twice in one section; keep one") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: must hold one JSON object, {{ … }}, not a {type(given).__name__}")
+    return given
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets the last of two equal keys win, silently."""
+    section: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in section:
+            raise _DuplicateKey(key)
+        section[key] = value
+    return section

@@ -1,0 +1,113 @@
+"""From pydantic's list of errors to lines that a person reads: the key by its full name, what is wrong, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from infinity.config.fields import show
+from infinity.config.foreign import FOREIGN, VALUES
+from infinity.config.keys import walk
+
+
+def problems(error: ValidationError, model: type[BaseModel], given: Mapping[Any, Any]) -> list[str]:
+    """One line for each of `error`'s errors, in the order in which `model` declares its keys."""
+    lines = []
+    for detail in error.errors(include_url=False):
+        dotted = _dotted(detail["loc"], given)
+        if detail["type"].startswith("union_tag"):
+            dotted += f".{detail['ctx']['discriminator'].strip(chr(39))}"
+        if detail["type"] == "extra_forbidden":
+            lines.append(unknown_key(dotted, model))
+        else:
+            text = _sentence(detail, dotted)
+            # An error of the whole configuration names its keys itself.
+            lines.append(f"{dotted}: {text}" if dotted else text)
+    return lines
+
+
+def unknown_key(dotted: str, model: type[BaseModel]) -> str:
+    """Why `dotted` is no key, and what the writer may have meant."""
+    if dotted in FOREIGN:
+        return f"{dotted}: {FOREIGN[dotted]}"
+    section, _, name = dotted.rpartition(".")
+    known = list(dict.fromkeys(key.dotted for key in walk(model)))
+    if dotted in known:
+        return f"{dotted}: not a key of this {section.rpartition('.')[0]}.type"
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    return f"{dotted}: unknown key; {_meant(name, siblings, known)}"
+
+
+def _meant(name: str, siblings: Mapping[str, str], known: Sequence[str]) -> str:
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"a key of that name is {_alternatives(elsewhere)}"
+    near = difflib.get_close_matches(name.lower(), siblings, n=1)
+    if near:
+        return f"the nearest is {siblings[near[0]]}"
+    far = difflib.get_close_matches(name.lower(), [key.rpartition(".")[2] for key in known], n=1, cutoff=0.75)
+    if far:
+        return f"the nearest is {_alternatives([key for key in known if key.rpartition('.')[2] == far[0]])}"
+    foreign = [key for key in FOREIGN if key.rpartition(".")[2] == name]
+    if foreign:
+        return f"as {foreign[0]} it is {FOREIGN[foreign[0]]}"
+    return f"known here: {', '.join(siblings)}"
+
+
+def _dotted(loc: Sequence[int | str], given: Any) -> str:
+    """The full name at `loc`, without the names of union members, which pydantic puts between the keys."""
+    name = ""
+    for depth, part in enumerate(loc):
+        if isinstance(given, Mapping):
+            if part not in given and depth < len(loc) - 1:
+                continue
+            name += f".{part}"
+            given = given.get(part)
+        else:
+            name += f"[{part}]"
+            given = None
+    return name.removeprefix(".")
+
+
+def _sentence(detail: Any, dotted: str) -> str:
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if isinstance(value, str) and value == "auto":
+        return '"auto" is not supported; write a value, or leave the key out for the default'
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in ("missing", "union_tag_not_found"):
+        return "is missing"
+    expected = _expected(kind, context)
+    if expected is None:
+        return f"{detail['msg']}, not {show(value)}"
+    why = f"; {VALUES[dotted]}" if dotted in VALUES else ""
+    return f"must be {expected}, not {show(value)}{why}"
+
+
+def _expected(kind: str, context: Mapping[str, Any]) -> str | None:
+    bounds = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
+    bounds["less_than_equal"] = "at most"
+    for name, words in bounds.items():
+        if kind == name:
+            return f"{words} {next(iter(context.values())):g}"
+    if kind in ("literal_error", "union_tag_invalid"):
+        names = str(context.get("expected") or context["expected_tags"]).replace("'", '"')
+        return names if " or " in names else " or ".join(names.rsplit(", ", 1))
+    if kind.startswith("int_"):
+        return "a whole number"
+    if kind.startswith(("float_", "finite_number")):
+        return "a number"
+    if kind.startswith("bool_"):
+        return "true or false"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return "a section, { … }"
+    if kind in ("tuple_type", "too_long", "too_short"):
+        return "a list of two numbers"
+    return None
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
