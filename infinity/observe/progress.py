@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from types import TracebackType
@@ -31,7 +32,7 @@ class Progress:
         self._held_out: float | None = None
         self._activity = ""
         self._live = Live(self, console=self.console, refresh_per_second=4, transient=False)
-        self._between, self._last_line = seconds_between_lines, 0.0
+        self._between, self._last_line = seconds_between_lines, -math.inf
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
@@ -89,5 +90,5 @@ class Progress:
             parts += [(", held-out ", ""), (f"{self._held_out:.3f}", "bold magenta")]
         parts += [("   ", ""), (f"{tokens / seconds:,.0f}", "bold"), (" tokens/s   NVMe ", "")]
         parts += [(f"{read / seconds / 1e9:.2f}", "bold green"), (" GB/s read, ", "")]
-        parts += [(f"{written / seconds / 1e9:.2f}", "bold yellow"), (" GB/s written", "")]
+        parts += [(f"{written / seconds / 1e9:.2f}", "bold yellow"), (" written", "")]
         return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
