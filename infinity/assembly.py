@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import psutil
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from infinity import _aio
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
-from infinity.errors import ConfigError, ModelError, OutOfMemoryError
+from infinity.errors import ModelError, OutOfMemoryError
 from infinity.optim.grads import GradCollector, GradPlaces
 from infinity.optim.kernels import update_run
 from infinity.optim.update import Places, UpdatePipeline
@@ -84,16 +83,10 @@ class Parts:
 
 
 def update_schedule(config: Config) -> str:
-    """ "during_backward" unless something global must be known first; then "next_forward"."""
-    asked = config.infinity.update
-    if asked == "auto":
+    """ "during_backward" unless something global must be known before the first update; then "next_forward"."""
+    if config.infinity.update == "auto":
         return "next_forward" if config.gradient_clipping > 0 else "during_backward"
-    if asked == "during_backward" and config.gradient_clipping > 0:
-        raise ConfigError(
-            'infinity.update is "during_backward", but gradient_clipping needs the norm of all gradients before the first update: '
-            'use "next_forward" (or "auto"), or set gradient_clipping to 0.'
-        )
-    return asked
+    return config.infinity.update
 
 
 def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
@@ -155,24 +148,17 @@ def _open_tiers(config: Config, placement: Placement, device: Device, ranks: Ran
         raise OutOfMemoryError("host memory", needed, available, hint)
     for name, nbytes in placement.nbytes.items():
         if name != "nvme":
-            opened[name] = SlabTier(name, nbytes, device, on_device=name == "device")
+            zero = config.zero_optimization
+            pin = any(part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu")
+            opened[name] = SlabTier(name, nbytes, device, on_device=name == "device", pin=pin)
             continue
-        file = open_swap_file(_nvme_folder(config), nbytes, name=f"states of rank {ranks.rank}")
+        folder = config.zero_optimization.nvme_path
+        assert folder is not None
+        file = open_swap_file(folder, nbytes, name=f"states of rank {ranks.rank}")
         aio = config.aio
         engine = _aio.Engine(aio.block_size, aio.queue_depth, aio.intra_op_parallelism)
         opened[name] = NvmeTier(file, nbytes, engine, device)
     return opened
-
-
-def _nvme_folder(config: Config) -> Path:
-    zero = config.zero_optimization
-    paths = {Path(part.nvme_path) for part in (zero.offload_param, zero.offload_optimizer) if part.nvme_path and part.device == "nvme"}
-    if len(paths) != 1:
-        raise ConfigError(
-            "zero_optimization.offload_param.nvme_path and offload_optimizer.nvme_path name different folders "
-            f"({', '.join(sorted(map(str, paths)))}): one file holds all states of a rank, so give both the same folder."
-        )
-    return paths.pop()
 
 
 def assemble(

@@ -20,6 +20,7 @@ from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.optim.cpu_adam import AdamHyper
+from infinity.optim.lr import make_scheduler
 from infinity.optim.facade import ParamGroups, UnitOptimizer, param_groups
 from infinity.optim.update import Gradient, UpdateJob
 from infinity.tiers.device import Device, default_device
@@ -53,7 +54,9 @@ class Engine:
         self.module = model
         self.optimizer = _facade(config, groups, parts)
         self.optimizer.on_step(self._update)
-        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = config.make_scheduler(self.optimizer)
+        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
+            self.optimizer, config.scheduler, config.optimizer.params.lr
+        )
         self.global_steps = 0
         self.micro_steps = 0
         self._grad_norm: float | None = None

@@ -1,4 +1,4 @@
-"""Learning-rate schedules named in the config, as plain torch schedulers."""
+"""Learning-rate schedules named in the config, as plain torch schedulers: lr = the group's highest rate × a factor of the step."""
 
 from __future__ import annotations
 
@@ -8,37 +8,58 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from infinity.config import Scheduler, WarmupCosineLR, WarmupDecayLR
 
-def warmup(warmup_min_lr: float, warmup_max_lr: float, warmup_num_steps: int) -> Callable[[int], float]:
-    """lr by step: linear from warmup_min_lr to warmup_max_lr over warmup_num_steps, constant after."""
-
-    def lr(step: int) -> float:
-        if step >= warmup_num_steps:
-            return warmup_max_lr
-        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * step / max(1, warmup_num_steps)
-
-    return lr
+Factor = Callable[[int], float]
 
 
-def warmup_decay(
-    warmup_min_lr: float, warmup_max_lr: float, warmup_num_steps: int, total_num_steps: int, *, cosine: bool, floor: float = 0.0
-) -> Callable[[int], float]:
-    """Like `warmup`, then down to `floor` times the maximum at total_num_steps, linearly or along half a cosine."""
-    rising = warmup(warmup_min_lr, warmup_max_lr, warmup_num_steps)
+def _rise(num_steps: int, kind: str) -> Factor:
+    """0 at step 0, 1 from num_steps on; "log" as log(step + 1) / log(num_steps), "linear" in equal steps."""
 
-    def lr(step: int) -> float:
-        if step < warmup_num_steps:
-            return rising(step)
-        part = min(1.0, (step - warmup_num_steps) / max(1, total_num_steps - warmup_num_steps))
-        left = 0.5 * (1.0 + math.cos(math.pi * part)) if cosine else 1.0 - part
-        return warmup_max_lr * (floor + (1.0 - floor) * left)
+    def factor(step: int) -> float:
+        if step >= num_steps:
+            return 1.0
+        if kind == "linear":
+            return step / num_steps
+        return min(1.0, math.log(step + 1) / math.log(max(2, num_steps)))
 
-    return lr
+    return factor
 
 
-def scheduler(optimizer: torch.optim.Optimizer, lr: Callable[[int], float]) -> LambdaLR:
-    """A scheduler that sets every group's lr to lr(step), whatever the optimizer was made with."""
-    for group in optimizer.param_groups:
-        group["lr"] = 1.0
-        group["initial_lr"] = 1.0
-    return LambdaLR(optimizer, lr)
+def factor(schedule: Scheduler, highest: float) -> Factor:
+    """The schedule as parts of its highest learning rate."""
+    params = schedule.params
+    rise = _rise(params.warmup_num_steps, params.warmup_type)
+    if isinstance(schedule, WarmupCosineLR):
+        start, end = schedule.params.warmup_min_ratio, schedule.params.cos_min_ratio
+    else:
+        start, end = schedule.params.warmup_min_lr / highest if highest else 0.0, 0.0
+
+    def warm(step: int) -> float:
+        return start + (1.0 - start) * rise(step)
+
+    if not isinstance(schedule, (WarmupCosineLR, WarmupDecayLR)):
+        return warm
+    first, last = schedule.params.warmup_num_steps, schedule.params.total_num_steps
+    cosine = isinstance(schedule, WarmupCosineLR)
+
+    def whole(step: int) -> float:
+        if step < first:
+            return warm(step)
+        gone = min(1.0, (step - first) / max(1, last - first))
+        left = 0.5 * (1.0 + math.cos(math.pi * gone)) if cosine else 1.0 - gone
+        return end + (1.0 - end) * left
+
+    return whole
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None, lr: float) -> LambdaLR | None:
+    """The scheduler the config asks for. `lr`: the optimizer's; groups with a rate of their own keep their proportion to it,
+    unless `warmup_max_lr` sets one rate for all."""
+    if schedule is None:
+        return None
+    highest = getattr(schedule.params, "warmup_max_lr", None)
+    if highest is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = highest
+    return LambdaLR(optimizer, factor(schedule, highest if highest is not None else lr))

@@ -49,8 +49,8 @@ class Device(ABC):
         """Most bytes allocated on the device so far; 0 where the device is the host."""
         return 0
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory that copies to and from this device at full speed."""
+    def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
+        """Host memory that copies to and from this device at full speed, if pinned where pinning matters."""
         return host_tensor(nbytes)
 
 
@@ -95,8 +95,8 @@ class CudaDevice(Device):
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return host_tensor(nbytes, pin=True)
+    def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
+        return host_tensor(nbytes, pin=pin)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         stream = self._to_device if destination.is_cuda else self._from_device

@@ -14,12 +14,12 @@ from infinity.tiers.transfer import DONE, Transfer
 class SlabTier(Tier):
     """`nbytes` of device memory (`on_device`) or of host memory that the device copies from at full speed."""
 
-    def __init__(self, name: str, nbytes: int, device: Device, *, on_device: bool) -> None:
+    def __init__(self, name: str, nbytes: int, device: Device, *, on_device: bool, pin: bool = True) -> None:
         self.name = name
         self.nbytes = nbytes
         self.on_device = on_device
         self._device = device
-        self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes)
+        self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=pin)
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         start = extent.offset + offset
