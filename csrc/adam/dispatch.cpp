@@ -1,14 +1,26 @@
 #include "dispatch.h"
 
+#ifdef INFINITY_ADAM_X86
+#include <cpuid.h>
+#endif
+
 namespace infinity::adam {
 namespace {
+
+#ifdef INFINITY_ADAM_X86
+// Not a name that __builtin_cpu_supports knows in every compiler.
+bool has_f16c() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 std::vector<Isa> find_isas() {
     std::vector<Isa> isas;
 #ifdef INFINITY_ADAM_X86
     // __builtin_cpu_supports reads cpuid and, by xgetbv, whether the operating system saves the wide registers.
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (avx512) isas.push_back({"avx512", &kernels_avx512()});
