@@ -46,6 +46,9 @@ def _folder(value: object) -> Path:
     return Path(value).expanduser()
 
 
+IN_BYTES = "in bytes"
+"""Marks a field that is read with `parse_size`."""
+
 Switch: TypeAlias = Annotated[bool, Strict()]
 Count: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 CountOrZero: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=0)]
@@ -53,6 +56,6 @@ Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 Positive: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 Beta: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
-Size: TypeAlias = Annotated[int, BeforeValidator(_size), Field(gt=0)]
-SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(_size)]
+Size: TypeAlias = Annotated[int, BeforeValidator(_size), Field(gt=0), IN_BYTES]
+SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(_size), IN_BYTES]
 Folder: TypeAlias = Annotated[Path, BeforeValidator(_folder)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from infinity.config.fields import Beta, Count, CountOrZero, Fraction, Number, Positive, Section
 
@@ -15,7 +15,7 @@ def _optimizer_name(value: object) -> object:
 
 
 class OptimizerParams(Section):
-    """The constants of Adam and AdamW, named and defaulted as in torch.optim.AdamW."""
+    """The constants of Adam and AdamW, named and defaulted as in torch.optim."""
 
     lr: Number = 1e-3
     """Learning rate; a scheduler changes it from step to step."""
@@ -27,8 +27,8 @@ class OptimizerParams(Section):
     """Added to the root of the second moment."""
 
     weight_decay: Number = 0.01
-    """Weight decay of every parameter. AdamW multiplies the parameter by 1 − lr × this; Adam adds this × parameter to
-    the gradient."""
+    """Weight decay of every parameter; 0 for Adam unless given. AdamW multiplies the parameter by 1 − lr × this; Adam
+    adds this × parameter to the gradient."""
 
 
 class Optimizer(Section):
@@ -37,8 +37,15 @@ class Optimizer(Section):
     type: Annotated[Literal["Adam", "AdamW"], BeforeValidator(_optimizer_name)] = "AdamW"
     """AdamW decouples weight decay from the gradient; Adam adds it to the gradient, as torch.optim.Adam does."""
 
-    params: OptimizerParams = OptimizerParams()
+    params: OptimizerParams = Field(default=OptimizerParams(), validate_default=True)
     """The optimizer's constants."""
+
+    @field_validator("params")
+    @classmethod
+    def _adam_decays_on_request(cls, params: OptimizerParams, info: ValidationInfo) -> OptimizerParams:
+        if info.data.get("type") == "Adam" and "weight_decay" not in params.model_fields_set:
+            return params.model_copy(update={"weight_decay": 0.0})
+        return params
 
 
 class WarmupParams(Section):

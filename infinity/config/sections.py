@@ -26,7 +26,8 @@ class BF16(Section):
     """Training in bfloat16."""
 
     enabled: Switch = False
-    """Keep parameters in bfloat16 and compute with them; moments stay fp32, and `infinity.master` is the master."""
+    """Keep and compute with bfloat16 parameters; the optimizer updates their exact values (`infinity.master`) and keeps
+    its moments in fp32."""
 
 
 class Offload(Section):
@@ -113,8 +114,8 @@ class Infinity(Section):
     `auto`: during backward, or with clipping in the next forward."""
 
     master: Literal["remainder", "fp32"] = "remainder"
-    """What makes a bfloat16 parameter exact: `remainder`, the missing 16 bits; `fp32`, a full copy. The results are the
-    same; the remainder moves 2 bytes per parameter less. Unused in fp32 training."""
+    """What holds the exact value of a bfloat16 parameter: `remainder`, the 16 bits that it lacks; `fp32`, a copy of its
+    own, which is 2 bytes more per parameter to hold, read and write. Unused in fp32 training."""
 
     adam_threads: CountOrZero = Field(default=0, le=1024)
     """Threads of one update on the CPU; 0: as many as the process may use cores."""

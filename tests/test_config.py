@@ -1,0 +1,355 @@
+"""The configuration: what it takes, how it answers what it does not take, and that its reference is up to date."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.config import Batch, Config, WarmupCosineLR, WarmupDecayLR
+from infinity.config.foreign import FOREIGN, VALUES
+from infinity.config.keys import models_in, walk
+from infinity.config.reference import reference
+from infinity.errors import ConfigError, InfinityError
+
+ROOT = Path(__file__).parent.parent
+KNOWN = [key.dotted for key in walk(Config)]
+
+
+def nested(dotted: str, value: object) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b"."""
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def refusal(config: Any) -> str:
+    """The message with which `config` is refused."""
+    with pytest.raises(ConfigError) as caught:
+        Config.load(config)
+    assert "pydantic" not in str(caught.value) and "https://" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_full_file_is_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    path.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 24,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 3,
+                "gradient_clipping": 1.0,
+                "steps_per_print": 100,
+                "bf16": {"enabled": True},
+                "optimizer": {
+                    "type": "AdamW",
+                    "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+                },
+                "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},
+                "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+                "aio": {"block_size": "2MiB", "queue_depth": 16, "intra_op_parallelism": 2},
+                "infinity": {"unit_size": "1.5GB", "prefetch_bytes": 5e8, "tile_size": 4096, "update": "next_forward"},
+            }
+        )
+    )
+    config = Config.load(path)
+    assert config == Config.load(str(path)) == Config.load(json.loads(path.read_text())) == Config.load(config)
+    assert config.bf16.enabled and config.gradient_clipping == 1.0
+    assert config.optimizer.params.betas == (0.9, 0.95)
+    assert isinstance(config.scheduler, WarmupDecayLR) and config.scheduler.params.total_num_steps == 100
+    assert config.zero_optimization.nvme_path == tmp_path
+    assert config.aio.block_size == 2 * 2**20
+    assert config.infinity.unit_size == 1_500_000_000 and config.infinity.prefetch_bytes == 500_000_000
+    assert config.resolve_batch(2) == Batch(24, 4, 3)
+
+
+def test_defaults() -> None:
+    config = Config.load({})
+    assert config.infinity.unit_size == 64 * 2**20 and config.infinity.prefetch_bytes == "auto"
+    assert config.optimizer.type == "AdamW" and config.scheduler is None
+    assert config.zero_optimization.offload_param.device == "none" and config.zero_optimization.nvme_path is None
+
+
+@pytest.mark.parametrize(("written", "decay"), [("Adam", 0.0), ("adam", 0.0), ("AdamW", 0.01), ("adamw", 0.01)])
+def test_weight_decay_defaults_to_what_torch_does(written: str, decay: float) -> None:
+    assert Config.load({"optimizer": {"type": written}}).optimizer.params.weight_decay == decay
+    given = Config.load({"optimizer": {"type": written, "params": {"weight_decay": 0.1}}})
+    assert given.optimizer.params.weight_decay == 0.1
+
+
+def test_a_configuration_never_changes() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config.load({}).gradient_clipping = 2.0  # type: ignore[misc]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"gradient_acumulation_steps": 3},
+            "gradient_acumulation_steps: unknown key; the nearest is gradient_accumulation_steps",
+        ),
+        ({"aio": {"queue_dept": 3}}, "aio.queue_dept: unknown key; the nearest is aio.queue_depth"),
+        ({"lr": 1e-3}, "lr: unknown key; a key of that name is optimizer.params.lr"),
+        ({"aio": {"unit_size": 1}}, "aio.unit_size: unknown key; a key of that name is infinity.unit_size"),
+        (
+            {"nvme_path": "/x"},
+            "is zero_optimization.offload_param.nvme_path or zero_optimization.offload_optimizer.nvme_path",
+        ),
+        ({"learning_rate_of_the_model": 1}, "known here: train_batch_size, train_micro_batch_size_per_gpu"),
+        ({"Optimizer": {}}, "the nearest is optimizer"),
+        (
+            {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
+            "the nearest is zero_optimization.offload_param.device",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+            "scheduler.params.warmup_steps: unknown key; the nearest is scheduler.params.warmup_num_steps",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 3}}},
+            "scheduler.params.total_num_steps: not a key of this scheduler.type",
+        ),
+        ({"overlap_comm": True}, "as zero_optimization.overlap_comm it is not needed"),
+        ({3: 4}, "3: Keys should be strings"),
+    ],
+)
+def test_an_unknown_key_is_named_with_what_was_meant(config: dict[Any, Any], says: str) -> None:
+    assert says in refusal(config)
+
+
+@pytest.mark.parametrize("dotted", FOREIGN)
+def test_a_key_of_other_engines_is_refused_with_the_reason(dotted: str) -> None:
+    given = nested(dotted, {"enabled": False})
+    if dotted.startswith("scheduler."):
+        given["scheduler"]["type"] = "WarmupLR"
+    assert refusal(given) == f"{dotted}: {FOREIGN[dotted]}"
+
+
+def test_the_tables_hold_no_key_that_is_taken() -> None:
+    assert not set(FOREIGN) & set(KNOWN)
+    assert set(VALUES) <= set(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"train_batch_size": "auto"}, 'train_batch_size: "auto" is not supported; write a value'),
+        ({"train_batch_size": 0}, "train_batch_size: must be at least 1, not 0"),
+        ({"train_batch_size": 1.5}, "train_batch_size: must be a whole number, not 1.5"),
+        ({"train_batch_size": True}, "train_batch_size: must be a number, not true"),
+        ({"train_batch_size": "8"}, 'train_batch_size: must be a number, not "8"'),
+        ({"gradient_clipping": -1}, "gradient_clipping: must be at least 0, not -1"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping: must be a number, not NaN"),
+        ({"bf16": True}, "bf16: must be a section, { … }, not true"),
+        ({"bf16": {"enabled": "yes"}}, 'bf16.enabled: must be true or false, not "yes"'),
+        ({"bf16": {"enabled": 1}}, "bf16.enabled: must be true or false, not 1"),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: must be "Adam" or "AdamW", not "Lamb"'),
+        ({"optimizer": {"params": {"lr": "1e-3"}}}, 'optimizer.params.lr: must be a number, not "1e-3"'),
+        ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas[1]: must be less than 1, not 1.0"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas: must be a list of two numbers, not 0.9"),
+        ({"optimizer": {"params": {"eps": 0}}}, "optimizer.params.eps: must be more than 0, not 0"),
+        (
+            {"zero_optimization": {"stage": 2}},
+            "zero_optimization.stage: must be 3, not 2; stages 0 to 2 are not supported",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "gpu"}}},
+            'zero_optimization.offload_param.device: must be "none", "cpu" or "nvme", not "gpu"',
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ""}}},
+            'zero_optimization.offload_param.nvme_path: must be the path of a folder, not ""',
+        ),
+        ({"scheduler": {"type": "Cosine"}}, 'scheduler.type: must be "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR"'),
+        ({"scheduler": {"params": {}}}, "scheduler.type: is missing"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "scheduler.params.total_num_steps: is missing"),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 9}}},
+            "scheduler.params: warmup_num_steps (9) is more than total_num_steps (5)",
+        ),
+        ({"aio": {"block_size": "1M"}}, "aio.block_size: '1M' ends in 'M', which is no unit of size"),
+        ({"aio": {"block_size": 5000}}, "aio.block_size: must be a multiple of 4096 bytes, such as 4096"),
+        ({"aio": {"queue_depth": 0}}, "aio.queue_depth: must be at least 1, not 0"),
+        ({"infinity": {"unit_size": 0}}, "infinity.unit_size: must be more than 0, not 0"),
+        ({"infinity": {"prefetch_bytes": "-1MiB"}}, "infinity.prefetch_bytes: a size cannot be negative"),
+        ({"infinity": {"prefetch_bytes": None}}, "infinity.prefetch_bytes: None is not a size"),
+        ({"infinity": {"tile_size": 9000}}, "infinity.tile_size: must be a multiple of 4096 elements, such as 8192"),
+        ({"infinity": {"update": "later"}}, "infinity.update: must be"),
+        (
+            {"infinity": {"update": "during_backward"}, "gradient_clipping": 1.0},
+            'infinity.update is "during_backward", but gradient_clipping needs the norm',
+        ),
+        ([], "a configuration is a dict or the path of a JSON file, not list"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_what_can(config: Any, says: str) -> None:
+    message = refusal(config)
+    assert says in message and "\n" not in message
+
+
+@pytest.mark.parametrize("states", ["offload_param", "offload_optimizer"])
+def test_nvme_without_a_folder_says_which_key_to_add(states: str) -> None:
+    message = refusal({"zero_optimization": {states: {"device": "nvme"}}})
+    assert message.startswith(f"zero_optimization.{states}.nvme_path: is missing") and '"nvme_path": "/' in message
+    # Named and unused, so that one edit switches the device.
+    Config.load({"zero_optimization": {states: {"device": "cpu", "nvme_path": "/x"}}})
+
+
+def test_the_folder_is_that_of_the_states_on_nvme() -> None:
+    def zero(param: str, optimizer: str) -> dict[str, Any]:
+        offload_param = {"device": param, "nvme_path": "/a"}
+        offload_optimizer = {"device": optimizer, "nvme_path": "/b"}
+        return {"zero_optimization": {"offload_param": offload_param, "offload_optimizer": offload_optimizer}}
+
+    assert Config.load(zero("nvme", "cpu")).zero_optimization.nvme_path == Path("/a")
+    assert Config.load(zero("none", "nvme")).zero_optimization.nvme_path == Path("/b")
+    assert Config.load(zero("cpu", "cpu")).zero_optimization.nvme_path is None
+    assert "share one folder" in refusal(zero("nvme", "nvme"))
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"bf16": 3, "aio": {"queue_depth": 0, "thread_count": 2}, "foo": 1})
+    assert len(caught.value.problems) == 4 == len(str(caught.value).splitlines())
+    assert isinstance(caught.value, InfinityError) and isinstance(caught.value, ValueError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.problems == caught.value.problems and str(again) == str(caught.value)
+
+
+@given(
+    st.sampled_from(KNOWN), st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.none())
+)
+def test_any_value_of_any_key_is_taken_or_refused_by_name(dotted: str, value: object) -> None:
+    try:
+        Config.load(nested(dotted, value))
+    except ConfigError as error:
+        assert all(line.startswith((dotted.split(".")[0], "infinity.update")) for line in error.problems)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_no_json_is_named_with_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text('{\n  "steps_per_print": 3,\n  "bf16": {"enabled": True}\n}')
+    assert refusal(path).startswith(f"{path}, line 3, column 23: is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[1]", "must hold one JSON object, { … }, not a list"),
+        (b"\xff\xfe", "is not UTF-8 text: byte 0 is 0xff"),
+        (b'{"aio": {"queue_depth": 1, "queue_depth": 2}}', "the key queue_depth is there twice"),
+        (b'{"aio": {"queue_depth": 0}}', "aio.queue_depth: must be at least 1, not 0"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "engine.json"
+    path.write_bytes(content)
+    message = refusal(path)
+    assert message.startswith(f"{path}: ") and says in message
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.json").endswith(
+        "none.json: cannot be read as configuration: No such file or directory"
+    )
+
+
+# -- batch sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "world", "batch"),
+    [
+        (24, 4, 3, 2, Batch(24, 4, 3)),
+        (24, 4, None, 2, Batch(24, 4, 3)),
+        (24, None, 3, 2, Batch(24, 4, 3)),
+        (None, 4, 3, 2, Batch(24, 4, 3)),
+        (24, None, None, 2, Batch(24, 12, 1)),
+        (None, 4, None, 2, Batch(8, 4, 1)),
+    ],
+)
+def test_two_batch_sizes_or_one_give_the_rest(
+    train: int | None, micro: int | None, accumulation: int | None, world: int, batch: Batch
+) -> None:
+    sizes = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    assert Config.load(sizes).resolve_batch(world) == batch
+    assert Config.load({name: size for name, size in sizes.items() if size is not None}).resolve_batch(world) == batch
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "says"),
+    [
+        ((32, 4, 3), 2, "4 × 3 × 2 = 24, and train_batch_size is 32"),
+        ((32, 5, None), 2, "5 × 3 × 2 = 30, and train_batch_size is 32"),
+        ((3, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 3"),
+        ((1, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 1"),
+        ((2, 4, None), 1, "4 × 1 × 1 = 4, and train_batch_size is 2"),
+        ((None, None, 3), 1, "give train_micro_batch_size_per_gpu"),
+        ((None, None, None), 1, "give train_micro_batch_size_per_gpu"),
+    ],
+)
+def test_batch_sizes_that_do_not_multiply_are_shown(
+    sizes: tuple[int | None, int | None, int | None], world: int, says: str
+) -> None:
+    train, micro, accumulation = sizes
+    config = Config(
+        train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.resolve_batch(world)
+    assert says in str(caught.value)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
+def test_any_two_batch_sizes_that_multiply_give_the_third(micro: int, accumulation: int, world: int) -> None:
+    batch = Batch(micro * accumulation * world, micro, accumulation)
+    given = ("train_batch_size", batch.train), ("train_micro_batch_size_per_gpu", micro)
+    for left_out in range(3):
+        sizes = [*given, ("gradient_accumulation_steps", accumulation)]
+        del sizes[left_out]
+        assert Config.load(dict(sizes)).resolve_batch(world) == batch
+
+
+# -- documentation -----------------------------------------------------------------------------------------------------
+
+
+def test_every_key_is_documented() -> None:
+    assert [key.dotted for key in walk(Config) if not key.field.description] == []
+    assert [key.dotted for key in walk(Config) for model in models_in(key.field.annotation) if not model.__doc__] == []
+
+
+def test_the_reference_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert written == reference(), "run: python -m infinity.config"
+    leaves = [key.dotted for key in walk(Config) if not models_in(key.field.annotation)]
+    assert [dotted for dotted in [*leaves, *FOREIGN] if f"| `{dotted}` |" not in written] == []
+
+
+def test_the_example_of_the_reference_is_a_configuration() -> None:
+    example = reference().split("```json")[1].split("```")[0]
+    assert Config.load(json.loads(example)).resolve_batch(1) == Batch(4, 4, 1)
+
+
+def test_a_cosine_schedule_has_ratios() -> None:
+    schedule = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2, "cos_min_ratio": 0.1}}
+    scheduler = Config.load({"scheduler": schedule}).scheduler
+    assert isinstance(scheduler, WarmupCosineLR) and scheduler.params.cos_min_ratio == 0.1
