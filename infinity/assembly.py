@@ -22,12 +22,13 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_file
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import Placement, Policy, State, StateFormat, place, state_format, tiles
+from infinity.tiers.placement import Placement, Policy, State, place, state_format, tiles
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.units.discover import Discovered, discover, modules_to_hook
-from infinity.units.init import check_buffers, materialize, stream_in
+from infinity.units.init import check_buffers, initial_states, materialize
 from infinity.units.layout import UnitLayout, layout_unit
+from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 
@@ -55,16 +56,12 @@ class Parts:
     pipeline: UpdatePipeline
     units_of_module: dict[nn.Module, list[Unit]]
     unit_of: dict[int, Unit]
+    states: UnitStates
     update: str
-    formats: Callable[[torch.dtype], StateFormat]
-    tile_size: int
 
     @property
     def units(self) -> list[Unit]:
         return self.store.units
-
-    def tier_of(self, unit: Unit, state: State) -> Tier:
-        return self.tiers[self.placement.of(unit.index, state).tier]
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes reserved in each tier, pools included."""
@@ -202,6 +199,7 @@ class _Assembly:
         self.rules, self.placement, self.tiers = rules, placement, tiers
         self.device, self.ranks = device, ranks
         self.formats = partial(state_format, master=config.infinity.master)
+        self.states = UnitStates(placement, tiers, self.formats, config.infinity.tile_size, ranks)
         self.pools: list[Pool] = []
         self.device_pools: list[Pool] = []
 
@@ -253,9 +251,8 @@ class _Assembly:
             pipeline=pipeline,
             units_of_module={module: [units[i] for i in indices] for module, indices in hooked.items()},
             unit_of=unit_of,
+            states=self.states,
             update=update_schedule(self.config),
-            formats=self.formats,
-            tile_size=self.config.infinity.tile_size,
         )
 
     def _stream_in(self) -> None:
@@ -265,17 +262,10 @@ class _Assembly:
             replaced.update(materialize(self.model, unit.root, roots))
             parameters = tuple(replaced.get(p, p) for p in unit.parameters)
             self.found[number] = replace(unit, parameters=parameters)
-            states = self.formats(layout.dtype)
-            stream_in(
-                layout,
-                [p.data for p in parameters],
-                self.placement,
-                self.tiers.__getitem__,
-                states,
-                self.config.infinity.tile_size,
-                self.ranks.rank,
-                self.ranks.broadcast,
-            )
+            flats = initial_states(layout, [p.data for p in parameters])
+            for flat in flats.values():
+                self.ranks.broadcast(flat)
+            self.states.write(layout, flats)
             Unit(layout, list(parameters), self.device.torch_device).unbind()
 
     def _grad_places(self) -> GradPlaces:

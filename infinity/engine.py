@@ -50,7 +50,7 @@ class Engine:
         self.batch = config.resolve_batch(ranks.size)
         groups = param_groups(model, model_parameters)
         parts = assemble(model, config, groups, self.device, ranks, self.batch.accumulation)
-        self._parts: Parts = parts
+        self.parts: Parts = parts
         self.module = model
         self.optimizer = _facade(config, groups, parts)
         self.optimizer.on_step(self._update)
@@ -90,10 +90,10 @@ class Engine:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UsageError("engine.backward(loss) takes the scalar loss that engine(batch) led to")
         if self.config.infinity.check_nan:
-            bad = self._parts.ranks.sum(0.0 if math.isfinite(loss.detach().item()) else 1.0)
+            bad = self.parts.ranks.sum(0.0 if math.isfinite(loss.detach().item()) else 1.0)
             if bad:
                 raise NonFiniteError(
-                    f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {self._parts.ranks.size} ranks). Nothing "
+                    f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {self.parts.ranks.size} ranks). Nothing "
                     "was updated by this step: lower the learning rate, set gradient_clipping, or look at this batch."
                 )
         with self._failing():
@@ -113,7 +113,7 @@ class Engine:
 
     def _update(self) -> None:
         """Turn the step's stored gradients into updates that are due; start those whose units come first."""
-        parts = self._parts
+        parts = self.parts
         collector, store = parts.collector, parts.store
         for unit in parts.units:
             if unit.job is not None and unit.job.done.done():
@@ -147,10 +147,10 @@ class Engine:
             store.prefetch()
 
     def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
-        slots = self._parts.collector.slots[unit.index]
+        slots = self.parts.collector.slots[unit.index]
         return UpdateJob(
             unit.layout,
-            unit.layout.runs(self._parts.ranks.rank, slots),
+            unit.layout.runs(self.parts.ranks.rank, slots),
             self.optimizer.hypers(),
             self.global_steps + 1,
             scale,
@@ -159,31 +159,31 @@ class Engine:
         )
 
     def _can_update_live(self, unit: Unit) -> bool:
-        finished = self._parts.store.tracer.finished_with(unit.index)
+        finished = self.parts.store.tracer.finished_with(unit.index)
         return finished and unit.residency is Residency.RESIDENT and not unit.holds
 
     def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
-        self._parts.store.start_update(unit, self._job(unit, 1.0 / self._parts.ranks.size, gradient))
+        self.parts.store.start_update(unit, self._job(unit, 1.0 / self.parts.ranks.size, gradient))
 
     # -- what the hooks tell -----------------------------------------------------------------------------------------
 
     def _on_forward(self) -> None:
-        if self._hooks.in_backward or self._parts.collector.in_mid_backward:
+        if self._hooks.in_backward or self.parts.collector.in_mid_backward:
             self._recover()
         training = torch.is_grad_enabled()
-        self._parts.store.tracer.begin("train" if training else "eval")
-        self._parts.collector.last_micro_step = self.micro_steps + 1 >= self.batch.accumulation
+        self.parts.store.tracer.begin("train" if training else "eval")
+        self.parts.collector.last_micro_step = self.micro_steps + 1 >= self.batch.accumulation
 
     def _on_backward_end(self) -> None:
-        if self._parts.collector.end_backward():
+        if self.parts.collector.end_backward():
             self.micro_steps += 1
 
     def _recover(self) -> None:
         """A backward did not end: its gradients, and those accumulated before it, are dropped."""
-        if self._parts.collector.spent:
+        if self.parts.collector.spent:
             self._broken = "a backward failed after some units had been updated with its gradients"
-        self._parts.collector.discard()
-        self._parts.store.tracer.forget()
+        self.parts.collector.discard()
+        self.parts.store.tracer.forget()
         self._hooks.reset()
         self.micro_steps = 0
         self._check_open()
@@ -193,13 +193,17 @@ class Engine:
         try:
             yield
         except (LifetimeError, NonFiniteError, OSError) as error:
-            if self._parts.collector.spent or isinstance(error, OSError):
+            if self.parts.collector.spent or isinstance(error, OSError):
                 self._broken = str(error)
             raise
 
     @property
     def ranks(self) -> Ranks:
-        return self._parts.ranks
+        return self.parts.ranks
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.parts.units
 
     # -- modes, access, reports --------------------------------------------------------------------------------------
 
@@ -216,10 +220,10 @@ class Engine:
 
     def describe(self) -> str:
         """Units, and where each state lives."""
-        return describe(self._parts)
+        return describe(self.parts)
 
     def _counters(self) -> dict[str, Any]:
-        parts = self._parts
+        parts = self.parts
         nvme = parts.tiers.get("nvme")
         traffic = parts.ranks.traffic
         return {
@@ -239,8 +243,8 @@ class Engine:
         """Carry out updates that are due and wait until every state is in its tier."""
         self._check_open()
         with self._failing():
-            self._parts.store.settle()
-            self._parts.store.release_all()
+            self.parts.store.settle()
+            self.parts.store.release_all()
 
     def save_checkpoint(
         self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
@@ -261,6 +265,17 @@ class Engine:
         self.settle()
         return load(self, Path(directory), tag)
 
+    def restore(
+        self, global_steps: int, groups: list[dict[str, Any]], schedule: dict[str, Any] | None
+    ) -> None:
+        """Take over a checkpoint's step count, hyper-parameters and schedule."""
+        self.global_steps = global_steps
+        self.micro_steps = 0
+        for group, saved_group in zip(self.optimizer.param_groups, groups, strict=False):
+            group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
+        if self.lr_scheduler is not None and schedule is not None:
+            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **schedule})
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -277,12 +292,12 @@ class Engine:
         saved.uninstall()
         try:
             if not self._broken:
-                self._parts.collector.settle()
-                self._parts.store.settle()
-                self._parts.store.release_all()
+                self.parts.collector.settle()
+                self.parts.store.settle()
+                self.parts.store.release_all()
         finally:
             self._finalizer()
-            self._parts.ranks.close()
+            self.parts.ranks.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -89,6 +89,17 @@ class Ranks:
             dist.reduce_scatter_tensor(self.shard(flat), flat, group=self._group)
         self._device.compute_reached().wait()
 
+    def complete(self, flat: torch.Tensor) -> None:
+        """Fill `flat` (numel,), host memory whose own shard is valid, with the shards of all ranks."""
+        if not self.alone:
+            self._thread.submit(self._complete, flat).result()
+
+    def _complete(self, flat: torch.Tensor) -> None:
+        there = flat.to(self._device.torch_device)
+        dist.all_gather_into_tensor(there, self.shard(there).clone(), group=self._group)
+        if there is not flat:
+            flat.copy_(there)
+
     def broadcast(self, flat: torch.Tensor) -> None:
         """Make `flat` (host memory) that of the first rank."""
         if not self.alone:

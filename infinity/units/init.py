@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.optim.cpu_adam import split_master
-from infinity.tiers.base import Tier
-from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Placement, State, StateFormat, tiles
 from infinity.units.layout import UnitLayout
+from infinity.units.states import Flats, flat_tensor
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -81,65 +78,10 @@ def check_buffers(model: nn.Module) -> None:
             )
 
 
-def stream_in(
-    layout: UnitLayout,
-    values: Sequence[torch.Tensor],
-    placement: Placement,
-    tier_of: Callable[[str], Tier],
-    states: StateFormat,
-    tile_size: int,
-    rank: int,
-    share: Callable[[torch.Tensor], None],
-) -> None:
-    """Write one unit's initial values, in slot order, to its tiers: parameters, master or remainder, zero moments.
-
-    share(flat): makes the flat tensor that of the first rank. Peak host memory: the unit in fp32 and in its own dtype.
-    """
-    source_dtype = torch.float32 if layout.trainable else layout.dtype
-    flat = host_tensor(layout.numel * source_dtype.itemsize).view(source_dtype)
+def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor]) -> Flats:
+    """A unit's states before the first step, from its parameters' values in slot order; moments are left out, being zero."""
+    name, dtype = ("master", torch.float32) if layout.trainable else ("param", layout.dtype)
+    flat = flat_tensor(layout.numel, dtype)
     for slot, value in zip(layout.slots, values, strict=True):
         flat[slot.offset : slot.stop].view(slot.shape).copy_(value)
-    share(flat)
-    low, high = layout.shard_range(rank)
-    shard = flat[low:high]
-    param_extent = placement.of(layout.index, State.PARAM)
-    param_tier = tier_of(param_extent.tier)
-    if not layout.trainable:
-        param_tier.write(param_extent, shard.view(torch.uint8)).wait()
-        return
-    kept: torch.Tensor | None = None
-    if layout.dtype == torch.float32:
-        param = shard
-    elif states.kind == "remainder":
-        param, kept = split_master(shard)
-    else:
-        param, kept = split_master(shard)[0], shard
-    if param.data_ptr() % 4096 == 0:
-        param_tier.write(param_extent, param.view(torch.uint8)).wait()
-    else:
-        aligned = host_tensor(layout.shard_nbytes)
-        aligned.copy_(param.view(torch.uint8))
-        param_tier.write(param_extent, aligned).wait()
-    _write_states(layout, kept, placement, tier_of, states, tile_size)
-
-
-def _write_states(
-    layout: UnitLayout,
-    kept: torch.Tensor | None,
-    placement: Placement,
-    tier_of: Callable[[str], Tier],
-    states: StateFormat,
-    tile_size: int,
-) -> None:
-    extent = placement.of(layout.index, State.OPTIM)
-    tier = tier_of(extent.tier)
-    cut = tiles(layout.shard_numel, tile_size, states)
-    buffer = host_tensor(cut[0].nbytes)
-    for tile in cut:
-        record = buffer[: tile.nbytes]
-        if kept is not None:
-            name = states.states[0][0]
-            first, length, dtype = tile.state_ranges(states)[name]
-            record[first : first + length].view(dtype).copy_(kept[tile.start : tile.stop])
-            record[first + length :].zero_()
-        tier.write(extent, record, tile.offset).wait()
+    return {name: flat}

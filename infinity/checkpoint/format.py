@@ -1,0 +1,87 @@
+"""The checkpoint format: names, versions, and the index that says which file holds which parameter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import CheckpointError
+
+FORMAT = "infinity-checkpoint"
+VERSION = 1
+INDEX = "checkpoint.json"
+LATEST = "latest"
+CLIENT_STATE = "client_state.pt"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter: its shape, the dtype it computes in, whether it is trained, and the file that holds its states."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    file: str
+
+    def states(self) -> tuple[str, ...]:
+        """Names of its tensors: trained ones are kept as fp32 master and moments, frozen ones as they are."""
+        return ("master", "exp_avg", "exp_avg_sq") if self.trainable else ("param",)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `checkpoint.json` says."""
+
+    global_steps: int
+    parameters: dict[str, Entry]
+    file_bytes: dict[str, int]
+    optimizer: str
+    param_groups: list[dict[str, Any]]
+    lr_scheduler: dict[str, Any] | None
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+
+
+def key(state: str, name: str) -> str:
+    """The name of a parameter's state in a safetensors file."""
+    return f"{state}/{name}"
+
+
+def read_index(folder: Path) -> Index:
+    """The index of the checkpoint in `folder`; CheckpointError that says what is wrong with it."""
+    path = folder / INDEX
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds no checkpoint ({INDEX} is missing): give the folder passed to save_checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged, use another one") from None
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
+    version = found.pop("version", None)
+    if version != VERSION:
+        raise CheckpointError(f"{path} has format version {version}, this Infinity reads {VERSION}: use a newer Infinity")
+    try:
+        found["parameters"] = {
+            name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"])
+            for name, entry in found["parameters"].items()
+        }
+        return Index(**found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} lacks or misstates {error}: the checkpoint is damaged, use another one") from None
+
+
+def find(directory: Path, tag: str | None) -> Path:
+    """The folder of the checkpoint `tag`, or of the one that `latest` names."""
+    if tag is None:
+        try:
+            tag = (directory / LATEST).read_text(encoding="utf-8").strip()
+        except OSError:
+            raise CheckpointError(f"{directory} has no file {LATEST!r}: nothing was saved there, or give the tag to load") from None
+    folder = directory / tag
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")
+    return folder

@@ -1,0 +1,100 @@
+"""Load: everything is checked against the model before anything is changed, then streamed unit by unit into the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from infinity.checkpoint.format import CLIENT_STATE, Index, find, key, read_index
+from infinity.errors import CheckpointError
+from infinity.units.states import Flats, flat_tensor
+from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.engine import Engine
+
+
+def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
+    """Bring the engine to the state of the checkpoint; returns the checkpoint's folder and its client_state.
+
+    Units, tiers, tile size and number of ranks may differ from those it was saved with.
+    """
+    folder = find(directory, tag)
+    index = read_index(folder)
+    _check_parameters(engine.units, index, folder)
+    _check_files(index, folder)
+    client_state = _client_state(folder)
+    for unit in engine.units:
+        engine.parts.states.write(unit.layout, _read(folder, index, unit))
+        unit.generation += 1
+    engine.ranks.barrier()
+    engine.restore(index.global_steps, index.param_groups, index.lr_scheduler)
+    return folder, client_state
+
+
+def _check_parameters(units: Iterable[Unit], index: Index, folder: Path) -> None:
+    wanted = {slot.name: (slot.shape, unit.layout.trainable) for unit in units for slot in unit.layout.slots}
+    problems = [f"{name} is in the model only" for name in wanted if name not in index.parameters]
+    problems += [f"{name} is in the checkpoint only" for name in index.parameters if name not in wanted]
+    for name, (shape, trainable) in wanted.items():
+        entry = index.parameters.get(name)
+        if entry is None:
+            continue
+        if entry.shape != shape:
+            problems.append(f"{name} has shape {list(shape)} in the model and {list(entry.shape)} in the checkpoint")
+        elif entry.trainable != trainable:
+            problems.append(f"{name} is {'trained' if trainable else 'frozen'} in the model and not so in the checkpoint")
+    if problems:
+        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise CheckpointError(f"{folder} is a checkpoint of another model: {shown}")
+
+
+def _check_files(index: Index, folder: Path) -> None:
+    for file, nbytes in index.file_bytes.items():
+        path = folder / file
+        found = path.stat().st_size if path.exists() else None
+        if found != nbytes:
+            state = "is missing" if found is None else f"has {found:,} bytes instead of {nbytes:,}"
+            raise CheckpointError(f"{path} {state}: the checkpoint is damaged, use another one")
+    by_file: dict[str, list[str]] = {}
+    for name, entry in index.parameters.items():
+        by_file.setdefault(entry.file, []).append(name)
+    for file, names in by_file.items():
+        try:
+            with safe_open(folder / file, framework="pt") as tensors:
+                for name in names:
+                    for state in index.parameters[name].states():
+                        shape = tuple(tensors.get_slice(key(state, name)).get_shape())
+                        if shape != index.parameters[name].shape:
+                            raise CheckpointError(f"{folder / file}: {state} of {name} has shape {list(shape)}: the file is damaged")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / file} cannot be read ({error}): the checkpoint is damaged, use another one") from None
+
+
+def _client_state(folder: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(folder / CLIENT_STATE, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - torch.load raises many classes
+        raise CheckpointError(
+            f"{folder / CLIENT_STATE} cannot be read ({error}); client_state may hold tensors, numbers, strings and containers of them"
+        ) from None
+    return dict(state)
+
+
+def _read(folder: Path, index: Index, unit: Unit) -> Flats:
+    """The unit's states from whichever files hold its parameters."""
+    layout = unit.layout
+    flats: Flats = {}
+    for slot in layout.slots:
+        entry = index.parameters[slot.name]
+        with safe_open(folder / entry.file, framework="pt") as tensors:
+            for state in entry.states():
+                if state not in flats:
+                    dtype = layout.dtype if state == "param" else torch.float32
+                    flats[state] = flat_tensor(layout.numel, dtype)
+                flats[state][slot.offset : slot.stop].view(slot.shape).copy_(tensors.get_tensor(key(state, slot.name)))
+    return flats

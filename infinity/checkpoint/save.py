@@ -1,0 +1,121 @@
+"""Save: one safetensors file per unit, written while no other unit is in memory; the checkpoint appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from infinity.checkpoint.format import CLIENT_STATE, INDEX, LATEST, Entry, Index, key
+from infinity.errors import CheckpointError
+from infinity.units.states import Flats
+from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.engine import Engine
+
+
+def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]) -> Path:
+    """Write directory/tag. All ranks call it; rank 0 writes. Peak memory: one unit's states in fp32, twice.
+
+    Raises CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
+    """
+    if not tag or tag != Path(tag).name:
+        raise CheckpointError(f"tag {tag!r} must be the name of a folder, without slashes")
+    writer = _Writer(directory, tag) if engine.ranks.rank == 0 else None
+    files: dict[str, int] = {}
+    entries: dict[str, Entry] = {}
+    for unit in engine.units:
+        flats = engine.parts.states.read(unit.layout)
+        file = f"unit-{unit.index:05d}.safetensors"
+        for slot in unit.layout.slots:
+            dtype = str(unit.layout.dtype).removeprefix("torch.")
+            entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, file)
+        if writer is not None:
+            files[file] = writer.write_unit(file, unit, flats)
+        del flats
+    if writer is not None:
+        writer.finish(_index(engine, entries, files), client_state)
+    failed = engine.ranks.sum(1.0 if writer is not None and writer.error is not None else 0.0)
+    if writer is not None and writer.error is not None:
+        raise CheckpointError(f"the checkpoint {directory / tag} could not be written: {writer.error}") from writer.error
+    if failed:
+        raise CheckpointError(f"the checkpoint {directory / tag} could not be written: see the error of rank 0")
+    return directory / tag
+
+
+def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, int]) -> Index:
+    groups = [{name: value for name, value in g.items() if name != "params"} for g in engine.optimizer.param_groups]
+    schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+    if schedule is not None:
+        schedule = {name: value for name, value in schedule.items() if name != "lr_lambdas"}
+    return Index(engine.global_steps, entries, files, engine.config.optimizer.type, groups, schedule)
+
+
+class _Writer:
+    """Rank 0's side. Remembers its first error instead of raising it, so that all ranks stay in step."""
+
+    def __init__(self, directory: Path, tag: str) -> None:
+        self.error: Exception | None = None
+        self._target = directory / tag
+        self._partial = directory / f".{tag}.partial-{os.getpid()}"
+        try:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        except OSError as error:
+            self.error = error
+
+    def write_unit(self, file: str, unit: Unit, flats: Flats) -> int:
+        """Returns the file's size in bytes."""
+        if self.error is not None:
+            return 0
+        tensors = {
+            key(state, slot.name): flat[slot.offset : slot.stop].view(slot.shape)
+            for state, flat in flats.items()
+            for slot in unit.layout.slots
+        }
+        try:
+            save_file(tensors, self._partial / file)
+            _sync(self._partial / file)
+            return (self._partial / file).stat().st_size
+        except Exception as error:  # noqa: BLE001 - safetensors raises its own classes; raised on all ranks by `save`
+            self._fail(error)
+            return 0
+
+    def finish(self, index: Index, client_state: dict[str, Any]) -> None:
+        """Put the whole checkpoint in its place, then let `latest` name it."""
+        if self.error is not None:
+            return
+        try:
+            torch.save(client_state, self._partial / CLIENT_STATE)
+            (self._partial / INDEX).write_text(index.to_json(), encoding="utf-8")
+            _sync(self._partial / CLIENT_STATE)
+            _sync(self._partial / INDEX)
+            replaced = self._partial.with_suffix(".replaced")
+            if self._target.exists():
+                os.rename(self._target, replaced)
+            os.rename(self._partial, self._target)
+            shutil.rmtree(replaced, ignore_errors=True)
+            latest = self._target.parent / f".{LATEST}-{os.getpid()}"
+            latest.write_text(self._target.name, encoding="utf-8")
+            _sync(latest)
+            os.replace(latest, self._target.parent / LATEST)
+            _sync(self._target.parent)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks by `save`
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,103 @@
+"""One unit's states as whole flat tensors on the host: written to the tiers of all ranks, or read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from infinity.comm.collectives import Ranks
+from infinity.optim.cpu_adam import join_master, split_master
+from infinity.tiers.base import Tier
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.placement import Extent, Placement, State, StateFormat, Tile, tiles
+from infinity.units.layout import UnitLayout
+
+Flats = dict[str, torch.Tensor]
+"""State name → flat tensor (numel,): master, exp_avg and exp_avg_sq in fp32, or param in the unit's dtype."""
+
+
+def flat_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A zeroed, page-aligned host tensor (numel,)."""
+    return host_tensor(numel * dtype.itemsize).view(dtype)
+
+
+@dataclass(frozen=True)
+class UnitStates:
+    """Reads and writes states outside of training: construction and checkpoints. Nothing of a unit may be in flight."""
+
+    placement: Placement
+    tiers: Mapping[str, Tier]
+    formats: Callable[[torch.dtype], StateFormat]
+    tile_size: int
+    ranks: Ranks
+
+    def write(self, layout: UnitLayout, flats: Flats) -> None:
+        """Write this rank's shards. A trained unit needs `master`; moments left out are zero. A frozen one needs `param`."""
+        if not layout.trainable:
+            self._write_param(layout, self.ranks.shard(flats["param"]))
+            return
+        shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
+        if layout.dtype == torch.float32:
+            self._write_param(layout, shards["master"])
+        else:
+            param, shards["remainder"] = split_master(shards["master"])
+            self._write_param(layout, param)
+        for tile, record, fields in self._tiles(layout):
+            for name, field in fields.items():
+                if name in shards:
+                    field.copy_(shards[name][tile.start : tile.stop])
+                else:
+                    field.zero_()
+            self._tier(layout, State.OPTIM).write(self._extent(layout, State.OPTIM), record, tile.offset).wait()
+
+    def read(self, layout: UnitLayout) -> Flats:
+        """The unit's states, complete on every rank. Every rank calls it."""
+        param = flat_tensor(layout.numel, layout.dtype)
+        shard = self.ranks.shard(param)
+        self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), shard.view(torch.uint8)).wait()
+        flats = {"param": param}
+        if layout.trainable:
+            flats = self._read_optimizer(layout)
+            kept = flats.pop("remainder", None)
+            if kept is not None:
+                flats["master"] = flat_tensor(layout.numel, torch.float32)
+                self.ranks.shard(flats["master"]).copy_(join_master(shard, self.ranks.shard(kept)))
+            elif layout.dtype == torch.float32:
+                flats["master"] = param
+        for flat in flats.values():
+            self.ranks.complete(flat)
+        return flats
+
+    def _read_optimizer(self, layout: UnitLayout) -> Flats:
+        flats = {name: flat_tensor(layout.numel, dtype) for name, dtype in self.formats(layout.dtype).states}
+        for tile, record, fields in self._tiles(layout):
+            self._tier(layout, State.OPTIM).read(self._extent(layout, State.OPTIM), record, tile.offset).wait()
+            for name, field in fields.items():
+                self.ranks.shard(flats[name])[tile.start : tile.stop].copy_(field)
+        return flats
+
+    def _tiles(self, layout: UnitLayout) -> list[tuple[Tile, torch.Tensor, Flats]]:
+        """Each tile, a buffer (shared by all tiles) for its bytes in the optimizer extent, and views of its states in it."""
+        states = self.formats(layout.dtype)
+        cut = tiles(layout.shard_numel, self.tile_size, states)
+        buffer = host_tensor(cut[0].nbytes)
+        found = []
+        for tile in cut:
+            ranges = tile.state_ranges(states).items()
+            fields = {name: buffer[first : first + length].view(dtype) for name, (first, length, dtype) in ranges}
+            found.append((tile, buffer[: tile.nbytes], fields))
+        return found
+
+    def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
+        aligned = flat_tensor(shard.numel(), shard.dtype)
+        aligned.copy_(shard)
+        extent = self._extent(layout, State.PARAM)
+        self._tier(layout, State.PARAM).write(extent, aligned.view(torch.uint8)).wait()
+
+    def _extent(self, layout: UnitLayout, state: State) -> Extent:
+        return self.placement.of(layout.index, state)
+
+    def _tier(self, layout: UnitLayout, state: State) -> Tier:
+        return self.tiers[self._extent(layout, state).tier]
