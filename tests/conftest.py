@@ -1,0 +1,47 @@
+"""Fixtures for the whole suite; what they are made of is in tests/support (`from support.models import Stack`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine import Engine
+from infinity.tiers.device import Device
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import open_engine
+
+OpenEngine = Callable[..., Engine]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Models are so small that threads only cost, and sums are in one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def late_device() -> LateDevice:
+    """A device with memory of its own whose copies complete late."""
+    return LateDevice()
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[OpenEngine]:
+    """make_engine(model, config=None, device=None, **options of engine_config): an engine, closed at the test's end."""
+    opened: list[Engine] = []
+
+    def make(model: nn.Module, config: Config | None = None, device: Device | None = None, **options: Any) -> Engine:
+        engine = open_engine(model, config or engine_config(folder=tmp_path, **options), device)
+        opened.append(engine)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()

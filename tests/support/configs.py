@@ -1,0 +1,53 @@
+"""Engine configs for tests: everything on nvme, units and tiles small, buffers poisoned and reused oldest first."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from infinity.config import Config
+
+DEVICES = ("none", "cpu", "nvme")
+PLACEMENTS = [(param, optim) for param in DEVICES for optim in DEVICES]
+"""Where parameters and optimizer states live: all nine pairs."""
+
+
+def engine_config(
+    param: str = "nvme",
+    optim: str = "nvme",
+    *,
+    folder: str | Path | None = None,
+    bf16: bool = False,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    micro: int = 4,
+    lr: float = 1e-3,
+    weight_decay: float = 0.01,
+    eps: float = 1e-8,
+    optimizer: str = "AdamW",
+    unit_size: int | str = 100_000,
+    debug: bool = True,
+    **infinity: Any,
+) -> Config:
+    """A config with `debug` on. `infinity`: more keys of that section (update, prefetch_bytes, tile_size, master, ...).
+
+    folder: where nvme files lie; the system's folder for temporary files by default.
+    """
+    path = str(folder or tempfile.gettempdir())
+    section = {"unit_size": unit_size, "tile_size": 4096, "debug": debug, "adam_threads": 1, **infinity}
+    return Config.load(
+        {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": clip,
+            "bf16": {"enabled": bf16},
+            "optimizer": {"type": optimizer, "params": {"lr": lr, "weight_decay": weight_decay, "eps": eps}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": param, "nvme_path": path},
+                "offload_optimizer": {"device": optim, "nvme_path": path},
+            },
+            "infinity": section,
+        }
+    )

@@ -1,0 +1,145 @@
+"""Reference loops: the same training with plain PyTorch, and with an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine import Engine
+from infinity.tiers.device import CpuDevice, Device
+
+Batches = Sequence[tuple[Any, ...]]
+LossOf = Callable[[Any, tuple[Any, ...]], torch.Tensor]
+
+
+@dataclass
+class Result:
+    """Losses of every micro-batch, and the parameters at the end by name, in fp32 or as they were trained."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    units: int = 0
+
+
+def call(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
+    """The loss is what the model returns."""
+    loss: torch.Tensor = model(*batch)
+    return loss
+
+
+def plain(model: nn.Module, batches: Batches, config: Config, loss_of: LossOf = call) -> Result:
+    """Train `model` as the config says, with torch.optim.AdamW (or Adam) and nothing else. fp32 only."""
+    accumulation = config.resolve_batch(1).accumulation
+    params = config.optimizer.params
+    kind = torch.optim.AdamW if config.optimizer.type == "AdamW" else torch.optim.Adam
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = kind(trained, lr=params.lr, betas=params.betas, eps=params.eps, weight_decay=params.weight_decay)
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        loss = loss_of(model, batch)
+        (loss / accumulation).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        if number % accumulation == 0:
+            if config.gradient_clipping > 0:
+                nn.utils.clip_grad_norm_(trained, config.gradient_clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+    return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def plain_bf16(model: nn.Module, batches: Batches, config: Config, loss_of: LossOf = call) -> Result:
+    """The same in bf16 with an fp32 master: gradients are summed and the update is done in fp32."""
+    masters = {name: p.detach().clone().float().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    model = model.to(torch.bfloat16)
+    accumulation = config.resolve_batch(1).accumulation
+    params = config.optimizer.params
+    trained = [p for p in masters.values() if p.requires_grad]
+    kind = torch.optim.AdamW if config.optimizer.type == "AdamW" else torch.optim.Adam
+    optimizer = kind(trained, lr=params.lr, betas=params.betas, eps=params.eps, weight_decay=params.weight_decay)
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        loss = loss_of(model, batch)
+        (loss / accumulation).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                master = masters[name]
+                master.grad = p.grad.float() if master.grad is None else master.grad + p.grad.float()
+                p.grad = None
+        if number % accumulation == 0:
+            if config.gradient_clipping > 0:
+                nn.utils.clip_grad_norm_(trained, config.gradient_clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(masters[name])
+    return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def open_engine(model: nn.Module, config: Config, device: Device | None = None) -> Engine:
+    """An engine on the CPU, whatever the machine has."""
+    return Engine(model, config, device=device or CpuDevice())
+
+
+def train(engine: Engine, batches: Batches, loss_of: LossOf = call) -> list[float]:
+    """Every micro-batch's loss."""
+    losses = []
+    for batch in batches:
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(
+    model: nn.Module, batches: Batches, config: Config, device: Device | None = None, loss_of: LossOf = call
+) -> Result:
+    """Train with an engine that is opened and closed here."""
+    with open_engine(model, config, device) as engine:
+        losses = train(engine, batches, loss_of)
+        return Result(losses, parameters_of(engine), len(engine.parts.units))
+
+
+def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Every parameter's present value by name: the units are fetched one by one, updates that are due included."""
+    values = {}
+    store = engine.parts.store
+    for unit in engine.parts.units:
+        store.use(unit)
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            values[slot.name] = parameter.detach().clone()
+    return values
+
+
+def assert_same(one: Result, other: Result) -> None:
+    """Bit for bit, NaN never equal."""
+    assert one.losses == other.losses
+    assert one.parameters.keys() == other.parameters.keys()
+    for name, value in one.parameters.items():
+        assert torch.equal(value, other.parameters[name]), name
+
+
+def distance(one: Result, other: Result) -> float:
+    """‖Δp‖ / ‖p‖ over the whole model; NaN if any value is."""
+    difference = total = 0.0
+    for name, value in other.parameters.items():
+        difference += float((one.parameters[name].double() - value.double()).square().sum())
+        total += float(value.double().square().sum())
+    return float((difference / total) ** 0.5)
+
+
+def assert_close(one: Result, other: Result, *, loss: float = 1e-6, parameters: float = 1e-5) -> None:
+    """Relative difference of every loss, and of all parameters together, within these. NaN fails."""
+    assert len(one.losses) == len(other.losses)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True))
+    assert all(a == a and b == b for a, b in zip(one.losses, other.losses, strict=True)), "a loss is NaN"
+    assert worst <= loss, f"losses differ by {worst:.2e}: {one.losses} and {other.losses}"
+    apart = distance(one, other)
+    assert apart <= parameters, f"parameters differ by {apart:.2e}"

@@ -1,0 +1,78 @@
+"""The late device is late, and an engine trains on it as on the CPU.
+
+Mutations that these tests were seen to catch (each by losses or parameters that are NaN or differ):
+
+- `UnitStore._arrive` without `await_copy`: the model computes with NaN.
+- `GradCollector._land` without waiting for the copy to the host: the update reads NaN.
+- `NvmeTier._land` (staging) without waiting for the copy: the staging buffer is reused before it is read.
+- `NvmeTier._staged_write` without waiting for the copy: NaN is written to the file.
+- `UpdatePipeline._conclude` without waiting for the copy to the device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.configs import PLACEMENTS, engine_config
+from support.late_device import LateDevice
+from support.loops import Result, assert_same, trained
+from support.models import Stack, seeded, token_batches
+
+
+def test_a_copy_is_invisible_until_it_is_waited_for(late_device: LateDevice) -> None:
+    host = torch.arange(16, dtype=torch.uint8)
+    there = late_device.empty(16)
+    assert late_device.is_host(host) and not late_device.is_host(there[4:])
+    copy = late_device.copy(there, host)
+    assert not copy.done() and (there == 0xFF).all()
+    late_device.await_copy(copy)
+    assert copy.done() and torch.equal(there, host)
+
+
+def test_a_copy_reads_its_source_late() -> None:
+    device = LateDevice(delay=10)
+    source, there = torch.zeros(8, dtype=torch.uint8), device.empty(8)
+    copy = device.copy(there, source)
+    source.fill_(7)
+    copy.wait()
+    assert (there == 7).all()
+
+
+def test_copies_of_one_direction_are_in_order_and_happen_unasked() -> None:
+    device = LateDevice(delay=0.01)
+    there, back = device.empty(8), torch.zeros(8, dtype=torch.uint8)
+    first = device.copy(there, torch.full((8,), 1, dtype=torch.uint8))
+    second = device.copy(there, torch.full((8,), 2, dtype=torch.uint8))
+    second.wait()
+    assert first.done() and (there == 2).all()
+    third = device.copy(back, there)
+    while not third.done():
+        pass
+    assert (back == 2).all() and device.from_device.overdue == 1
+
+
+BATCHES = token_batches(8)
+REFERENCES: dict[tuple[bool, float, int], Result] = {}
+
+
+def train(device: LateDevice | None, param: str, optim: str, bf16: bool, clip: float, accumulation: int) -> Result:
+    config = engine_config(param, optim, bf16=bf16, clip=clip, accumulation=accumulation)
+    return trained(seeded(Stack), BATCHES, config, device)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("param, optim", PLACEMENTS)
+def test_trains_as_on_the_cpu(
+    late_device: LateDevice, param: str, optim: str, bf16: bool, clip: float, accumulation: int
+) -> None:
+    kind = (bf16, clip, accumulation)
+    if kind not in REFERENCES:
+        REFERENCES[kind] = train(None, "nvme", "nvme", *kind)
+    reference = REFERENCES[kind]
+    assert reference.units == 8
+    result = train(late_device, param, optim, *kind)
+    assert_same(result, reference)
+    assert late_device.to_device.copies + late_device.from_device.copies > 100
