@@ -6,6 +6,7 @@ the data takes and however late a read arrives, all ranks issue the same collect
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.tiers.device import Device
-from infinity.tiers.transfer import Promised, Transfer
+from infinity.tiers.transfer import Transfer, run_on
 
 
 @dataclass
@@ -62,9 +63,9 @@ class Ranks:
         self.traffic.reduce_scatter_bytes += flat.numel() * flat.element_size()
         return self._submit(self._reduce_scatter, flat, after)
 
-    def _submit(self, collective: object, flat: torch.Tensor, after: Transfer) -> Transfer:
+    def _submit(self, collective: Callable[..., None], flat: torch.Tensor, after: Transfer) -> Transfer:
         reached = self._device.compute_reached()
-        return Promised(self._thread.submit(collective, flat, after, reached))  # type: ignore[arg-type]
+        return run_on(self._thread, collective, flat, after, reached)
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard (numel / size,) of a flat tensor."""

@@ -17,7 +17,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
 from infinity.tiers.placement import Extent
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import Promised, Transfer
+from infinity.tiers.transfer import Transfer, run_on
 
 STAGING_BYTES = 8 << 20
 _STAGING_BUFFERS = 4
@@ -68,12 +68,12 @@ class NvmeTier(Tier):
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
         if self._mover is None or self._device.is_host(destination):
             return self._read(extent, destination, offset)
-        return Promised(self._mover.submit(self._staged_read, extent, destination, offset, self._device.compute_reached()))
+        return run_on(self._mover, self._staged_read, extent, destination, offset, self._device.compute_reached())
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         if self._mover is None or self._device.is_host(source):
             return self._write(extent, source, offset)
-        return Promised(self._mover.submit(self._staged_write, extent, source, offset, self._device.compute_reached()))
+        return run_on(self._mover, self._staged_write, extent, source, offset, self._device.compute_reached())
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         lease = pool.try_lease(nbytes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
 
@@ -52,3 +53,17 @@ class Promised:
     def done(self) -> bool:
         return self._future.done()
 
+
+def run_on(executor: Executor, work: Callable[..., Any], *arguments: Any) -> Promised:
+    """Run `work(*arguments)` on the executor's threads; the references to the arguments end before the transfer is done.
+
+    An executor keeps them a moment longer, in which a buffer that is given back would seem to be in use.
+    """
+    kept = list(arguments)
+
+    def run() -> Any:
+        handed = tuple(kept)
+        kept.clear()
+        return work(*handed)
+
+    return Promised(executor.submit(run))
