@@ -1,0 +1,76 @@
+# Everything happens in .venv; nothing is installed outside it, and nothing asks for more rights than yours.
+#   make PYTHON=python3.12    another interpreter      make VENV=/tmp/venv    another place
+#   make test ARGS="-k parity -x"                      arguments for what is run
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+PIP_INSTALL = $(PIP) install --constraint constraints.txt
+NATIVE = CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/*/*.map csrc/*/CMakeLists.txt)
+
+# Of these, CMake takes what was asked for and finds the rest itself.
+ifneq ($(origin CXX), default)
+export CXX
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install test lint format run bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, build and install the package
+
+test: install ## run the test suite
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: install ## check style and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+
+format: install ## put the code into the style that lint checks
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
+
+run: install ## train a GPT-2 with every state on NVMe
+	$(VENV)/bin/python bench/pretrain_gpt2.py $(ARGS)
+
+bench: install ## measure a training step against an in-memory loop
+	$(VENV)/bin/python bench/step.py $(ARGS)
+
+clean: ## remove .venv and what was built
+	rm -rf $(VENV) build
+
+# -- set-up: a stamp for each stage, so that what is done is not done again -------------------------------------------
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt install python3 python3-venv python3-dev" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than 3.10: make PYTHON=python3.12, with the name of a newer one" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "the module venv is missing: apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+		{ echo "Python.h is missing: apt install python3-dev" >&2; exit 1; }
+	@command -v $(CXX) >/dev/null || { echo "$(CXX) is missing: apt install g++" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# First and by itself, so that what else is installed takes this torch for its own. Large: pip shows its progress.
+$(VENV)/.torch: constraints.txt | $(VENV)/.created
+	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.build-deps: $(VENV)/.torch
+	$(PIP_INSTALL) --quiet cmake ninja pybind11 scikit-build-core
+	@touch $@
+
+# Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
+$(VENV)/.installed: $(VENV)/.build-deps pyproject.toml $(NATIVE)
+	$(PIP_INSTALL) --quiet --no-build-isolation --editable '.[test,plots,lint]'
+	@touch $@
