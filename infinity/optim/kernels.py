@@ -39,7 +39,7 @@ def update_run(
         param.copy_(new_param)
         states["remainder"].copy_(new_remainder)
     elif "master" in states:
-        param.copy_(master)
+        param.copy_(split_master_torch(master)[0])  # rounds as the native kernels do; a cast rounds ties to even
 
 
 def _fused(
