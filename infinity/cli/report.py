@@ -52,7 +52,7 @@ def lines(facts: Facts) -> Iterator[str]:
 def _guarded(section: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return section()
-    except Exception as error:  # whatever it is, it is what this command is there to show
+    except Exception as error:  # noqa: BLE001 - whatever it is, this command is there to show it
         return {"error": " ← ".join(f"{type(e).__name__}: {e}" for e in _chain(error))}
 
 
@@ -155,6 +155,6 @@ def _why_no_cuda() -> str:
 
     try:
         torch.empty(0, device="cuda")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - shown
         return str(error).splitlines()[0]
     return "no device is visible"
