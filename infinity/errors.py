@@ -1,8 +1,8 @@
 """Every error that Infinity raises on purpose.
 
-All derive from `InfinityError`, so a caller can tell "Infinity refused" from a bug, and most also derive from the built-in
-class a Python programmer would expect (`ValueError` for bad input, `MemoryError` for too little memory).  Failed transfers are
-plain `OSError`s with errno, path, offset and size: they carry nothing that `OSError` lacks.
+All derive from `InfinityError`, so a caller can tell "Infinity refused" from a bug, and most also derive from the
+built-in class a Python programmer would expect (`ValueError` for bad input, `MemoryError` for too little memory).
+Failed transfers are plain `OSError`s with errno, path, offset and size: they carry nothing that `OSError` lacks.
 
 A message says what is wrong and what to do about it.
 """
@@ -89,9 +89,5 @@ class CheckpointError(InfinityError):
     """A checkpoint is missing, incomplete, damaged, or of another model."""
 
 
-class CollectiveError(InfinityError):
-    """Ranks disagree about what to exchange, or a process group that is needed was never initialised."""
-
-
 class UsageError(InfinityError):
-    """The engine's calls came in an order that has no meaning: `step()` without `backward()`, any call after `close()`."""
+    """Calls in an order that has no meaning: `step()` without `backward()`, any call of the engine after `close()`."""
