@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.engine import Engine
     from infinity.errors import InfinityError
-    from infinity.initialize import initialize
+    from infinity.entry import initialize
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Engine", "InfinityError", "initialize"]
@@ -23,7 +23,7 @@ _HOMES = {
     "Config": "infinity.config",
     "Engine": "infinity.engine",
     "InfinityError": "infinity.errors",
-    "initialize": "infinity.initialize",
+    "initialize": "infinity.entry",
 }
 
 
