@@ -15,6 +15,14 @@ namespace py = pybind11;
 namespace infinity::aio {
 namespace {
 
+// The destructor waits for what is in flight.
+struct WithoutGil {
+    void operator()(Engine* engine) const {
+        const py::gil_scoped_release release;
+        delete engine;
+    }
+};
+
 using Seconds = std::chrono::duration<double>;
 
 std::string fs_encode(const py::str& path) {
@@ -64,10 +72,11 @@ uint64_t wait(Request& request, std::optional<double> timeout) {
     return request.bytes_done();
 }
 
-std::unique_ptr<Engine> make_engine(int64_t block_size, int64_t queue_depth, int64_t threads,
-                                    const std::string& backend) {
+std::unique_ptr<Engine, WithoutGil> make_engine(int64_t block_size, int64_t queue_depth, int64_t threads,
+                                                const std::string& backend) {
     try {
-        return std::make_unique<Engine>(Options{block_size, queue_depth, threads}, with_faults(find_calls(backend)));
+        return std::unique_ptr<Engine, WithoutGil>(
+            new Engine(Options{block_size, queue_depth, threads}, with_faults(find_calls(backend))));
     } catch (const std::system_error& error) {
         raise_os_error(error.code().value(), error.what(), py::none());
     }
@@ -120,8 +129,7 @@ PYBIND11_MODULE(_aio, m) {
                 return engine.start(direction, std::move(file), offset, address, nbytes);
             };
     };
-    // The destructor waits for what is in flight: without the GIL.
-    py::class_<Engine>(m, "Engine", py::release_gil_before_calling_cpp_dtor())
+    py::class_<Engine, std::unique_ptr<Engine, WithoutGil>>(m, "Engine")
         .def(py::init(&make_engine), py::arg("block_size") = 1 << 20, py::arg("queue_depth") = 32,
              py::arg("threads") = 1, py::kw_only(), py::arg("backend") = "")
         .def("read", starts(Direction::kRead), py::arg("file"), py::arg("offset"), py::arg("address"),

@@ -18,7 +18,8 @@ struct Calls {
     int (*submit)(aio_context_t context, long count, iocb** blocks);
     int (*getevents)(aio_context_t context, long min, long max, io_event* events, timespec* timeout);
     int (*destroy)(aio_context_t context);
-    unsigned patience;  // how many waits of 1 to 10 ms an EAGAIN may cost before it is reported as an error
+    // How many EINTRs, or EAGAINs with waits of 1 to 10 ms, in a row are borne before they are reported.
+    unsigned patience;
 };
 
 // Everything this build can use, best first; never empty.

@@ -72,8 +72,9 @@ void Engine::close() {
     closed_ = true;
     if (getpid() != owner_) {
         for (auto& worker : workers_) (void)worker.release();  // the threads, and what they own, are the parent's
+    } else {
+        for (auto& worker : workers_) worker->stop();
     }
-    for (auto& worker : workers_) worker->stop();
     workers_.clear();
 }
 

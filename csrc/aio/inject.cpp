@@ -10,13 +10,16 @@
 namespace infinity::aio {
 namespace {
 
+struct Held {
+    aio_context_t context;
+    io_event event;
+};
+
 struct State {
     std::mutex mutex;
     std::vector<Fault> faults;
-    std::vector<io_event> held;      // completions kept back
-    std::vector<io_event> released;  // to be reported by the next getevents
-    const Calls* base = nullptr;
-    Calls table{};
+    std::vector<Held> held;      // completions kept back
+    std::vector<Held> released;  // to be reported by their context's next getevents
 };
 
 State& state() {
@@ -39,53 +42,68 @@ Fault* strike(const char* where, const iocb* block = nullptr, unsigned events = 
     return nullptr;
 }
 
-int faulty_setup(unsigned events, aio_context_t* context) {
+// Changes results, keeps completions back, and lets go of those that were released. With the state's mutex held.
+int spoil(aio_context_t context, io_event* events, int count, long max) {
     State& s = state();
-    const std::lock_guard lock(s.mutex);
-    if (const Fault* fault = strike("setup", nullptr, events)) return -fault->error;
-    return s.base->setup(events, context);
-}
-
-int faulty_submit(aio_context_t context, long count, iocb** blocks) {
-    State& s = state();
-    {
-        const std::lock_guard lock(s.mutex);
-        if (const Fault* fault = strike("submit")) {
-            if (fault->error != 0) return -fault->error;
-            count = std::min(count, fault->accept);
-            if (count == 0) return 0;
-        }
-        for (long i = 0; i < count; ++i) {
-            const Fault* fault = strike("block", blocks[i]);
-            if (fault) blocks[i]->aio_nbytes = std::min<uint64_t>(blocks[i]->aio_nbytes, fault->bytes);
-        }
-    }
-    return s.base->submit(context, count, blocks);
-}
-
-int faulty_getevents(aio_context_t context, long min, long max, io_event* events, timespec* timeout) {
-    State& s = state();
-    const std::lock_guard lock(s.mutex);
-    if (const Fault* fault = strike("getevents")) return -fault->error;
-    const int count = s.base->getevents(context, min, max, events, timeout);
     int kept = 0;
     for (int i = 0; i < count; ++i) {
         const Fault* fault = strike("event", reinterpret_cast<const iocb*>(events[i].obj));
         if (fault && fault->hold) {
-            s.held.push_back(events[i]);
+            s.held.push_back({context, events[i]});
             continue;
         }
         if (fault) events[i].res = -fault->error;
         events[kept++] = events[i];
     }
-    while (count >= 0 && kept < max && !s.released.empty()) {
-        events[kept++] = s.released.back();
-        s.released.pop_back();
-    }
-    return count < 0 ? count : kept;
+    std::erase_if(s.released, [&](const Held& held) {
+        if (held.context != context || kept == max) return false;
+        events[kept++] = held.event;
+        return true;
+    });
+    return kept;
 }
 
-int faulty_destroy(aio_context_t context) { return state().base->destroy(context); }
+// Functions have no room for the table they pass on to: one set of them per table.
+template <size_t kIndex>
+struct Faulty {
+    static const Calls& base() { return *available_calls()[kIndex]; }
+
+    static int setup(unsigned events, aio_context_t* context) {
+        const std::lock_guard lock(state().mutex);
+        if (const Fault* fault = strike("setup", nullptr, events)) return -fault->error;
+        return base().setup(events, context);
+    }
+
+    static int submit(aio_context_t context, long count, iocb** blocks) {
+        {
+            const std::lock_guard lock(state().mutex);
+            if (const Fault* fault = strike("submit")) {
+                if (fault->error != 0) return -fault->error;
+                count = std::min(count, fault->accept);
+                if (count == 0) return 0;
+            }
+            for (long i = 0; i < count; ++i) {
+                const Fault* fault = strike("block", blocks[i]);
+                if (fault) blocks[i]->aio_nbytes = std::min<uint64_t>(blocks[i]->aio_nbytes, fault->bytes);
+            }
+        }
+        return base().submit(context, count, blocks);
+    }
+
+    static int getevents(aio_context_t context, long min, long max, io_event* events, timespec* timeout) {
+        const std::lock_guard lock(state().mutex);
+        if (const Fault* fault = strike("getevents")) return -fault->error;
+        const int count = base().getevents(context, min, max, events, timeout);
+        return count < 0 ? count : spoil(context, events, count, max);
+    }
+
+    static int destroy(aio_context_t context) { return base().destroy(context); }
+
+    static const Calls& table() {
+        static const Calls calls{base().name, setup, submit, getevents, destroy, /*patience=*/20};
+        return calls;
+    }
+};
 
 }  // namespace
 
@@ -100,9 +118,9 @@ size_t release_held() {
     const std::lock_guard lock(s.mutex);
     std::erase_if(s.faults, [](const Fault& fault) { return fault.hold; });
     const size_t count = s.held.size();
-    for (const io_event& event : s.held) {
-        const auto* block = reinterpret_cast<const iocb*>(event.obj);
-        s.released.push_back(event);
+    for (const Held& held : s.held) {
+        const auto* block = reinterpret_cast<const iocb*>(held.event.obj);
+        s.released.push_back(held);
         const uint64_t one = 1;
         (void)!write(static_cast<int>(block->aio_resfd), &one, sizeof one);
     }
@@ -111,12 +129,9 @@ size_t release_held() {
 }
 
 const Calls& with_faults(const Calls& calls) {
-    State& s = state();
-    const std::lock_guard lock(s.mutex);
-    if (s.faults.empty()) return calls;
-    s.base = &calls;
-    s.table = Calls{calls.name, faulty_setup, faulty_submit, faulty_getevents, faulty_destroy, /*patience=*/20};
-    return s.table;
+    const std::lock_guard lock(state().mutex);
+    if (state().faults.empty()) return calls;
+    return &calls == available_calls()[0] ? Faulty<0>::table() : Faulty<1>::table();
 }
 
 }  // namespace infinity::aio

@@ -9,13 +9,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <iterator>
 #include <utility>
 
 namespace infinity::aio {
 namespace {
-
-constexpr unsigned kRetries = 1000;  // of one piece in a row, before EINTR or EAGAIN is taken for an answer
 
 void back_off(unsigned times) { std::this_thread::sleep_for(std::chrono::milliseconds(std::min(times, 10U))); }
 
@@ -87,9 +84,9 @@ bool Worker::collect() {
     while (true) {
         {
             const std::lock_guard lock(mutex_);
-            std::move(inbox_.begin(), inbox_.end(), std::back_inserter(jobs_));
+            for (Job& job : inbox_) jobs_[job.request()->direction == Direction::kWrite].push_back(std::move(job));
             inbox_.clear();
-            if (!jobs_.empty() || !ready_.empty() || in_flight_ > 0) return true;
+            if (!jobs_[0].empty() || !jobs_[1].empty() || !ready_.empty() || in_flight_ > 0) return true;
             if (stopping_) return false;
         }
         context_.sleep();
@@ -97,23 +94,33 @@ bool Worker::collect() {
 }
 
 void Worker::fill() {
-    while (!jobs_.empty() && !free_.empty()) {
+    while (!free_.empty()) {
         // A buffered piece is served inside io_submit: let it be the last of its batch, or it would hold up what
         // follows.
         if (!ready_.empty() && !ready_.back()->piece.direct) return;
-        Job& job = jobs_.front();
-        const uint64_t remaining = job.remaining();
-        if (remaining == 0 || job.request()->failed()) {
-            if (remaining > 0) job.request()->end(remaining);
-            jobs_.pop_front();
-            continue;
-        }
+        Job* job = next_job();
+        if (!job) return;
         Slot& slot = *free_.back();
         free_.pop_back();
-        slot.piece = job.next();
-        slot.request = job.request();
+        slot.piece = job->next();
+        slot.request = job->request();
         prepare(slot);
     }
+}
+
+Job* Worker::next_job() {
+    for (int tries = 0; tries < 2; ++tries) {
+        std::deque<Job>& queue = jobs_[turn_];
+        turn_ = 1 - turn_;
+        while (!queue.empty()) {
+            Job& job = queue.front();
+            const uint64_t remaining = job.remaining();
+            if (remaining > 0 && !job.request()->failed()) return &job;
+            if (remaining > 0) job.request()->end(remaining);
+            queue.pop_front();
+        }
+    }
+    return nullptr;
 }
 
 void Worker::prepare(Slot& slot) {
@@ -147,7 +154,8 @@ void Worker::submit() {
         } else if (taken == 0 || taken == -EAGAIN || taken == -EINTR) {
             if (in_flight_ > 0) return;  // a completion will make room
             if (stalls_ < context_.patience()) {
-                back_off(++stalls_);
+                ++stalls_;
+                if (taken != -EINTR) back_off(stalls_);
                 continue;
             }
             stalls_ = 0;
@@ -198,8 +206,8 @@ void Worker::finish(Slot& slot, int64_t result) {
         } else {
             prepare(slot);
         }
-    } else if ((result == -EINTR || result == -EAGAIN) && ++piece.retries <= kRetries) {
-        if (result == -EAGAIN) back_off(1);
+    } else if ((result == -EINTR || result == -EAGAIN) && ++piece.retries <= context_.patience()) {
+        if (result == -EAGAIN) back_off(piece.retries);
         prepare(slot);
     } else if (result < 0) {
         fail(slot, static_cast<int>(-result),

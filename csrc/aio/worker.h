@@ -40,6 +40,7 @@ class Worker {
     void run();
     bool collect();  // sleeps while there is nothing to do; false when stop() was called and nothing is left
     void fill();
+    Job* next_job();  // the one whose turn it is, with something left to do; or null
     void submit();
     void reap();
     void prepare(Slot& slot);
@@ -57,7 +58,8 @@ class Worker {
     bool stopping_ = false;
 
     // The thread's own.
-    std::deque<Job> jobs_;
+    std::deque<Job> jobs_[2];  // reads and writes, served in turn: a burst of writes must not hold up a fetch
+    size_t turn_ = 0;
     std::vector<Slot> slots_;
     std::vector<Slot*> free_;
     std::vector<Slot*> ready_;   // prepared, not yet taken by the kernel
