@@ -45,11 +45,11 @@ class Engine:
         device: Device | None = None,
     ) -> None:
         self.config = config
-        self.device = device or default_device()
-        ranks = Ranks(self.device)
+        seam = device or default_device()
+        ranks = Ranks(seam)
         self.batch = config.resolve_batch(ranks.size)
         groups = param_groups(model, model_parameters)
-        parts = assemble(model, config, groups, self.device, ranks, self.batch.accumulation)
+        parts = assemble(model, config, groups, seam, ranks, self.batch.accumulation)
         self.parts: Parts = parts
         self.module = model
         self.optimizer = _facade(config, groups, parts)
@@ -61,7 +61,7 @@ class Engine:
         self.micro_steps = 0
         self._grad_norm: float | None = None
         self._broken = ""
-        self.ledger = Ledger(self._counters, parts.tier_bytes, self.device.peak_bytes)
+        self.ledger = Ledger(self._counters, parts.tier_bytes, seam.peak_bytes)
         collector = parts.collector
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
@@ -196,6 +196,11 @@ class Engine:
             if self.parts.collector.spent or isinstance(error, OSError):
                 self._broken = str(error)
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; move batches there."""
+        return self.parts.device.torch_device
 
     @property
     def ranks(self) -> Ranks:

@@ -197,6 +197,8 @@ class GradCollector:
                     raise
                 lease.release()
                 lease, shard = host, host.flat(shard.dtype)
+            else:
+                reached.wait()  # the update runs in another thread, on a stream of its own
             if add:
                 self._add_stored(unit, shard)
             return Gradient(shard, lease)

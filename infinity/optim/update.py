@@ -310,6 +310,8 @@ class UpdatePipeline:
     def _conclude(self, running: _Running) -> list[Transfer]:
         """All tiles are computed: the parameters are new. Start to write them back; give the gradient back."""
         job, places = running.job, self._places
+        # Where Adam runs on the device: its kernels were issued by this thread, and the model computes in another.
+        places.device.compute_reached().wait()
         job.release_gradient()
         if running.failed is not None:
             return []

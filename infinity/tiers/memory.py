@@ -39,20 +39,20 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
             pass  # a kernel without huge pages: only speed is lost
     tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=length)[:nbytes]
     if pin:
-        _pin(tensor, length)
+        _pin(mapping, tensor.data_ptr(), length)
     return tensor
 
 
 _pin_refused = False
 
 
-def _pin(tensor: torch.Tensor, length: int) -> None:
+def _pin(mapping: mmap.mmap, address: int, length: int) -> None:
+    """Register the mapping with CUDA for as long as it lives; the storage of its tensors keeps it alive."""
     global _pin_refused
-    address = tensor.data_ptr()
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     result = cudart.cudaHostRegister(address, length, 0)
     if int(result) == 0:
-        weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
+        weakref.finalize(mapping, cudart.cudaHostUnregister, address).atexit = False
     elif not _pin_refused:
         _pin_refused = True
         warnings.warn(

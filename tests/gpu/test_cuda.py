@@ -1,0 +1,109 @@
+"""The engine on a CUDA device. Run with `pytest -m gpu`; bench/gpu_check.sh does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infinity.optim.cpu_adam import AdamHyper, adam_update, split_master
+from infinity.optim.kernels import squared_norm, update_run
+from infinity.tiers.device import CudaDevice
+from support.configs import PLACEMENTS, engine_config
+from support.loops import Batches, Result, assert_close, assert_same, plain, trained
+from support.models import Stack, token_batches
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """The plain loop on the same device is the oracle: both without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def batches(count: int) -> Batches:
+    return [tuple(part.cuda() for part in batch) for batch in token_batches(count)]
+
+
+def model() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
+def test_every_placement_matches_a_plain_loop_on_the_same_device(param: str, optim: str, clip: float) -> None:
+    config = engine_config(param, optim, clip=clip)
+    ours = trained(model(), batches(8), config, CudaDevice(0))
+    assert_close(ours, plain(model().cuda(), batches(8), config), loss=1e-5, parameters=1e-4)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_where_host_and_nvme_states_live_changes_no_bit(clip: float, accumulation: int) -> None:
+    """The device's optimizer is torch's fused kernel; between host and nvme it is the same native one."""
+    results: list[Result] = []
+    for param, optim in [(p, o) for p, o in PLACEMENTS if o != "none"]:
+        config = engine_config(param, optim, bf16=True, clip=clip, accumulation=accumulation)
+        results.append(trained(model(), batches(6), config, CudaDevice(0)))
+    for other in results[1:]:
+        assert_same(results[0], other)
+
+
+@pytest.mark.parametrize("schedule", ["during_backward", "after_backward", "next_forward"])
+def test_update_schedules_agree(schedule: str) -> None:
+    ours = trained(model(), batches(6), engine_config(bf16=True, update=schedule), CudaDevice(0))
+    assert_same(ours, trained(model(), batches(6), engine_config(bf16=True, update="after_backward"), CudaDevice(0)))
+
+
+@pytest.mark.parametrize("kept", ["remainder", "master"])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_the_fused_update_on_the_device_follows_the_native_one(kept: str, scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    n = 100_003
+    master = torch.randn(n, generator=generator)
+    param, remainder = split_master(master)
+    host = {
+        "exp_avg": torch.randn(n, generator=generator) * 1e-3,
+        "exp_avg_sq": torch.rand(n, generator=generator) * 1e-6,
+        kept: remainder if kept == "remainder" else master,
+    }
+    grad = torch.randn(n, generator=generator).bfloat16()
+    device = {name: state.cuda() for name, state in host.items()}
+    there = param.cuda()
+    hyper = AdamHyper(lr=1e-3, weight_decay=0.1)
+    adam_update(param, host[kept], grad, host["exp_avg"], host["exp_avg_sq"], hyper, 7, grad_scale=scale)
+    update_run(device, there, grad.cuda(), hyper, 7, scale)
+    torch.testing.assert_close(there.cpu(), param, rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(device["exp_avg"].cpu(), host["exp_avg"], rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(device["exp_avg_sq"].cpu(), host["exp_avg_sq"], rtol=1e-5, atol=1e-12)
+
+
+def test_the_norm_on_the_device_is_the_norm_on_the_host() -> None:
+    values = torch.randn(10_000_019, generator=torch.Generator().manual_seed(5))
+    assert squared_norm(values.cuda()) == pytest.approx(squared_norm(values), rel=1e-12)
+    values[77] = float("nan")
+    assert not squared_norm(values.cuda()) >= 0
+
+
+def test_one_rank_over_nccl_runs_the_collectives() -> None:
+    config = engine_config(bf16=True, clip=0.5)
+    alone = trained(model(), batches(4), config, CudaDevice(0))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29577")
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    try:
+        assert_same(trained(model(), batches(4), config, CudaDevice(0)), alone)
+    finally:
+        dist.destroy_process_group()
