@@ -1,0 +1,76 @@
+"""When and in what portions states move never changes a result: prefetch, tiles, units, threads, schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import Result, open_engine, parameters_of, train
+from support.models import Stack, seeded, token_batches
+from support.states import states_of
+
+STEPS = 5
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "no prefetch": {"prefetch_bytes": 0},
+    "one unit ahead": {"prefetch_bytes": 40_000},
+    "everything ahead": {"prefetch_bytes": "1GiB"},
+    "small tiles": {"tile_size": 4096},
+    "one tile": {"tile_size": 1 << 20},
+    "two threads": {"adam_threads": 2},
+    "small units": {"unit_size": 4096},
+    "one large unit beside the blocks": {"unit_size": "64MiB"},
+    "after backward": {"update": "after_backward"},
+    "next forward": {"update": "next_forward"},
+    "no poison, warm buffers": {"debug": False},
+    "late device": {"device": "late"},
+    "late device, next forward, no prefetch": {"device": "late", "update": "next_forward", "prefetch_bytes": 0},
+}
+
+
+def run(folder: Path, *, bf16: bool, clip: float, accumulation: int, **options: Any) -> Result:
+    device = LateDevice(delay=0.01) if options.pop("device", "") == "late" else None
+    config = engine_config(folder=folder, bf16=bf16, clip=clip, accumulation=accumulation, **options)
+    # Wide enough that a unit has several tiles of 4096 elements.
+    model = seeded(lambda: Stack(width=48, depth=4, tied=True))
+    with open_engine(model, config, device) as engine:
+        losses = train(engine, token_batches(STEPS * accumulation))
+        return Result(losses, parameters_of(engine) | states_of(engine), len(engine.parts.units))
+
+
+def assert_bits(one: Result, other: Result) -> None:
+    assert one.losses == other.losses
+    assert one.parameters.keys() == other.parameters.keys()
+    for name, value in one.parameters.items():
+        assert torch.equal(value, other.parameters[name]), name
+
+
+@pytest.mark.parametrize(
+    ("bf16", "clip", "accumulation"),
+    [(False, 0.0, 1), (False, 0.3, 1), (True, 0.0, 3), (True, 0.3, 1)],
+    ids=["fp32", "fp32 clipped", "bf16 accumulated", "bf16 clipped"],
+)
+def test_knobs(bf16: bool, clip: float, accumulation: int, tmp_path: Path) -> None:
+    """Every knob gives the bits of the defaults: losses, parameters, masters and moments."""
+    common: dict[str, Any] = {"bf16": bf16, "clip": clip, "accumulation": accumulation}
+    reference = run(tmp_path, **common)
+    units = set()
+    for name, options in KNOBS.items():
+        result = run(tmp_path, **common, **options)
+        units.add(result.units)
+        try:
+            assert_bits(result, reference)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    assert len(units) > 1, "unit_size did not change the number of units"
+
+
+@pytest.mark.parametrize("schedule", ["during_backward", "after_backward", "next_forward"])
+def test_schedules_without_clipping(schedule: str, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"bf16": True, "clip": 0.0, "accumulation": 1}
+    assert_bits(run(tmp_path, update=schedule, **common), run(tmp_path, **common))
