@@ -1,13 +1,15 @@
-"""Time and memory of one training step with everything on NVMe, beside a plain in-memory PyTorch loop of the same model.
+"""Time and memory of one training step with everything on NVMe, beside a plain in-memory PyTorch loop of the same
+model.
 
     python bench/step.py                       # shape S: 319 M parameters; about 10 minutes on 2 cores
     python bench/step.py --layers 4 --rounds 1 --steps 3
 
-Every measurement runs in a process of its own, since peak memory belongs to a process, and the kinds take turns, round by round,
-since machines are shared: compare medians and ratios. `plain` keeps a bf16 model and an fp32 master in memory and updates
-with torch's fused AdamW. `bound` is the bytes a step moved over the disk's mixed bandwidth, measured in the same rounds with the
-update's own pattern (10 MB reads and writes, both in flight); with clipping, plus the backward compute, which has nothing to hide
-the update behind. Writes bench/results/step.json and bench/results/step.md.
+Every measurement runs in a process of its own, since peak memory belongs to a process, and the kinds take turns, round
+by round, since machines are shared: compare medians and ratios. `plain` keeps a bf16 model and an fp32 master in
+memory and updates with torch's fused AdamW. `bound` is the bytes a step moved over the disk's mixed bandwidth,
+measured in the same rounds with the update's own pattern (10 MB reads and writes, both in flight); with clipping, plus
+the backward compute, which has nothing to hide the update behind. Writes bench/results/step.json and
+bench/results/step.md.
 """
 
 from __future__ import annotations
@@ -236,9 +238,12 @@ def table(args: argparse.Namespace, summary: dict[str, Any]) -> str:
         "",
         f"`python bench/step.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
         "",
-        f"{platform.processor() or platform.machine()}, {cores()} cores, torch {torch_version()}; hidden {args.hidden}, {args.layers} "
-        f"layers, {args.heads} heads, vocabulary {args.vocab}, sequence {args.sequence}, batch {args.batch}, bf16, AdamW, untied head. "
-        f"Medians of {args.rounds} processes of {args.steps} steps each, the kinds taking turns. Disk, read and write mixed: "
+        f"{platform.processor() or platform.machine()}, {cores()} cores, torch {torch_version()}; hidden "
+        f"{args.hidden}, {args.layers} "
+        f"layers, {args.heads} heads, vocabulary {args.vocab}, sequence {args.sequence}, batch {args.batch}, bf16, "
+        "AdamW, untied head. "
+        f"Medians of {args.rounds} processes of {args.steps} steps each, the kinds taking turns. Disk, read and "
+        "write mixed: "
         f"{summary['disk_gb_per_s']:.2f} GB/s in sum.",
         "",
         "| | without clipping | gradient_clipping 1.0 |",
@@ -289,7 +294,11 @@ def main() -> None:
         for kind in KINDS:
             runs[kind].append(child(kind))
             latest = runs[kind][-1]
-            shown = f"{median([latest], 'seconds'):.2f} s a step" if "steps" in latest else f"{max(latest['rates']) / 1e9:.2f} GB/s"
+            shown = (
+                f"{median([latest], 'seconds'):.2f} s a step"
+                if "steps" in latest
+                else f"{max(latest['rates']) / 1e9:.2f} GB/s"
+            )
             print(f"round {number + 1}/{args.rounds}  {kind:18}  {shown}", flush=True)
     summary = summarize(args, runs)
     RESULTS.mkdir(exist_ok=True)

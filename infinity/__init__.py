@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.engine import Engine
-    from infinity.errors import InfinityError
     from infinity.entry import initialize
+    from infinity.errors import InfinityError
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Engine", "InfinityError", "initialize"]

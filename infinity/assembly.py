@@ -1,9 +1,11 @@
-"""From a model and a config to the parts of an engine: discover, lay out, place, allocate, stream the values in, wire up."""
+"""From a model and a config to the parts of an engine: discover, lay out, place, allocate, stream the values in,
+wire up.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -65,7 +67,7 @@ class Parts:
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes reserved in each tier, pools included."""
-        held = {name: 0 for name in _TIERS.values()}
+        held = dict.fromkeys(_TIERS.values(), 0)
         for name, tier in self.tiers.items():
             held[name] += tier.nbytes
         for pool in self.pools:
@@ -108,7 +110,7 @@ def _trained_dtype(unit: Discovered, bf16: bool) -> torch.dtype:
         return torch.bfloat16
     if unit.trainable and unit.dtype != torch.float32:
         raise ModelError(
-            f"{unit.names[0]} is {str(unit.dtype).removeprefix('torch.')}, which is trained only with \"bf16\": "
+            f'{unit.names[0]} is {str(unit.dtype).removeprefix("torch.")}, which is trained only with "bf16": '
             '{"enabled": true}. Set that, or give the model fp32 parameters.'
         )
     return unit.dtype
@@ -141,7 +143,7 @@ def _open_tiers(config: Config, placement: Placement, device: Device, ranks: Ran
     needed = placement.nbytes.get("host", 0)
     available = psutil.virtual_memory().available
     if needed > available:
-        hint = 'move states to nvme (zero_optimization.offload_param / offload_optimizer "device": "nvme"), or use more ranks'
+        hint = "give offload_param or offload_optimizer the device nvme (zero_optimization), or use more ranks"
         raise OutOfMemoryError("host memory", needed, available, hint)
     for name, nbytes in placement.nbytes.items():
         if name != "nvme":
@@ -290,12 +292,8 @@ class _Assembly:
         trainable = [layout for layout in self.layouts if layout.trainable]
         tier = self.tiers[self.rules.optim_tier]
         tile_size = self.config.infinity.tile_size
-        state_bytes = max(
-            tiles(x.shard_numel, tile_size, self.formats(x.dtype))[0].nbytes for x in trainable
-        )
-        grad_bytes = max(
-            min(x.shard_numel, tile_size) * (self.rules.grad_dtype or x.dtype).itemsize for x in trainable
-        )
+        state_bytes = max(tiles(x.shard_numel, tile_size, self.formats(x.dtype))[0].nbytes for x in trainable)
+        grad_bytes = max(min(x.shard_numel, tile_size) * (self.rules.grad_dtype or x.dtype).itemsize for x in trainable)
         count = _TILE_BUFFERS if tier.name == "nvme" else 0
         staged = not self.device.host_addressable and not tier.on_device
         largest_shard = max(x.shard_nbytes for x in trainable)

@@ -155,5 +155,6 @@ def to_tokens(text: str | bytes) -> Tensor:
 
 
 def to_text(tokens: Tensor) -> str:
-    """The text of tokens (T,); bytes that are not UTF-8 and tokens above 255 show as U+FFFD."""
-    return b"".join(bytes([t]) if t < VOCAB_SIZE else b"\xff" for t in tokens.tolist()).decode(errors="replace")
+    """The text of tokens (T,). What is not text shows as U+FFFD: control characters, broken UTF-8, tokens above 255."""
+    text = b"".join(bytes([t]) if t < VOCAB_SIZE else b"\xff" for t in tokens.tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

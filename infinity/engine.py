@@ -20,8 +20,8 @@ from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.optim.cpu_adam import AdamHyper
-from infinity.optim.lr import make_scheduler
 from infinity.optim.facade import ParamGroups, UnitOptimizer, param_groups
+from infinity.optim.lr import make_scheduler
 from infinity.optim.update import Gradient, UpdateJob
 from infinity.tiers.device import Device, default_device
 from infinity.units import saved
@@ -32,7 +32,8 @@ from infinity.units.unit import Residency, Unit
 class Engine:
     """Trains `model` as `config` says. Made by `infinity.initialize`; use it as the model itself.
 
-    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call the three for every micro-batch:
+    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call the three for every
+    micro-batch:
     `step` updates when the last one is in.
     """
 
@@ -93,7 +94,8 @@ class Engine:
             bad = self.parts.ranks.sum(0.0 if math.isfinite(loss.detach().item()) else 1.0)
             if bad:
                 raise NonFiniteError(
-                    f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {self.parts.ranks.size} ranks). Nothing "
+                    f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of "
+                    f"{self.parts.ranks.size} ranks). Nothing "
                     "was updated by this step: lower the learning rate, set gradient_clipping, or look at this batch."
                 )
         with self._failing():
@@ -127,7 +129,8 @@ class Engine:
                 collector.end_step()
                 self.micro_steps = 0
                 raise NonFiniteError(
-                    f"the gradient norm is {norm} in step {self.global_steps + 1}. Nothing was updated by this step: lower the learning "
+                    f"the gradient norm is {norm} in step {self.global_steps + 1}. Nothing was updated by this step: "
+                    "lower the learning "
                     "rate, or look at this batch."
                 )
             self._grad_norm = norm
@@ -220,7 +223,9 @@ class Engine:
         return self.train(False)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None where clipping is off, as nothing then needs it."""
+        """The norm of the last step's gradients before clipping; None where clipping is off, as nothing then needs
+        it.
+        """
         return self._grad_norm
 
     def describe(self) -> str:
@@ -254,7 +259,9 @@ class Engine:
     def save_checkpoint(
         self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
     ) -> Path:
-        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit; `latest` names it once it is whole."""
+        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit; `latest` names it once it
+        is whole.
+        """
         from infinity.checkpoint.save import save
 
         self.settle()
@@ -263,16 +270,15 @@ class Engine:
     def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
         """Load directory/tag (default: the one that `latest` names), saved with any ranks, tiers or units.
 
-        Returns its path and client_state. CheckpointError, before anything is changed, if it is missing, damaged or another model's.
+        Returns its path and client_state. CheckpointError, before anything is changed, if it is missing, damaged or
+        another model's.
         """
         from infinity.checkpoint.load import load
 
         self.settle()
         return load(self, Path(directory), tag)
 
-    def restore(
-        self, global_steps: int, groups: list[dict[str, Any]], schedule: dict[str, Any] | None
-    ) -> None:
+    def restore(self, global_steps: int, groups: list[dict[str, Any]], schedule: dict[str, Any] | None) -> None:
         """Take over a checkpoint's step count, hyper-parameters and schedule."""
         self.global_steps = global_steps
         self.micro_steps = 0
@@ -320,7 +326,7 @@ class Engine:
 def _facade(config: Config, groups: list[dict[str, Any]], parts: Parts) -> UnitOptimizer:
     """The optimizer of the config over the groups, with the parameters that the model has now."""
     params = config.optimizer.params
-    hyper = AdamHyper(params.lr, tuple(params.betas), params.eps, params.weight_decay, config.optimizer.type == "AdamW")
+    hyper = AdamHyper(params.lr, params.betas, params.eps, params.weight_decay, config.optimizer.type == "AdamW")
     by_group: list[list[nn.Parameter]] = [[] for _ in groups]
     for unit in parts.units:
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
@@ -328,5 +334,3 @@ def _facade(config: Config, groups: list[dict[str, Any]], parts: Parts) -> UnitO
                 by_group[slot.group].append(parameter)
     filled = [{**group, "params": members} for group, members in zip(groups, by_group, strict=True)]
     return UnitOptimizer(filled, hyper)
-
-

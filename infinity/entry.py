@@ -25,12 +25,13 @@ def initialize(
 ) -> tuple[Engine, UnitOptimizer, DataLoader[Any] | None, torch.optim.lr_scheduler.LRScheduler | None]:
     """Make an engine that trains `model`, an unmodified `nn.Module`, on the cpu or on the meta device.
 
-    config: a dict, a path of a JSON file, or a Config; see docs/config.md. model_parameters: what to train, as for a torch optimizer
-    (parameters, named parameters or groups); by default all that require gradients. training_data: a Dataset, for which a
-    dataloader of micro-batches of this rank is made. device: where to compute; by default the CUDA device of this rank, else the CPU.
+    config: a dict, a path of a JSON file, or a Config; see docs/config.md. model_parameters: what to train, as for a
+    torch optimizer (parameters, named parameters or groups); by default all that require gradients. training_data: a
+    Dataset, for which a dataloader of micro-batches of this rank is made. device: where to compute; by default the
+    CUDA device of this rank, else the CPU.
 
-    With several ranks, call torch.distributed.init_process_group before. Raises ConfigError, ModelError, OutOfSpaceError,
-    OutOfMemoryError or StorageError before anything is trained; nothing is left behind then.
+    With several ranks, call torch.distributed.init_process_group before. Raises ConfigError, ModelError,
+    OutOfSpaceError, OutOfMemoryError or StorageError before anything is trained; nothing is left behind then.
     """
     config = config if isinstance(config, Config) else Config.load(config)
     engine = Engine(model, config, model_parameters, device=device)
@@ -41,6 +42,8 @@ def initialize(
 def _loader(data: Dataset[Any], engine: Engine) -> DataLoader[Any]:
     """Micro-batches of this rank; every rank draws from its own part of the data, the same number of batches."""
     ranks = engine.ranks
-    sampler = DistributedSampler(data, num_replicas=ranks.size, rank=ranks.rank, shuffle=True, drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, num_replicas=ranks.size, rank=ranks.rank, shuffle=True, drop_last=True
+    )
     pin = engine.device.type == "cuda"
     return DataLoader(data, batch_size=engine.batch.micro, sampler=sampler, drop_last=True, pin_memory=pin)

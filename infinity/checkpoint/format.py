@@ -56,14 +56,18 @@ def read_index(folder: Path) -> Index:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds no checkpoint ({INDEX} is missing): give the folder passed to save_checkpoint") from None
+        raise CheckpointError(
+            f"{folder} holds no checkpoint ({INDEX} is missing): give the folder passed to save_checkpoint"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged, use another one") from None
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
     version = found.pop("version", None)
     if version != VERSION:
-        raise CheckpointError(f"{path} has format version {version}, this Infinity reads {VERSION}: use a newer Infinity")
+        raise CheckpointError(
+            f"{path} has format version {version}, this Infinity reads {VERSION}: use a newer Infinity"
+        )
     try:
         found["parameters"] = {
             name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"])
@@ -71,7 +75,9 @@ def read_index(folder: Path) -> Index:
         }
         return Index(**found)
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} lacks or misstates {error}: the checkpoint is damaged, use another one") from None
+        raise CheckpointError(
+            f"{path} lacks or misstates {error}: use another checkpoint, this one is damaged"
+        ) from None
 
 
 def find(directory: Path, tag: str | None) -> Path:
@@ -80,7 +86,9 @@ def find(directory: Path, tag: str | None) -> Path:
         try:
             tag = (directory / LATEST).read_text(encoding="utf-8").strip()
         except OSError:
-            raise CheckpointError(f"{directory} has no file {LATEST!r}: nothing was saved there, or give the tag to load") from None
+            raise CheckpointError(
+                f"{directory} has no file {LATEST!r}: nothing was saved there, or give the tag to load"
+            ) from None
     folder = directory / tag
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")

@@ -1,4 +1,6 @@
-"""Load: everything is checked against the model before anything is changed, then streamed unit by unit into the tiers."""
+"""Load: everything is checked against the model before anything is changed, then streamed unit by unit into the
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def _check_parameters(units: Iterable[Unit], index: Index, folder: Path) -> None
         if entry.shape != shape:
             problems.append(f"{name} has shape {list(shape)} in the model and {list(entry.shape)} in the checkpoint")
         elif entry.trainable != trainable:
-            problems.append(f"{name} is {'trained' if trainable else 'frozen'} in the model and not so in the checkpoint")
+            problems.append(
+                f"{name} is {'trained' if trainable else 'frozen'} in the model and not so in the checkpoint"
+            )
     if problems:
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
         raise CheckpointError(f"{folder} is a checkpoint of another model: {shown}")
@@ -70,9 +74,13 @@ def _check_files(index: Index, folder: Path) -> None:
                     for state in index.parameters[name].states():
                         shape = tuple(tensors.get_slice(key(state, name)).get_shape())
                         if shape != index.parameters[name].shape:
-                            raise CheckpointError(f"{folder / file}: {state} of {name} has shape {list(shape)}: the file is damaged")
+                            raise CheckpointError(
+                                f"{folder / file}: {state} of {name} has shape {list(shape)}: the file is damaged"
+                            )
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / file} cannot be read ({error}): the checkpoint is damaged, use another one") from None
+            raise CheckpointError(
+                f"{folder / file} cannot be read ({error}): the checkpoint is damaged, use another one"
+            ) from None
 
 
 def _client_state(folder: Path) -> dict[str, Any]:
@@ -80,7 +88,8 @@ def _client_state(folder: Path) -> dict[str, Any]:
         state = torch.load(folder / CLIENT_STATE, weights_only=True)
     except Exception as error:  # noqa: BLE001 - torch.load raises many classes
         raise CheckpointError(
-            f"{folder / CLIENT_STATE} cannot be read ({error}); client_state may hold tensors, numbers, strings and containers of them"
+            f"{folder / CLIENT_STATE} cannot be read ({error}); client_state may hold tensors, numbers, strings and "
+            "containers of them"
         ) from None
     return dict(state)
 

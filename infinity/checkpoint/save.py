@@ -1,4 +1,6 @@
-"""Save: one safetensors file per unit, written while no other unit is in memory; the checkpoint appears whole or not at all."""
+"""Save: one safetensors file per unit, written while no other unit is in memory; the checkpoint appears whole or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
         writer.finish(_index(engine, entries, files), client_state)
     failed = engine.ranks.sum(1.0 if writer is not None and writer.error is not None else 0.0)
     if writer is not None and writer.error is not None:
-        raise CheckpointError(f"the checkpoint {directory / tag} could not be written: {writer.error}") from writer.error
+        raise CheckpointError(
+            f"the checkpoint {directory / tag} could not be written: {writer.error}"
+        ) from writer.error
     if failed:
         raise CheckpointError(f"the checkpoint {directory / tag} could not be written: see the error of rank 0")
     return directory / tag

@@ -1,7 +1,7 @@
 """Collectives over the ranks of one engine.
 
-Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own: whatever path
-the data takes and however late a read arrives, all ranks issue the same collectives in the same order.
+Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own:
+whatever path the data takes and however late a read arrives, all ranks issue the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Ranks:
         return not self.backend
 
     def all_gather(self, flat: torch.Tensor, after: Transfer) -> Transfer:
-        """Complete `flat` (numel,), whose own shard is valid once `after` is done, with the shards of the other ranks."""
+        """Complete `flat` (numel,), whose own shard is valid once `after` is done, with the shards of the other
+        ranks.
+        """
         if self.alone:
             return after
         self.traffic.all_gathers += 1
@@ -122,7 +124,7 @@ class Ranks:
         mine = torch.tensor([value], dtype=torch.float64, device=self._device.torch_device)
         parts = torch.empty(self.size, dtype=torch.float64, device=self._device.torch_device)
         dist.all_gather_into_tensor(parts, mine, group=self._group)
-        return sum(parts.tolist())
+        return float(sum(parts.tolist()))
 
     def barrier(self) -> None:
         if not self.alone:

@@ -21,14 +21,16 @@ def human(nbytes: float) -> str:
 def describe(parts: Parts) -> str:
     """A table: unit, parameters, dtype, and the tier and bytes of each state; then what every tier holds."""
     head = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for unit in parts.units:
         layout = unit.layout
         cells = [_cell(parts, unit.index, state) for state in (State.PARAM, State.GRAD, State.OPTIM)]
         if layout.trainable and parts.update == "during_backward":
             cells[1] = "as it comes"
         dtype = str(layout.dtype).removeprefix("torch.")
-        rows.append((layout.name, f"{layout.parameter_numel:,}", dtype if layout.trainable else f"{dtype}, frozen", *cells))
+        rows.append(
+            (layout.name, f"{layout.parameter_numel:,}", dtype if layout.trainable else f"{dtype}, frozen", *cells)
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -37,7 +39,9 @@ def describe(parts: Parts) -> str:
     lines.append("")
     ranks = f", over {parts.ranks.size} ranks" if parts.ranks.size > 1 else ""
     lines.append(f"{len(parts.units)} units, {total:,} parameters{ranks}; update {parts.update.replace('_', ' ')}")
-    lines.append("this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme")))
+    lines.append(
+        "this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))
+    )
     return "\n".join(lines)
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 class Snapshot:
     """Counters since the engine was made; subtract two to get what happened between them.
 
-    Bytes: nvme_bytes_read, nvme_bytes_written (this rank's), all_gather_bytes, reduce_scatter_bytes (of whole units). Seconds:
-    seconds (on the clock), wait_seconds (the model stood still until a unit arrived or a gradient left), update_seconds (in
-    Adam's kernels, beside the model or not). updated_elements: parameters updated. fetches: units fetched.
+    Bytes: nvme_bytes_read, nvme_bytes_written (this rank's), all_gather_bytes, reduce_scatter_bytes (of whole units).
+    Seconds: seconds (on the clock), wait_seconds (the model stood still until a unit arrived or a gradient left),
+    update_seconds (in Adam's kernels, beside the model or not). updated_elements: parameters updated. fetches: units
+    fetched.
     """
 
     seconds: float

@@ -89,5 +89,5 @@ def _time(totals: Totals) -> list[Row]:
         ),
         row("compute", seconds - totals.wait_seconds, ""),
         row("I/O waited for", totals.wait_seconds, ""),
-        row("update", totals.update_seconds, ", beside compute"),
+        row("update", totals.update_seconds, ", in parallel"),
     ]

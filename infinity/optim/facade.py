@@ -60,7 +60,8 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
-                    f"model_parameters holds a parameter of shape {list(parameter.shape)} that is not the model's: pass "
+                    f"model_parameters holds a parameter of shape {list(parameter.shape)} that is not the model's: "
+                    "pass "
                     "model.parameters(), or groups of them, of the very model given to initialize()."
                 )
             if id(parameter) in seen:

@@ -1,8 +1,9 @@
-"""Gradients leave as they arrive: from `.grad` into the unit's flat gradient, reduced over ranks, then to the update or to their tier.
+"""Gradients leave as they arrive: from `.grad` into the unit's flat gradient, reduced over ranks, then to the
+update or to their tier.
 
-A unit's gradient is complete after as many arrivals as the backward before saw, or when backward ends. Gradients are never all in
-memory at once: buffers come from a fixed pool, and when it is empty the unit that has waited longest is sent on incomplete
-and completed by addition.
+A unit's gradient is complete after as many arrivals as the backward before saw, or when backward ends. Gradients are
+never all in memory at once: buffers come from a fixed pool, and when it is empty the unit that has waited longest is
+sent on incomplete and completed by addition.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class _Open:
 
 
 class GradCollector:
-    """Collects the gradients of one step. Called from the thread that runs backward; moves and sums on a thread of its own."""
+    """Collects the gradients of one step. Called from the thread that runs backward; moves and sums on a thread of
+    its own.
+    """
 
     def __init__(self, units: Sequence[Unit], ranks: Ranks, places: GradPlaces) -> None:
         self._units = units
@@ -102,8 +105,10 @@ class GradCollector:
         index = unit.index
         if index in self._sent_live:
             raise LifetimeError(
-                f"unit {unit.name} received a gradient after its update in the same backward: this step used it more often than the "
-                'one before. Load the last checkpoint and set infinity.update to "next_forward", which waits for all of backward.'
+                f"unit {unit.name} received a gradient after its update in the same backward: this step used it more "
+                "often than the "
+                'one before. Load the last checkpoint and set infinity.update to "next_forward", which waits for all '
+                "of backward."
             )
         collecting = self._open.get(index) or self._begin(unit)
         place = unit.layout.slots[slot]
@@ -138,7 +143,9 @@ class GradCollector:
     # -- departure ---------------------------------------------------------------------------------------------------
 
     def end_backward(self) -> bool:
-        """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing arrived."""
+        """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing
+        arrived.
+        """
         for index in list(self._open):
             self._send(self._units[index], complete=True)
         self._expected, self._arrivals = self._arrivals, {}

@@ -1,4 +1,6 @@
-"""One Adam step on one run of elements, wherever the run lies: the native kernels in host memory, torch's fused AdamW on CUDA."""
+"""One Adam step on one run of elements, wherever the run lies: the native kernels in host memory, torch's fused
+AdamW on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ def update_run(
     kept = states.get("remainder", states.get("master"))
     if param.device.type == "cpu":
         adam_update(
-            param, kept, grad, states["exp_avg"], states["exp_avg_sq"], hyper, step, grad_scale=grad_scale, threads=threads
+            param,
+            kept,
+            grad,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            hyper,
+            step,
+            grad_scale=grad_scale,
+            threads=threads,
         )
         return
     if "remainder" in states:

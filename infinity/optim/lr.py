@@ -1,4 +1,6 @@
-"""Learning-rate schedules named in the config, as plain torch schedulers: lr = the group's highest rate × a factor of the step."""
+"""Learning-rate schedules named in the config, as plain torch schedulers: lr = the group's highest rate × a factor
+of the step.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,9 @@ def factor(schedule: Scheduler, highest: float) -> Factor:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None, lr: float) -> LambdaLR | None:
-    """The scheduler the config asks for. `lr`: the optimizer's; groups with a rate of their own keep their proportion to it,
-    unless `warmup_max_lr` sets one rate for all."""
+    """The scheduler the config asks for. `lr`: the optimizer's; groups with a rate of their own keep their
+    proportion to it, unless `warmup_max_lr` sets one rate for all.
+    """
     if schedule is None:
         return None
     highest = getattr(schedule.params, "warmup_max_lr", None)

@@ -1,7 +1,8 @@
 """The update: a unit's optimizer step, streamed tile by tile: read | compute | write, all three in flight.
 
-One thread takes jobs in order. It keeps reads of the next tiles in flight while Adam works on the oldest and finished tiles are
-written; a buffer is reused once its write has ended. On tiers that are memory the tiles are views, and nothing is copied.
+One thread takes jobs in order. It keeps reads of the next tiles in flight while Adam works on the oldest and finished
+tiles are written; a buffer is reused once its write has ended. On tiers that are memory the tiles are views, and
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class UpdateJob:
     step: int
     grad_scale: float
     gradient: Future[Gradient] | None = None
-    """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by tile."""
+    """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by
+    tile.
+    """
     require_finite: bool = False
 
     def __post_init__(self) -> None:
@@ -65,8 +68,9 @@ class UpdateJob:
         self.arrives: Transfer | None = None
 
     def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
-        """`target`: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is done; None: the
-        update reads them."""
+        """`target`: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is
+        done; None: the update reads them.
+        """
         self.target = target
         self.arrives = arrives
 
@@ -207,7 +211,9 @@ class UpdatePipeline:
                 self._running = None
 
     def _open_next(self) -> bool:
-        """Take the next job and bring its parameters to where the update works. Sleeps only when nothing is in flight."""
+        """Take the next job and bring its parameters to where the update works. Sleeps only when nothing is in
+        flight.
+        """
         if self._waiting is None:
             idle = not self._reading and not self._writing and not self._closing
             try:
@@ -351,6 +357,7 @@ class UpdatePipeline:
 def _check_finite(job: UpdateJob) -> None:
     if not math.isfinite(squared_norm(job.gradient_shard())):
         raise NonFiniteError(
-            f"the gradient of unit {job.layout.name} is NaN or infinite. The unit keeps its former values; units updated earlier in this "
+            f"the gradient of unit {job.layout.name} is NaN or infinite. The unit keeps its former values; units "
+            "updated earlier in this "
             "backward do not, so load the last checkpoint. Lower the learning rate, or set gradient_clipping."
         )

@@ -49,11 +49,13 @@ class Tier(ABC):
 
     @abstractmethod
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
-        """Start to make bytes [offset, offset + nbytes) workable; None if that needs a buffer and `pool` has none free."""
+        """Start to make bytes [offset, offset + nbytes) workable; None if that needs a buffer and `pool` has none
+        free.
+        """
 
     @abstractmethod
     def store(self, window: Window) -> Transfer:
         """Write a changed window back. The window is released by its owner, after the transfer."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - memory has nothing to give back
         """Give the tier's resources back. Nothing may be in flight."""

@@ -1,7 +1,7 @@
 """The device seam: memory the model computes in, copies to and from it, and what makes compute wait for a copy.
 
-`CpuDevice` computes in host memory, so that tiers read straight into its buffers. `CudaDevice` copies on streams of its own.
-The tests add a device whose memory is apart from the host's and whose copies complete late.
+`CpuDevice` computes in host memory, so that tiers read straight into its buffers. `CudaDevice` copies on streams of
+its own. The tests add a device whose memory is apart from the host's and whose copies complete late.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Device(ABC):
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         """Copy bytes in any direction between host and device.
 
-        It starts after the compute issued so far by this thread, or after `after` (from `compute_reached`) where another thread
-        issued the compute that last used the buffers.
+        It starts after the compute issued so far by this thread, or after `after` (from `compute_reached`) where
+        another thread issued the compute that last used the buffers.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class _CudaTransfer:
         self.event.synchronize()
 
     def done(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
 
 class CudaDevice(Device):

@@ -1,11 +1,12 @@
 """Page-aligned host memory of exact size, as torch tensors that own their storage.
 
-torch's own pinned allocator rounds blocks up to powers of two (257 GB became 512 GB); these slabs are mapped at their exact
-size and, where there is a CUDA device, registered with it.
+torch's own pinned allocator rounds blocks up to powers of two (257 GB became 512 GB); these slabs are mapped at their
+exact size and, where there is a CUDA device, registered with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import warnings
 import weakref
@@ -21,8 +22,8 @@ PAGE = mmap.PAGESIZE
 def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     """A zeroed uint8 tensor (nbytes,) whose storage is its own mapping, aligned to pages.
 
-    Raises OutOfMemoryError when the system refuses the mapping. With `pin`, registers it with CUDA; where that fails (a small
-    memlock limit), warns once and goes on unpinned.
+    Raises OutOfMemoryError when the system refuses the mapping. With `pin`, registers it with CUDA; where that fails
+    (a small memlock limit), warns once and goes on unpinned.
     """
     length = max(nbytes, 1)
     try:
@@ -33,10 +34,8 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     # A child process must not share pages that the kernel is writing into (fork during direct reads).
     mapping.madvise(mmap.MADV_DONTFORK)
     if length >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages: only speed is lost
     tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=length)[:nbytes]
     if pin:
         _pin(mapping, tensor.data_ptr(), length)
@@ -49,18 +48,19 @@ _pin_refused = False
 def _pin(mapping: mmap.mmap, address: int, length: int) -> None:
     """Register the mapping with CUDA for as long as it lives; the storage of its tensors keeps it alive."""
     global _pin_refused
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()
     result = cudart.cudaHostRegister(address, length, 0)
     if int(result) == 0:
         weakref.finalize(mapping, cudart.cudaHostUnregister, address).atexit = False
     elif not _pin_refused:
         _pin_refused = True
         warnings.warn(
-            f"host memory could not be pinned (CUDA error {int(result)}; `ulimit -l` limits it): transfers to the GPU will be slower.",
+            f"host memory could not be pinned (CUDA error {int(result)}; `ulimit -l` limits it): transfers to the "
+            "GPU will be slower.",
             stacklevel=3,
         )
 
 
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors and wrappers refer to the storage of `tensor`, itself included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

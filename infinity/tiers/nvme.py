@@ -1,11 +1,12 @@
 """The nvme tier: one anonymous file per rank, laid out at start, read and written by the native I/O engine.
 
-Host memory is read into and written from directly. Device memory that the host cannot address goes through pinned staging
-buffers, two in flight, on a thread of the tier's own.
+Host memory is read into and written from directly. Device memory that the host cannot address goes through pinned
+staging buffers, two in flight, on a thread of the tier's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,10 +148,8 @@ def _finish(transfer: Transfer, lease: Lease) -> None:
 
 def _settle(transfer: Transfer) -> None:
     """Wait until the kernel has let go of the buffer; the error that brought us here is the one to report."""
-    try:
+    with contextlib.suppress(OSError):
         transfer.wait()
-    except OSError:
-        pass
 
 
 def _pieces(tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:

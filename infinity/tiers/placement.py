@@ -1,6 +1,7 @@
 """Placement: for every (unit, state) its tier and its extent there, computed once, before anything is allocated.
 
-The optimizer states of a unit share one extent, tile after tile, so that the update reads a tile's states in one request:
+The optimizer states of a unit share one extent, tile after tile, so that the update reads a tile's states in one
+request:
 
     [tile 0: master or remainder | exp_avg | exp_avg_sq] [tile 1: ...] ...
 """
@@ -35,7 +36,9 @@ class Extent:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """What a parameter's optimizer keeps, by name and dtype: `master` (fp32), `remainder` (int16) or neither, and moments."""
+    """What a parameter's optimizer keeps, by name and dtype: `master` (fp32), `remainder` (int16) or neither, and
+    moments.
+    """
 
     states: tuple[tuple[str, torch.dtype], ...]
 
@@ -51,7 +54,9 @@ class StateFormat:
 
 
 def state_format(dtype: torch.dtype, master: str) -> StateFormat:
-    """The optimizer states of parameters of `dtype`; `master` is "remainder" or "fp32" and matters to 16-bit ones only."""
+    """The optimizer states of parameters of `dtype`; `master` is "remainder" or "fp32" and matters to 16-bit ones
+    only.
+    """
     moments = (("exp_avg", torch.float32), ("exp_avg_sq", torch.float32))
     if dtype == torch.float32:
         return StateFormat(moments)

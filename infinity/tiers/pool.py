@@ -36,7 +36,9 @@ class Lease:
         return self._held().data_ptr()
 
     def is_referenced(self, beyond: int = 0) -> bool:
-        """Whether tensors still refer to the buffer, other than the pool's own and `beyond` that the caller knows of."""
+        """Whether tensors still refer to the buffer, other than the pool's own and `beyond` that the caller knows
+        of.
+        """
         return self._pool.is_referenced(self._held(), beyond)
 
     def release(self) -> None:
@@ -57,8 +59,8 @@ class Lease:
 class Pool:
     """Fixed buffers in a few size classes. Thread-safe.
 
-    sizes: buffer bytes → count. poison: fill released buffers with 0xFF (NaN in every float format). fifo: reuse the buffer that
-    has been free longest; the default reuses the warmest.
+    sizes: buffer bytes → count. poison: fill released buffers with 0xFF (NaN in every float format). fifo: reuse the
+    buffer that has been free longest; the default reuses the warmest.
     """
 
     def __init__(
@@ -134,8 +136,8 @@ class Pool:
 def size_classes(sizes: Sequence[int], depth: int) -> dict[int, int]:
     """Buffer sizes and counts that let `depth` of the units of these sizes be in memory at once, in the fewest bytes.
 
-    A class that serves n units has min(n, depth) buffers as large as its largest unit. Classes are contiguous ranges of the
-    sorted sizes; the best partition is found by dynamic programming over them.
+    A class that serves n units has min(n, depth) buffers as large as its largest unit. Classes are contiguous ranges
+    of the sorted sizes; the best partition is found by dynamic programming over them.
     """
     distinct = sorted(set(sizes))
     counts = [sizes.count(size) for size in distinct]

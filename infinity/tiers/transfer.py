@@ -55,7 +55,8 @@ class Promised:
 
 
 def run_on(executor: Executor, work: Callable[..., Any], *arguments: Any) -> Promised:
-    """Run `work(*arguments)` on the executor's threads; the references to the arguments end before the transfer is done.
+    """Run `work(*arguments)` on the executor's threads; the references to the arguments end before the transfer is
+    done.
 
     An executor keeps them a moment longer, in which a buffer that is given back would seem to be in use.
     """

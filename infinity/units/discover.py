@@ -1,7 +1,9 @@
 """Find the units of an unmodified `nn.Module`: which parameters travel together, and which modules need them.
 
-No annotation is asked for. Repeated blocks (the children of a `ModuleList`) are units; a subtree that fits in `unit_size`
-is a unit; a larger one is opened up; what remains belongs to its parent. A parameter that several modules share belongs to the
+No annotation is asked for. Repeated blocks (the children of a `ModuleList`) are units; a subtree that fits in
+`unit_size`
+is a unit; a larger one is opened up; what remains belongs to its parent. A parameter that several modules share
+belongs to the
 unit that holds it first, and every module that uses it acquires that unit.
 """
 
@@ -47,7 +49,9 @@ class _Walk:
         self.groups: list[tuple[str, list[tuple[str, nn.Parameter]]]] = []
 
     def nbytes(self, module: nn.Module) -> int:
-        return sum(p.numel() * (self.width or p.element_size()) for p in module.parameters() if id(p) not in self.claimed)
+        return sum(
+            p.numel() * (self.width or p.element_size()) for p in module.parameters() if id(p) not in self.claimed
+        )
 
     def claim(self, module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
         found = []
@@ -128,8 +132,9 @@ def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[Disco
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
     """Modules whose forward acquires units, and the indices of the units each needs, in order.
 
-    unit_of: id(parameter) → unit index. roots: for each unit, the path of the module it stands at. A module that itself holds
-    a parameter of a unit that stands elsewhere (tied weights) acquires that unit for the time of its own forward only.
+    unit_of: id(parameter) → unit index. roots: for each unit, the path of the module it stands at. A module that
+    itself holds a parameter of a unit that stands elsewhere (tied weights) acquires that unit for the time of its own
+    forward only.
     """
     hooked: dict[nn.Module, list[int]] = {}
     stands_at = [model.get_submodule(root) for root in roots]

@@ -1,4 +1,6 @@
-"""Hooks on an unmodified model: units are acquired before a module's forward, let go after it, and fetched when read elsewhere."""
+"""Hooks on an unmodified model: units are acquired before a module's forward, let go after it, and fetched when
+read elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class UnitParameters(dict[str, Any]):
 class ModelHooks:
     """Installs all hooks on a model; `remove` takes them away again.
 
-    on_forward(root is called with gradients or not), on_backward (a graph task starts), on_backward_end (it ended well).
+    on_forward(root is called with gradients or not), on_backward (a graph task starts), on_backward_end (it ended
+    well).
     """
 
     def __init__(
@@ -114,7 +117,9 @@ class ModelHooks:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def enter_backward(self) -> None:
-        """A graph task is running; ask to be told when it ends. Nested ones (reentrant checkpoints) belong to the first."""
+        """A graph task is running; ask to be told when it ends. Nested ones (reentrant checkpoints) belong to the
+        first.
+        """
         if not self.in_backward:
             self.in_backward = True
             Variable._execution_engine.queue_callback(self._end)

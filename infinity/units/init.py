@@ -1,7 +1,7 @@
 """Bring a model's values into their tiers unit by unit, so that construction needs no more memory than training.
 
-A model built on the meta device is initialised here: each unit's modules are given real parameters on the host, initialised, moved to
-their tier and let go before the next unit's are made.
+A model built on the meta device is initialised here: each unit's modules are given real parameters on the host,
+initialised, moved to their tier and let go before the next unit's are made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from infinity.units.states import Flats, flat_tensor
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """How `model` initialises one module: `model.initialize_module`, transformers' `_init_weights`, or `reset_parameters`."""
+    """How `model` initialises one module: `model.initialize_module`, transformers' `_init_weights`, or
+    `reset_parameters`.
+    """
     for name in ("initialize_module", "_init_weights"):
         own = getattr(model, name, None)
         if callable(own):
@@ -28,7 +30,8 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
             module.reset_parameters()  # type: ignore[operator]
         elif next(module.parameters(recurse=False), None) is not None:
             raise ModelError(
-                f"{type(module).__name__} was built on the meta device and has no reset_parameters(): give it one, give the model an "
+                f"{type(module).__name__} was built on the meta device and has no reset_parameters(): give it one, "
+                "give the model an "
                 "initialize_module(module) method, or build the model on the cpu."
             )
 
@@ -36,7 +39,8 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def materialize(model: nn.Module, root: str, roots: set[str]) -> dict[nn.Parameter, nn.Parameter]:
-    """Give the modules that stand at `root`, other units' subtrees left out, real initialised parameters instead of meta ones.
+    """Give the modules that stand at `root`, other units' subtrees left out, real initialised parameters instead of
+    meta ones.
 
     Returns meta parameter → new parameter. Shared parameters stay shared over the whole model.
     """
@@ -79,7 +83,9 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor]) -> Flats:
-    """A unit's states before the first step, from its parameters' values in slot order; moments are left out, being zero."""
+    """A unit's states before the first step, from its parameters' values in slot order; moments are left out, being
+    zero.
+    """
     name, dtype = ("master", torch.float32) if layout.trainable else ("param", layout.dtype)
     flat = flat_tensor(layout.numel, dtype)
     for slot, value in zip(layout.slots, values, strict=True):

@@ -78,7 +78,8 @@ class UnitLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def runs(self, rank: int, slots: Collection[int]) -> list[Run]:
-        """The part of `rank`'s shard that the given slots (those with a gradient) occupy, cut where the param_group changes.
+        """The part of `rank`'s shard that the given slots (those with a gradient) occupy, cut where the param_group
+        changes.
 
         Padding belongs to the run before it; slots of no group (-1) are left out.
         """

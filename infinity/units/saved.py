@@ -1,11 +1,11 @@
 """Autograd saves a reference, not bytes.
 
-PyTorch's saved-tensor hooks replace every tensor that autograd saves out of a unit's buffer by (unit, offset, size, stride, version),
-views such as `weight.t()` included, and give back a view on the buffer the unit is in when backward asks, fetching it if need be.
-So buffers are reused freely between forward and backward.
+PyTorch's saved-tensor hooks replace every tensor that autograd saves out of a unit's buffer by (unit, offset, size,
+stride, version), views such as `weight.t()` included, and give back a view on the buffer the unit is in when backward
+asks, fetching it if need be. So buffers are reused freely between forward and backward.
 
-The hooks are installed while an engine is open, in the thread that opened it; autograd's own threads inherit them. They switch
-off PyTorch's check for in-place edits, so they make it themselves, for all tensors.
+The hooks are installed while an engine is open, in the thread that opened it; autograd's own threads inherit them.
+They switch off PyTorch's check for in-place edits, so they make it themselves, for all tensors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _pack(tensor: torch.Tensor) -> Any:
         slot,
         unit.parameters[slot]._version,
         tensor.dtype,
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.size(),
         tensor.stride(),
     )
@@ -88,8 +88,10 @@ def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, _Kept):
         if packed.tensor._version != packed.version:
             raise LifetimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-                f"{list(packed.tensor.shape)} is at version {packed.tensor._version}, but version {packed.version} was saved. "
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "tensor of shape "
+                f"{list(packed.tensor.shape)} is at version {packed.tensor._version}, but version {packed.version} "
+                "was saved. "
                 "Do the edit out of place, or after backward."
             )
         return packed.tensor
@@ -99,7 +101,8 @@ def _unpack(packed: Any) -> torch.Tensor:
     unit = reference.unit
     if unit.generation != reference.generation:
         raise LifetimeError(
-            f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set infinity.update to "
+            f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set "
+            "infinity.update to "
             '"next_forward", or finish every backward of a step before engine.step().'
         )
     reference.store.use(unit)
@@ -107,7 +110,8 @@ def _unpack(packed: Any) -> torch.Tensor:
     if parameter._version != reference.version:
         raise LifetimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: parameter "
-            f"{unit.layout.slots[reference.slot].name} is at version {parameter._version}, but version {reference.version} was saved. "
+            f"{unit.layout.slots[reference.slot].name} is at version {parameter._version}, but version "
+            f"{reference.version} was saved. "
             "Edit parameters after backward, under torch.no_grad()."
         )
     assert unit.lease is not None

@@ -34,7 +34,9 @@ class UnitStates:
     ranks: Ranks
 
     def write(self, layout: UnitLayout, flats: Flats) -> None:
-        """Write this rank's shards. A trained unit needs `master`; moments left out are zero. A frozen one needs `param`."""
+        """Write this rank's shards. A trained unit needs `master`; moments left out are zero. A frozen one needs
+        `param`.
+        """
         if not layout.trainable:
             self._write_param(layout, self.ranks.shard(flats["param"]))
             return
@@ -79,7 +81,9 @@ class UnitStates:
         return flats
 
     def _tiles(self, layout: UnitLayout) -> list[tuple[Tile, torch.Tensor, Flats]]:
-        """Each tile, a buffer (shared by all tiles) for its bytes in the optimizer extent, and views of its states in it."""
+        """Each tile, a buffer (shared by all tiles) for its bytes in the optimizer extent, and views of its states
+        in it.
+        """
         states = self.formats(layout.dtype)
         cut = tiles(layout.shard_numel, self.tile_size, states)
         buffer = host_tensor(cut[0].nbytes)

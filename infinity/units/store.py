@@ -1,8 +1,9 @@
 """The unit store: fetches units into device buffers before they are used and evicts those that are needed last.
 
-Device buffers are a fixed pool. A unit that is wanted takes a free buffer, or the buffer of the resident unit whose next use is
-furthest away (Belady's rule over the recorded trace; least recently used while there is none). Nothing is released before its
-buffer is needed, and nothing is released that is held by a running forward, viewed by somebody, or still being written.
+Device buffers are a fixed pool. A unit that is wanted takes a free buffer, or the buffer of the resident unit whose
+next use is furthest away (Belady's rule over the recorded trace; least recently used while there is none). Nothing is
+released before its buffer is needed, and nothing is released that is held by a running forward, viewed by somebody, or
+still being written.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class UnitStore:
     # -- use ---------------------------------------------------------------------------------------------------------
 
     def use(self, unit: Unit) -> None:
-        """The unit's parameters are needed now: wait until they are resident, and start what the trace says comes next."""
+        """The unit's parameters are needed now: wait until they are resident, and start what the trace says comes
+        next.
+        """
         news = self.tracer.touch(unit.index)
         if unit.residency is not Residency.RESIDENT:
             self._arrive(unit)
@@ -131,8 +134,9 @@ class UnitStore:
     # -- update ------------------------------------------------------------------------------------------------------
 
     def start_update(self, unit: Unit, job: UpdateJob) -> None:
-        """→ UPDATING: the update works on this rank's shard of the leased buffer, which holds the parameters, is being filled
-        with them, or, for a unit that was RELEASED, is filled by the update."""
+        """→ UPDATING: the update works on this rank's shard of the leased buffer, which holds the parameters, is
+        being filled with them, or, for a unit that was RELEASED, is filled by the update.
+        """
         assert unit.lease is not None and self.pipeline is not None
         arrives: Transfer | None = None
         if unit.residency is Residency.RESIDENT:
@@ -199,15 +203,18 @@ class UnitStore:
         if unit.index not in self.quarantined:
             self.quarantined.add(unit.index)
             warnings.warn(
-                f"something still refers to the parameters of unit {unit.name} after it was released (a view that a module kept or "
-                "returned). The values stay valid, at the price of one more buffer; keep `parameter.clone()` instead to avoid it.",
+                f"something still refers to the parameters of unit {unit.name} after it was released (a view that a "
+                "module kept or "
+                "returned). The values stay valid, at the price of one more buffer; keep `parameter.clone()` instead "
+                "to avoid it.",
                 stacklevel=2,
             )
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def _lease_ahead(self, unit: Unit) -> Lease | None:
-        """A buffer for a prefetch: a free one, or one whose unit is needed later than this one. Never waits on one rank.
+        """A buffer for a prefetch: a free one, or one whose unit is needed later than this one. Never waits on one
+        rank.
 
         Several ranks must prefetch alike, whatever the timing, so there it waits for the buffer that the trace chooses.
         """
@@ -243,8 +250,10 @@ class UnitStore:
             return self._pool.lease(nbytes)
         held = ", ".join(other.name for other in self.units if other.lease is not None and other.holds)
         raise InfinityError(
-            f"unit {unit.name} needs a device buffer, and all buffers of its size are in use by modules that are running ({held}). "
-            "Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, so that fewer are open at once."
+            f"unit {unit.name} needs a device buffer, and all buffers of its size are in use by modules that are "
+            f"running ({held}). "
+            "Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, so that fewer are "
+            "open at once."
         )
 
     def _victims(self, nbytes: int, *, viewed: bool = False) -> list[Unit]:

@@ -30,12 +30,14 @@ TRANSITIONS: frozenset[tuple[Residency, Residency]] = frozenset(
     {
         (Residency.RELEASED, Residency.FETCHING),
         (Residency.FETCHING, Residency.RESIDENT),
-        (Residency.FETCHING, Residency.RELEASED),  # the fetch failed, or was ahead of a step that departed from its trace
+        # the fetch failed, or was ahead of a step that departed from its trace
+        (Residency.FETCHING, Residency.RELEASED),
         (Residency.RESIDENT, Residency.RELEASED),
         (Residency.FETCHING, Residency.UPDATING),  # fetched for the next step before this one's update
         (Residency.RESIDENT, Residency.UPDATING),
         (Residency.RELEASED, Residency.UPDATING),  # updated before its first use in the next forward
-        (Residency.UPDATING, Residency.FETCHING),  # what the update leaves is the unit, once other ranks' shards are gathered
+        # what the update leaves is the unit, once other ranks' shards are gathered
+        (Residency.UPDATING, Residency.FETCHING),
         (Residency.UPDATING, Residency.RELEASED),
     }
 )
@@ -44,7 +46,9 @@ _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks them."""
+    """One NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks
+    them.
+    """
     key = (dtype, device)
     if key not in _placeholders:
         _placeholders[key] = torch.full((), float("nan"), dtype=dtype, device=device)
