@@ -19,6 +19,7 @@ from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
+from infinity.observe.log import logger, show_by_default
 from infinity.optim.cpu_adam import AdamHyper
 from infinity.optim.facade import ParamGroups, UnitOptimizer, param_groups
 from infinity.optim.lr import make_scheduler
@@ -26,7 +27,7 @@ from infinity.optim.update import Gradient, UpdateJob
 from infinity.tiers.device import Device, default_device
 from infinity.units import saved
 from infinity.units.hooks import ModelHooks
-from infinity.units.unit import Residency, Unit
+from infinity.units.unit import Unit
 
 
 class Engine:
@@ -74,6 +75,11 @@ class Engine:
         self._watches = collector.watch()
         self._closed = False
         self._finalizer = weakref.finalize(self, parts.close)
+        self._said = self.ledger.snapshot()
+        self._loss = torch.tensor(math.nan)
+        show_by_default()
+        if ranks.rank == 0:
+            logger.info("units and where their states live\n%s", self.describe())
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -98,6 +104,7 @@ class Engine:
                     f"{self.parts.ranks.size} ranks). Nothing "
                     "was updated by this step: lower the learning rate, set gradient_clipping, or look at this batch."
                 )
+        self._loss = loss.detach()
         with self._failing():
             (loss / self.batch.accumulation if self.batch.accumulation > 1 else loss).backward()
 
@@ -110,8 +117,28 @@ class Engine:
             return
         with self._failing():
             self.optimizer.step()
+        self._say_step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def _say_step(self) -> None:
+        every = self.config.steps_per_print
+        if not every or self.global_steps % every or self.ranks.rank:
+            return
+        now = self.ledger.snapshot()
+        since, self._said = now - self._said, now
+        norm = f", gradient norm {self._grad_norm:.3g}" if self._grad_norm is not None else ""
+        logger.info(
+            "step %d: loss %.4f, lr %.3g%s, %.3g s a step, waited %.0f %%, nvme %.2f GB/s read and %.2f written",
+            self.global_steps,
+            self._loss.item(),
+            self.optimizer.param_groups[0]["lr"],
+            norm,
+            since.seconds / every,
+            100 * since.wait_seconds / since.seconds,
+            since.nvme_bytes_read / since.seconds / 1e9,
+            since.nvme_bytes_written / since.seconds / 1e9,
+        )
 
     def _update(self) -> None:
         """Turn the step's stored gradients into updates that are due; start those whose units come first."""
@@ -162,8 +189,7 @@ class Engine:
         )
 
     def _can_update_live(self, unit: Unit) -> bool:
-        finished = self.parts.store.tracer.finished_with(unit.index)
-        return finished and unit.residency is Residency.RESIDENT and not unit.holds
+        return self.parts.store.finished_with(unit)
 
     def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
         self.parts.store.start_update(unit, self._job(unit, 1.0 / self.parts.ranks.size, gradient))
@@ -307,6 +333,7 @@ class Engine:
                 self.parts.store.settle()
                 self.parts.store.release_all()
         finally:
+            self.parts.store.abandon()
             self._finalizer()
             self.parts.ranks.close()
 
