@@ -42,8 +42,6 @@ def initialize(
 def _loader(data: Dataset[Any], engine: Engine) -> DataLoader[Any]:
     """Micro-batches of this rank; every rank draws from its own part of the data, the same number of batches."""
     ranks = engine.ranks
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, num_replicas=ranks.size, rank=ranks.rank, shuffle=True, drop_last=True
-    )
+    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=True)
     pin = engine.device.type == "cuda"
     return DataLoader(data, batch_size=engine.batch.micro, sampler=sampler, drop_last=True, pin_memory=pin)

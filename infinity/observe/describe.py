@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from infinity.tiers.placement import State
 
 if TYPE_CHECKING:
     from infinity.assembly import Parts
+    from infinity.units.unit import Unit
 
 
 def human(nbytes: float) -> str:
@@ -22,15 +24,10 @@ def describe(parts: Parts) -> str:
     """A table: unit, parameters, dtype, and the tier and bytes of each state; then what every tier holds."""
     head = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
     rows: list[tuple[str, ...]] = [head]
-    for unit in parts.units:
-        layout = unit.layout
-        cells = [_cell(parts, unit.index, state) for state in (State.PARAM, State.GRAD, State.OPTIM)]
-        if layout.trainable and parts.update == "during_backward":
-            cells[1] = "as it comes"
-        dtype = str(layout.dtype).removeprefix("torch.")
-        rows.append(
-            (layout.name, f"{layout.parameter_numel:,}", dtype if layout.trainable else f"{dtype}, frozen", *cells)
-        )
+    for cells, alike in groupby(parts.units, key=lambda unit: _cells(parts, unit)):
+        units = list(alike)
+        name = units[0].name if len(units) == 1 else f"{units[0].name} … {units[-1].name} ({len(units)} alike)"
+        rows.append((name, *cells))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -45,7 +42,17 @@ def describe(parts: Parts) -> str:
     return "\n".join(lines)
 
 
-def _cell(parts: Parts, unit: int, state: State) -> str:
+def _cells(parts: Parts, unit: Unit) -> tuple[str, ...]:
+    """What a row says of the unit, its name left out."""
+    layout = unit.layout
+    param, grad, optim = (_where(parts, unit.index, state) for state in (State.PARAM, State.GRAD, State.OPTIM))
+    if layout.trainable and parts.update == "during_backward":
+        grad = "as it comes"
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return f"{layout.parameter_numel:,}", dtype if layout.trainable else f"{dtype}, frozen", param, grad, optim
+
+
+def _where(parts: Parts, unit: int, state: State) -> str:
     if not parts.placement.holds(unit, state):
         return "-"
     extent = parts.placement.of(unit, state)
