@@ -6,15 +6,17 @@ It is a hint, never a contract: a step that departs from it is served on demand 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
 
 class Trace:
-    """A recorded cycle of uses: unit indices, consecutive repeats left out."""
+    """A recorded cycle of uses: unit indices, consecutive repeats left out; `counts` has them in: unit → uses."""
 
-    def __init__(self, uses: list[int]) -> None:
+    def __init__(self, uses: list[int], counts: dict[int, int] | None = None) -> None:
         self.uses = uses
+        self.counts = Counter(uses) if counts is None else counts
         self._positions: dict[int, list[int]] = {}
         for position, unit in enumerate(uses):
             self._positions.setdefault(unit, []).append(position)
@@ -51,6 +53,7 @@ class Tracer:
         self._traces: dict[str, Trace] = {}
         self._kind = ""
         self._recorded: list[int] = []
+        self._counts: dict[int, int] = {}
         self._trace: Trace | None = None
         self._position = 0
         self.last: int | None = None
@@ -62,6 +65,7 @@ class Tracer:
         self._settle()
         self._kind = kind
         self._recorded = []
+        self._counts = {}
         self._trace = self._traces.get(kind)
         self._position = 0
         self.last = None
@@ -69,18 +73,22 @@ class Tracer:
     def forget(self) -> None:
         """The cycle was cut short by an exception: what it recorded is no trace."""
         self._recorded = []
+        self._counts = {}
         self._kind = ""
         self._trace = None
         self.last = None
 
     def _settle(self) -> None:
         known = self._traces.get(self._kind)
-        followed = self._trace is not None and self._position == len(self._trace.uses)
+        followed = (
+            self._trace is not None and self._position == len(self._trace.uses) and self._counts == self._trace.counts
+        )
         if self._recorded and not (known is not None and followed):
-            self._traces[self._kind] = Trace(self._recorded)
+            self._traces[self._kind] = Trace(self._recorded, self._counts)
 
     def touch(self, unit: int) -> bool:
         """`unit` is used now. Returns whether that is news, False for one more use of the last unit."""
+        self._counts[unit] = self._counts.get(unit, 0) + 1
         if unit == self.last:
             return False
         self.last = unit
@@ -106,8 +114,11 @@ class Tracer:
         return self.clock - self.recency.get(unit, 0)
 
     def finished_with(self, unit: int) -> bool:
-        """Whether the trace has no further use of `unit` in this cycle; False without a trace."""
-        return self._trace is not None and not self._trace.used_from(unit, self._position)
+        """Whether this cycle has used `unit` exactly as often as the trace did, consecutive repeats included, and in the same
+        order; False without a trace."""
+        if self._trace is None or self._trace.used_from(unit, self._position):
+            return False
+        return self._counts.get(unit, 0) == self._trace.counts.get(unit, 0)
 
     def upcoming(self) -> Iterator[int]:
         if self._trace is not None:

@@ -87,7 +87,7 @@ class ModelHooks:
         if self._depth == 0 and torch.is_grad_enabled():
             # The first gradient to flow is the root output's: there the end of this graph task can be asked for.
             tree_map_only(torch.Tensor, self._watch, output)
-        return None
+        return _own_outputs(output)
 
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:

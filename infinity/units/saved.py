@@ -21,16 +21,26 @@ if TYPE_CHECKING:
     from infinity.units.store import UnitStore
 
 
-class _Reference(NamedTuple):
-    unit: Unit
-    store: UnitStore
-    generation: int
-    slot: int
-    version: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+class _Reference:
+    """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive: what still needs it."""
+
+    __slots__ = ("dtype", "generation", "offset", "size", "slot", "store", "stride", "unit", "version")
+
+    def __init__(self, tensor: torch.Tensor, unit: Unit, store: UnitStore) -> None:
+        start = tensor.storage_offset() * tensor.element_size() // unit.layout.dtype.itemsize
+        self.unit = unit
+        self.store = store
+        self.generation = unit.generation
+        self.slot = unit.layout.slot_at(start)
+        self.version = unit.parameters[self.slot]._version
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        unit.references += 1
+
+    def __del__(self) -> None:
+        self.unit.references -= 1
 
 
 class _Kept(NamedTuple):
@@ -50,7 +60,7 @@ def register(unit: Unit, store: UnitStore) -> None:
 
 def unregister(unit: Unit) -> None:
     assert unit.lease is not None
-    del _resident[unit.lease.address]
+    _resident.pop(unit.lease.address, None)
 
 
 def unit_behind(tensor: torch.Tensor) -> Unit | None:
@@ -68,20 +78,7 @@ def _pack(tensor: torch.Tensor) -> Any:
     if found is None:
         # Detached: an output saved by the node that made it would keep that node alive for ever.
         return _Kept(tensor.detach(), tensor._version)
-    unit, store = found
-    start = tensor.storage_offset() * tensor.element_size() // unit.layout.dtype.itemsize
-    slot = unit.layout.slot_at(start)
-    return _Reference(
-        unit,
-        store,
-        unit.generation,
-        slot,
-        unit.parameters[slot]._version,
-        tensor.dtype,
-        int(tensor.storage_offset()),
-        tensor.size(),
-        tensor.stride(),
-    )
+    return _Reference(tensor, *found)
 
 
 def _unpack(packed: Any) -> torch.Tensor:

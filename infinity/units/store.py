@@ -71,6 +71,12 @@ class UnitStore:
     def unhold(self, unit: Unit) -> None:
         unit.holds -= 1
 
+    def finished_with(self, unit: Unit) -> bool:
+        """Whether nothing in this step needs the unit's parameters any more: no running forward, no saved tensor, and, as far as
+        the trace knows, no recomputation. Then its update may start."""
+        resident = unit.residency is Residency.RESIDENT
+        return resident and not unit.holds and not unit.references and self.tracer.finished_with(unit.index)
+
     def resident(self) -> list[Unit]:
         return [unit for unit in self.units if unit.lease is not None]
 
@@ -171,6 +177,13 @@ class UnitStore:
             if unit.lease is not None:
                 self._evict(unit)
 
+    def abandon(self) -> None:
+        """Take the parameters out of the buffers without writing anything back: the engine ends after an error."""
+        for unit in self.units:
+            if unit.residency is Residency.RESIDENT:
+                saved.unregister(unit)
+                unit.unbind()
+
     def _evict(self, unit: Unit) -> None:
         if unit.job is not None:
             job, unit.job = unit.job, None
@@ -203,10 +216,9 @@ class UnitStore:
         if unit.index not in self.quarantined:
             self.quarantined.add(unit.index)
             warnings.warn(
-                f"something still refers to the parameters of unit {unit.name} after it was released (a view that a "
-                "module kept or "
-                "returned). The values stay valid, at the price of one more buffer; keep `parameter.clone()` instead "
-                "to avoid it.",
+                f"something still refers to the parameters of unit {unit.name} after it was released: a view that a module "
+                "kept, or a non-reentrant checkpoint over more units than fit. The values stay valid, at the price of one "
+                "more buffer; keep `parameter.clone()`, or checkpoint fewer blocks at a time, to avoid it.",
                 stacklevel=2,
             )
 

@@ -67,6 +67,8 @@ class Unit:
         self.transfer: Transfer | None = None
         self.holds = 0
         """Module forwards under way that need the unit."""
+        self.references = 0
+        """Tensors that autograd saved out of the unit and may still ask for."""
         self.generation = 0
         """Updates so far; a saved reference from before an update must not be served after it."""
         self.job: UpdateJob | None = None

@@ -1,0 +1,255 @@
+"""Autograd saves a reference, not bytes: what is saved out of a unit is found again wherever the unit is by then."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from conftest import OpenEngine
+from infinity.errors import LifetimeError
+from infinity.units import saved
+from support.configs import PLACEMENTS, engine_config
+from support.late_device import LateDevice
+from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, pool_buffers
+from support.loops import assert_same, open_engine, trained
+from support.models import Block, Linears, Stack, seeded, token_batches, vector_batches
+
+VECTORS = vector_batches(6)
+TOKENS = token_batches(6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"accumulation": 3}], ids=str)
+def test_linears(bias: bool, options: dict[str, Any]) -> None:
+    """A linear layer's saved weight is a view that follows no later assignment to `weight.data`."""
+    assert_trains_like_plain(lambda: Linears(bias=bias), VECTORS, units=8, unit_size=4096, **options)
+
+
+def test_linears_in_bf16_are_the_same_everywhere() -> None:
+    batches = [(x.bfloat16(), y) for x, y in VECTORS]
+    results = [
+        trained(seeded(Linears), batches, engine_config(param, optim, bf16=True, unit_size=2048, prefetch_bytes=0))
+        for param, optim in PLACEMENTS
+    ]
+    assert results[0].units == 8
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+def test_nothing_saved_keeps_a_buffer(make_engine: OpenEngine) -> None:
+    """After a forward with gradients no resident unit is viewed by anything but its parameters."""
+    engine = make_engine(seeded(Linears), unit_size=4096, prefetch_bytes=0)
+    residents = Residents(engine)
+    loss = engine(*VECTORS[0])
+    assert not any(unit.is_viewed() for unit in engine.parts.store.resident())
+    assert all(unit.references > 0 for unit in engine.units[1:])
+    engine.backward(loss)
+    assert all(unit.references == 0 for unit in engine.units)
+    engine.step()
+    assert residents.most <= pool_buffers(engine) < len(engine.units)
+
+
+class KeepsTranspose(torch.autograd.Function):
+    """x @ weight.t(), with the view kept as an attribute, which no hook sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.w = weight.t()
+        ctx.save_for_backward(x)
+        return x @ ctx.w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ ctx.w.t(), gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Keeping(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(KeepsTranspose.apply(x, self.weight))
+
+
+def keeping() -> Linears:
+    model = Linears()
+    model.layers = nn.ModuleList(Keeping(32) for _ in range(8))
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)
+def test_a_view_kept_by_a_function(options: dict[str, Any]) -> None:
+    """Its buffer is never reused, the values are right, and each unit is named once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_trains_like_plain(keeping, VECTORS, units=8, quarantines=True, unit_size=4096, **options)
+    named = [
+        str(w.message).split(" of unit ")[1].split(" after ")[0] for w in caught if "still refers" in str(w.message)
+    ]
+    assert named and len(named) == len(set(named))
+    assert all(name.startswith("layers.") for name in named)
+
+
+def test_a_view_that_the_model_returns(make_engine: OpenEngine) -> None:
+    """It is the caller's own: whatever becomes of the buffer, its values stay."""
+
+    class Returns(Stack):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+            loss = super().forward(tokens, targets)
+            return {"loss": loss, "row": self.head.weight[3], "block": [self.blocks[1](self.embedding(tokens))]}
+
+    model = seeded(Returns)
+    expected = model.head.weight[3].detach().clone()
+    engine = make_engine(model, prefetch_bytes=0)
+    out = engine(*TOKENS[0])
+    assert saved.unit_behind(out["row"]) is None
+    engine.backward(out["loss"] + out["row"].sum())
+    engine.step()
+    for _ in range(2):
+        engine.backward(engine(*TOKENS[1])["loss"])
+        engine.step()
+    assert torch.equal(out["row"], expected)
+    assert not engine.parts.store.quarantined
+
+
+def test_a_view_that_a_block_returns() -> None:
+    class Tied(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.up.weight.t(), self.norm.weight
+
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Tied(32) for _ in range(6))
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            extra = torch.zeros(())
+            views = []
+            for block in self.blocks:
+                x, *more = block(x)
+                views += more
+            for view in views:
+                extra = extra + view.square().mean()
+            return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()) + extra
+
+    assert_trains_like_plain(Model, TOKENS, units=8)
+
+
+# -- edits in place ------------------------------------------------------------------------------------------------------
+
+
+def test_an_edit_of_a_parameter_between_forward_and_backward(make_engine: OpenEngine) -> None:
+    engine = make_engine(seeded(Stack))
+    loss = engine(*TOKENS[0])
+    with torch.no_grad():
+        engine.module.blocks[2].up.weight.mul_(0.5)
+    with pytest.raises(LifetimeError, match=r"inplace operation: parameter blocks\.2\.up\.weight"):
+        engine.backward(loss)
+
+
+def test_an_edit_of_a_parameter_whose_unit_was_evicted_since(make_engine: OpenEngine) -> None:
+    engine = make_engine(seeded(Stack), prefetch_bytes=0)
+    loss = engine(*TOKENS[0])
+    assert engine.units[1].lease is None
+    with torch.no_grad():
+        engine.module.blocks[0].up.weight.mul_(0.5)
+    with pytest.raises(LifetimeError, match=r"inplace operation: parameter blocks\.0\.up\.weight"):
+        engine.backward(loss)
+
+
+def test_an_edit_of_an_activation(make_engine: OpenEngine) -> None:
+    """PyTorch's own check is off while hooks are on, so the hooks make it; the words are PyTorch's."""
+
+    class Edits(Stack):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = torch.exp(self.embedding(tokens))
+            out = self.blocks[0](x)
+            x.add_(1.0)
+            return F.cross_entropy(self.head(out).flatten(0, 1), targets.flatten())
+
+    plain_model = seeded(Edits)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain_model(*TOKENS[0]).backward()
+    engine = make_engine(seeded(Edits))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(engine(*TOKENS[0]))
+
+
+def test_tensors_of_other_models_are_checked_too(make_engine: OpenEngine) -> None:
+    make_engine(seeded(Stack))
+    weight = torch.ones(3, requires_grad=True)
+    x = torch.ones(3)
+    y = (x * weight).sum()
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+# -- graphs that live longer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)
+def test_double_backward(options: dict[str, Any]) -> None:
+    """A gradient penalty: the gradient of the input's gradient, through the same saved references."""
+
+    def penalised(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        loss = model(x, y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        total: torch.Tensor = loss + slope.square().sum()
+        return total
+
+    assert_trains_like_plain(Linears, VECTORS, units=8, loss_of=penalised, unit_size=4096, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"update": "next_forward"}], ids=str)
+def test_a_graph_that_is_kept_for_a_second_backward(options: dict[str, Any], late_device: LateDevice) -> None:
+    """As long as a graph refers to a unit, the unit is not updated during backward."""
+    model, reference = seeded(Stack), seeded(Stack)
+    config = engine_config(prefetch_bytes=0, **options)
+    plain_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.01)
+    with open_engine(model, config, late_device) as engine:
+        for batch in TOKENS:
+            losses = []
+            for module, backward in ((engine, engine.backward), (reference, torch.Tensor.backward)):
+                loss = module(*batch)
+                loss.backward(retain_graph=True)
+                backward(loss)
+                losses.append(loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+            engine.step()
+            if config.gradient_clipping > 0:
+                nn.utils.clip_grad_norm_(reference.parameters(), config.gradient_clipping)
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+            del loss
+        assert_nothing_leaked(engine)
+
+
+def test_backward_after_the_update_it_would_need_the_past_for(make_engine: OpenEngine) -> None:
+    engine = make_engine(seeded(Stack), update="after_backward")
+    loss = engine(*TOKENS[0])
+    loss.backward(retain_graph=True)
+    engine.step()
+    with pytest.raises(LifetimeError, match="as they were before they were updated"):
+        loss.backward()
+
+
+def test_hooks_are_gone_with_the_last_engine() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with open_engine(seeded(Stack), engine_config()), open_engine(seeded(Linears), engine_config()):
+        pass
+    x = torch.ones(3)
+    y = (x * weight).sum()
+    assert isinstance(y.grad_fn.next_functions[0][0]._saved_self, torch.Tensor)
+    assert saved._open_engines == 0 and not saved._resident
