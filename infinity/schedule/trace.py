@@ -114,8 +114,10 @@ class Tracer:
         return self.clock - self.recency.get(unit, 0)
 
     def finished_with(self, unit: int) -> bool:
-        """Whether this cycle has used `unit` exactly as often as the trace did, consecutive repeats included, and in the same
-        order; False without a trace."""
+        """Whether this cycle has used `unit` exactly as often as the trace did, consecutive repeats included.
+
+        False without a trace.
+        """
         if self._trace is None or self._trace.used_from(unit, self._position):
             return False
         return self._counts.get(unit, 0) == self._trace.counts.get(unit, 0)

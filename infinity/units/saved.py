@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Reference:
-    """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive: what still needs it."""
+    """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive."""
 
     __slots__ = ("dtype", "generation", "offset", "size", "slot", "store", "stride", "unit", "version")
 

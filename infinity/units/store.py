@@ -72,8 +72,10 @@ class UnitStore:
         unit.holds -= 1
 
     def finished_with(self, unit: Unit) -> bool:
-        """Whether nothing in this step needs the unit's parameters any more: no running forward, no saved tensor, and, as far as
-        the trace knows, no recomputation. Then its update may start."""
+        """Whether nothing in this step needs the unit's parameters any more, so that its update may start.
+
+        No running forward, no saved tensor and, as far as the trace knows, no recomputation.
+        """
         resident = unit.residency is Residency.RESIDENT
         return resident and not unit.holds and not unit.references and self.tracer.finished_with(unit.index)
 
@@ -216,9 +218,9 @@ class UnitStore:
         if unit.index not in self.quarantined:
             self.quarantined.add(unit.index)
             warnings.warn(
-                f"something still refers to the parameters of unit {unit.name} after it was released: a view that a module "
-                "kept, or a non-reentrant checkpoint over more units than fit. The values stay valid, at the price of one "
-                "more buffer; keep `parameter.clone()`, or checkpoint fewer blocks at a time, to avoid it.",
+                f"something still refers to the parameters of unit {unit.name} after it was released: a view that a "
+                "module kept, or a non-reentrant checkpoint over more units than fit. The values stay valid, at the price "
+                "of one more buffer; keep `parameter.clone()`, or checkpoint fewer blocks at a time, to avoid it.",
                 stacklevel=2,
             )
 

@@ -48,7 +48,7 @@ class LateCopy:
                 self._after.wait()
             with torch.no_grad():
                 self._destination.copy_(self._source)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by wait
             self._error = error
         # The copy no longer refers to its buffers: pools count who does.
         self._destination = self._source = torch.empty(0)

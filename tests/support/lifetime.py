@@ -1,4 +1,4 @@
-"""What the lifetime tests share: training that must equal a plain loop while few units are resident, and watching how many are."""
+"""What the lifetime tests share: training that must equal a plain loop while few units are resident."""
 
 from __future__ import annotations
 

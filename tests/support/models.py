@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 VOCABULARY = 61
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Block(nn.Module):
@@ -88,7 +90,7 @@ def vector_batches(
     return [(pair[0], pair[1]) for pair in draw]
 
 
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def seeded(make: Callable[[], Model], seed: int = 0) -> Model:
     """`make()`, with the same initial values every time."""
     torch.manual_seed(seed)
     return make()

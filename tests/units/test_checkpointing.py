@@ -1,4 +1,4 @@
-"""Activation checkpointing that the user wrote, reentrant and not: units are recomputed with, fetched again, and counted right."""
+"""Activation checkpointing that the user wrote, reentrant and not: units are fetched again and counted right."""
 
 from __future__ import annotations
 
@@ -129,8 +129,10 @@ class Segmented(Stack):
 @SCHEDULES
 @pytest.mark.filterwarnings("default:something still refers")
 def test_a_checkpoint_over_more_blocks_than_there_are_buffers(reentrant: bool, options: dict[str, Any]) -> None:
-    """Non-reentrant recomputation keeps the tensors themselves until they are used, weights included: the values are right, but
-    the segment's weights are in memory at once, and one warning per unit says so."""
+    """Non-reentrant recomputation keeps the tensors themselves until they are used, weights included.
+
+    The values are right, but the segment's weights are in memory at once, and one warning per unit says so.
+    """
     assert_trains_like_plain(lambda: Segmented(reentrant), BATCHES, units=10, quarantines=not reentrant, **options)
 
 

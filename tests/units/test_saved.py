@@ -144,7 +144,7 @@ def test_a_view_that_a_block_returns() -> None:
     assert_trains_like_plain(Model, TOKENS, units=8)
 
 
-# -- edits in place ------------------------------------------------------------------------------------------------------
+# -- edits in place --------------------------------------------------------------------------------------------------
 
 
 def test_an_edit_of_a_parameter_between_forward_and_backward(make_engine: OpenEngine) -> None:
@@ -194,7 +194,7 @@ def test_tensors_of_other_models_are_checked_too(make_engine: OpenEngine) -> Non
         y.backward()
 
 
-# -- graphs that live longer ---------------------------------------------------------------------------------------------
+# -- graphs that live longer -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)

@@ -1,0 +1,90 @@
+"""A group of processes that lives through many tests: starting one costs seconds, a case in it milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+Case = Callable[..., Any]
+
+
+class RankFailed(AssertionError):
+    """A case raised in a rank; the text is that rank's traceback."""
+
+
+class Group:
+    """`size` processes joined by gloo, which run cases: module-level functions that take the rank first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, case: Case, /, timeout: float = 60, **options: Any) -> list[Any]:
+        """The results of `case(rank, **options)` by rank. RankFailed if one raised or took longer than `timeout` seconds; the
+        group starts anew after that, since its ranks may wait for each other."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((case, options))
+        answers = []
+        failed = ""
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                done, answer = (
+                    pipe.recv() if pipe.poll(timeout if not failed else 2) else (False, "no answer: it hangs")
+                )
+            except EOFError:
+                done, answer = False, "the process ended"
+            failed += "" if done else f"\nrank {rank}: {answer}"
+            answers.append(answer)
+        if failed:
+            self.stop()
+            raise RankFailed(failed)
+        return answers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        meeting = os.path.join(tempfile.mkdtemp(), "meeting")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, meeting, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            case, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, case(rank, **options))
+        except BaseException:  # noqa: BLE001 - told to the test
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
