@@ -99,4 +99,4 @@ def test_spread_windows_reach_both_ends() -> None:
 def test_text_and_tokens() -> None:
     assert to_tokens("né").tolist() == [[110, 195, 169]]
     assert to_text(to_tokens("né")[0]) == "né"
-    assert to_text(torch.tensor([104, 105, 195, 8000])) == "hi\ufffd\ufffd"
+    assert to_text(torch.tensor([104, 105, 10, 27, 195, 8000])) == "hi\n\ufffd\ufffd\ufffd"

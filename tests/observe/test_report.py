@@ -45,7 +45,7 @@ def test_every_figure() -> None:
     assert table["steps"] == "0.300 s a step; 6,827 tokens/s, 1:30 in all"
     assert table["compute"] == "90% 270 ms a step, 1:21"
     assert table["I/O waited for"] == "10% 30 ms a step, 0:09"
-    assert table["update"] == "33% 100 ms a step, 0:30, beside compute"
+    assert table["update"] == "33% 100 ms a step, 0:30, in parallel"
     assert table["loss curve"] == "runs/gpt2/loss.png"
 
 

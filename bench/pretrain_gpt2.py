@@ -1,0 +1,268 @@
+"""Train a GPT-2 on text, byte by byte, with parameters and optimizer states where the engine's configuration says.
+
+Without arguments: 10.8 M parameters, every state on NVMe, the source of the Python standard library; results in runs/.
+`torchrun --nproc-per-node N bench/pretrain_gpt2.py ...` trains on N ranks; --batch-size is that of all ranks together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import infinity
+from infinity.config import Config
+from infinity.data import VOCAB_SIZE, Corpus, load_corpus
+from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.nn.gpt2 import GPT2, GPT2Config
+from infinity.nn.pretrain import Pretraining
+from infinity.observe.meter import MetricsFile, StepRecord
+from infinity.observe.plots import plot_loss
+from infinity.observe.progress import Progress
+from infinity.observe.report import closing_table
+from infinity.observe.units import show_count, show_seconds
+
+BATCH_SIZE = 16
+PROMPTS = ("def ", "class ", "import ")
+SAMPLE_BYTES = 160
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; argparse ends the process, with code 2, where it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+    def add(flag: str, default: Any, text: str, **options: Any) -> None:
+        shown = "" if default is None or default is False else f" (default: {default})"
+        parser.add_argument(flag, default=default, help=text + shown, **options)
+
+    add("--num-layers", 6, "transformer blocks", type=_positive)
+    add("--hidden-size", 384, "width of the residual stream", type=_positive)
+    add("--num-attention-heads", 6, "heads in each block", type=_positive)
+    add("--seq-length", 128, "tokens in a sequence", type=_positive)
+    add("--vocab-size", VOCAB_SIZE, "rows of the embedding; the text uses 256", type=_positive)
+    add("--batch-size", None, f"sequences in a step (default: the config's, or {BATCH_SIZE})", type=_positive)
+    add("--train-iters", 300, "steps, those before a loaded checkpoint included", type=_positive)
+    add("--checkpoint-activations", False, "recompute each block in backward", action="store_true")
+    add("--untie-embeddings-and-output-weights", False, "give the head a weight of its own", action="store_true")
+    add("--config", None, "the engine's configuration (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
+    add("--data", None, "text to learn (default: the standard library's source)", metavar="FILE_OR_DIR")
+    add("--save", None, "folder for the checkpoint, or 'none' (default: OUTPUT/checkpoint)", metavar="DIR")
+    add("--load", None, "folder of a checkpoint to go on from", metavar="DIR")
+    add("--seed", 0, "of the initial weights and the order of the text", type=_seed)
+    add("--metrics", None, "write one JSON object a step to this file", metavar="FILE.jsonl")
+    add("--nvme-path", None, "folder for the states, without --config (default: OUTPUT/nvme)", metavar="DIR")
+    add("--output", "runs/gpt2", "folder for the loss curve and the sample", metavar="DIR")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, not {value}")
+    return value
+
+
+def model_config(args: argparse.Namespace) -> GPT2Config:
+    if args.vocab_size < VOCAB_SIZE:
+        raise ConfigError(f"--vocab-size {args.vocab_size} is too small: a byte has {VOCAB_SIZE} values")
+    return GPT2Config(
+        vocab_size=args.vocab_size,
+        seq_length=args.seq_length,
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        tie_word_embeddings=not args.untie_embeddings_and_output_weights,
+        checkpoint_activations=args.checkpoint_activations,
+    )
+
+
+def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
+    """The file's configuration or the default one, with the batch size of the command line."""
+    if args.config is None:
+        return Config.load(_default_config(args.batch_size or BATCH_SIZE, args.train_iters, nvme_path))
+    if args.nvme_path is not None:
+        raise ConfigError(f"--nvme-path is for the default configuration: write nvme_path in {args.config} instead")
+    config = Config.load(args.config)
+    batch_size = args.batch_size
+    if batch_size is None and config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+        batch_size = BATCH_SIZE
+    if batch_size is None:
+        return config
+    if config.train_batch_size not in (None, batch_size):
+        raise ConfigError(
+            f"--batch-size is {batch_size}, and train_batch_size in {args.config} is {config.train_batch_size}: "
+            "leave one of them out"
+        )
+    return config.model_copy(update={"train_batch_size": batch_size})
+
+
+def _default_config(batch_size: int, steps: int, nvme_path: Path) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    rate = {"total_num_steps": steps, "warmup_num_steps": steps // 20, "warmup_type": "linear", "cos_min_ratio": 0.05}
+    # CPUs without instructions for bf16 emulate it, slower than they compute in fp32.
+    bf16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return {
+        "train_batch_size": batch_size,
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupCosineLR", "params": rate},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+    }
+
+
+def run(args: argparse.Namespace, stack: ExitStack) -> None:
+    """The whole job; `stack` holds what must be undone in the end, however it ends."""
+    is_first = start_ranks(stack) == 0
+    console = Console(quiet=not is_first)
+    output = Path(args.output)
+    nvme_path = Path(args.nvme_path or output / "nvme")
+    save = None if args.save == "none" else Path(args.save or output / "checkpoint")
+    for path in (output, save):
+        if path is not None:
+            refuse_unwritable(path)
+    shape, config, corpus = model_config(args), engine_config(args, nvme_path), load_corpus(args.data)
+    if args.config is None:
+        stack.enter_context(folder(nvme_path))
+    torch.manual_seed(args.seed)
+    with torch.device("meta"):
+        model = GPT2(shape)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    stack.callback(engine.close)
+    job = Pretraining(engine, shape, corpus, args.seed)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(engine.describe())
+    say(f"text: {corpus.source}, {show_count(len(corpus.train))} bytes")
+    if args.load is not None:
+        path, _ = engine.load_checkpoint(args.load)
+        say(f"going on from {path}, step {engine.global_steps}")
+
+    record: Callable[[StepRecord], None] = lambda _: None  # noqa: E731
+    if args.metrics is not None and is_first:
+        record = stack.enter_context(MetricsFile(args.metrics, resume=args.load is not None)).write
+    say()
+    with Progress(args.train_iters, done=engine.global_steps, console=console) as progress:
+        job.train(args.train_iters, progress, record)
+    left = []
+    if save is not None:
+        left.append(("checkpoint", str(engine.save_checkpoint(save))))
+    tiers = job.tier_bytes()
+    sample = "\n\n".join(job.sample(PROMPTS, SAMPLE_BYTES)) + "\n"
+    if is_first:
+        left += leave(job, config, corpus, output, sample)
+        console.rule("what the model writes after " + ", ".join(repr(prompt) for prompt in PROMPTS))
+        say(sample)
+        console.rule("this run")
+        console.print(closing_table(job.meter.totals, parameters=shape.num_parameters, losses=last_losses(job),
+                                    tier_bytes=tiers, outputs=left))  # fmt: skip
+
+
+def last_losses(job: Pretraining) -> dict[str, float]:
+    """The training loss, a mean over ten steps since batches differ, and the held-out loss, at the end."""
+    recent = [loss for _, loss in job.losses[-10:]]
+    return {f"last {len(recent)} batches": sum(recent) / len(recent), "held-out text": job.held_out_losses[-1][1]}
+
+
+def leave(job: Pretraining, config: Config, corpus: Corpus, output: Path, sample: str) -> list[tuple[str, str]]:
+    """Write the sample and the loss curve; (what, path) of both."""
+    output.mkdir(parents=True, exist_ok=True)
+    text, curve = output / "sample.txt", output / "loss.png"
+    text.write_text(sample, encoding="utf-8")
+    zero, totals = config.zero_optimization, job.meter.totals
+    places = (
+        "every state on NVMe" if zero.offload_param.device == zero.offload_optimizer.device == "nvme" else "Infinity"
+    )
+    dtype = "bf16" if config.bf16.enabled else "fp32"
+    try:
+        plot_loss(
+            curve,
+            job.losses,
+            job.held_out_losses,
+            title=f"GPT-2, {show_count(job.shape.num_parameters)} parameters, {places}",
+            subtitle=f"{totals.steps:,} steps of {job.meter.tokens_per_step:,} bytes of {corpus.source}; "
+            f"{dtype}, {show_seconds(totals.seconds)}",
+            chance=math.log(job.shape.vocab_size),
+        )
+    except ImportError:
+        return [("loss curve", "not drawn: matplotlib is not installed"), ("sample", str(text))]
+    return [("loss curve", str(curve)), ("sample", str(text))]
+
+
+def start_ranks(stack: ExitStack) -> int:
+    """Join the other ranks where torchrun started this one; its number."""
+    if "RANK" not in os.environ:
+        return 0
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:  # torchrun gives each rank one thread, however many cores there are
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    stack.callback(dist.destroy_process_group)
+    return dist.get_rank()
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Find out before training that nothing can be left in `path`, which may be still to be made."""
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise StorageError(f"{path} cannot be a folder: {there} is a file; name another one")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise StorageError(f"cannot write to {there}, where {path} is to be; name another folder")
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[None]:
+    """Make `path`; in the end, take away what was made, as far as it is empty."""
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make the folder {path}: {error.strerror}; name another one") from error
+    try:
+        yield
+    finally:
+        for made in missing:
+            try:
+                made.rmdir()
+            except OSError:
+                break
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process's exit code: 2 after an error that says what to do, 130 after Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun stops ranks with it: end as after Ctrl-C
+    args = parse(arguments)
+    with ExitStack() as stack:  # undone when the exception is gone: its frames hold on to parameters
+        try:
+            run(args, stack)
+        except (InfinityError, OSError) as error:
+            print(f"pretrain_gpt2.py: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("pretrain_gpt2.py: stopped; no checkpoint was saved", file=sys.stderr)
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

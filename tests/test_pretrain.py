@@ -1,0 +1,165 @@
+"""The training job, end to end: what it leaves, how it resumes, its ranks, its errors, and what Ctrl-C leaves."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "bench" / "pretrain_gpt2.py"
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"]
+TINY += ["--seq-length", "32", "--batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretrain_gpt2", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{n} is {n % 7} more than {n - n % 7}\n" for n in range(2000)))
+
+
+def config(**changes: Any) -> str:
+    Path("nvme").mkdir(exist_ok=True)
+    place = {"device": "nvme", "nvme_path": "nvme"}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    zero = {"stage": 3, "offload_param": place, "offload_optimizer": place}
+    Path("engine.json").write_text(json.dumps({"optimizer": optimizer, "zero_optimization": zero, **changes}))
+    return "engine.json"
+
+
+def metrics(path: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def left() -> set[str]:
+    return {str(path) for path in Path().rglob("*") if not path.is_dir() or not any(path.iterdir())} - {"text.txt"}
+
+
+def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert script.main([*TINY, "--data", "text.txt", "--train-iters", "30", "--metrics", "m.jsonl"]) == 0
+    files = left()
+    assert {"m.jsonl", "runs/gpt2/loss.png", "runs/gpt2/sample.txt", "runs/gpt2/checkpoint/latest"} <= files
+    assert all(name == "m.jsonl" or name.startswith("runs/gpt2/") for name in files)
+    assert not Path("runs/gpt2/nvme").exists()
+    steps = metrics("m.jsonl")
+    assert [s["step"] for s in steps] == list(range(1, 31))
+    assert list(steps[0]) == [
+        "step", "loss", "seconds", "tokens_per_second", "nvme_bytes_read", "nvme_bytes_written", "host_peak_bytes",
+        "device_peak_bytes",
+    ]  # fmt: skip
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    parameters = (256 + 32) * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    moved = sum(s["nvme_bytes_read"] + s["nvme_bytes_written"] for s in steps) / 30 / parameters
+    assert 20 < moved < 40  # every state is on NVMe: read, and written, once a step, with small units' padding
+    out = capsys.readouterr().out
+    assert Path("runs/gpt2/sample.txt").read_text().startswith("def ")
+    assert f"{steps[-1]['loss']:.3f}" in out and "held-out text" in out
+    for row in ("nvme tier", "read per parameter and step", "compute", "I/O waited for", "update", "peak host memory"):
+        assert row in out
+
+
+def test_resumes_bit_identically_in_a_new_process(script: ModuleType) -> None:
+    common = [*TINY, "--data", "text.txt", "--config", config(bf16={"enabled": True})]
+    assert script.main([*common, "--train-iters", "9", "--metrics", "whole.jsonl", "--save", "none"]) == 0
+    assert script.main([*common, "--train-iters", "5", "--metrics", "parts.jsonl", "--save", "saved"]) == 0
+    resume = ["--train-iters", "9", "--metrics", "parts.jsonl", "--save", "none", "--load", "saved"]
+    subprocess.run([sys.executable, str(SCRIPT), *common, *resume], check=True, env=environment())
+    whole, parts = metrics("whole.jsonl"), metrics("parts.jsonl")
+    assert [(s["step"], s["loss"]) for s in parts] == [(s["step"], s["loss"]) for s in whole]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_ranks_train_as_one(script: ModuleType, accumulation: int) -> None:
+    common = [*TINY, "--data", "text.txt", "--config", config(gradient_accumulation_steps=accumulation)]
+    common += ["--train-iters", "8", "--save", "none", "--untie-embeddings-and-output-weights"]
+    assert script.main([*common, "--metrics", "one.jsonl"]) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
+    subprocess.run([*torchrun, *common, "--metrics", "two.jsonl"], check=True, env=environment())
+    one, two = metrics("one.jsonl"), metrics("two.jsonl")
+    assert [s["loss"] for s in two] == pytest.approx([s["loss"] for s in one], rel=1e-6)
+
+
+def test_checkpointed_activations_and_the_seed(script: ModuleType) -> None:
+    def losses(*flags: str) -> list[float]:
+        run = [*TINY, "--data", "text.txt", "--config", config(), "--train-iters", "3", "--save", "none"]
+        assert script.main([*run, "--metrics", "m.jsonl", *flags]) == 0
+        return [s["loss"] for s in metrics("m.jsonl")]
+
+    plain = losses()
+    assert losses("--checkpoint-activations") == plain
+    assert losses("--seed", "1") != plain
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "nowhere"], "cannot read the text nowhere: No such file or directory"),
+        (["--data", "text.txt", "--seq-length", "100000"], "a sequence of 100000 needs 100001"),
+        (["--hidden-size", "33"], "hidden_size 33 is not a multiple of num_attention_heads 2"),
+        (["--vocab-size", "255"], "--vocab-size 255 is too small: a byte has 256 values"),
+        (["--config", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--config", "engine.json"], "--batch-size is 4, and train_batch_size in engine.json is 6"),
+        (["--nvme-path", "text.txt"], "text.txt"),
+        (["--nvme-path", "text.txt/below"], "cannot make the folder text.txt/below: Not a directory"),
+        (["--save", "text.txt/below"], "text.txt is a file"),
+        (["--metrics", "."], "cannot write the metrics file .: Is a directory"),
+        (["--load", "nowhere"], "nowhere"),
+    ],
+)
+def test_an_error_is_one_line_and_leaves_nothing(
+    script: ModuleType, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(train_batch_size=6)
+    before = left()
+    assert script.main([*TINY, "--train-iters", "2", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "Traceback" not in error
+    assert left() == before
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_leaves_what_was_asked_for_only(stop: signal.Signals) -> None:
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        *TINY,
+        "--data",
+        "text.txt",
+        "--train-iters",
+        "100000",
+        "--metrics",
+        "m.jsonl",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step 1/"):
+        assert process.poll() is None
+    process.send_signal(stop)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error
+    assert error.endswith("pretrain_gpt2.py: stopped; no checkpoint was saved\n")
+    assert left() == {"m.jsonl"} and metrics("m.jsonl")
+
+
+def environment() -> dict[str, str]:
+    """Finds the package; computes with one thread as the suite does, since torch's sums depend on their number."""
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
