@@ -2,8 +2,8 @@
 update or to their tier.
 
 A unit's gradient is complete after as many arrivals as the backward before saw, or when backward ends. Gradients are
-never all in memory at once: buffers come from a fixed pool, and when it is empty the unit that has waited longest is
-sent on incomplete and completed by addition.
+never all in memory at once: buffers come from a fixed pool, and when incomplete ones fill it, the one that has waited
+longest is sent on and completed by addition.
 """
 
 from __future__ import annotations
@@ -127,16 +127,16 @@ class GradCollector:
     def _begin(self, unit: Unit) -> _Open:
         dtype = self._places.dtype_of(unit)
         nbytes = unit.layout.numel * dtype.itemsize
-        lease = self._places.pool.try_lease(nbytes)
-        if lease is None:
-            size = self._places.pool.size_class(nbytes)
-            for other in list(self._open):
-                if self._places.pool.size_class(self._open[other].lease.nbytes) == size:
-                    self._send(self._units[other], complete=False)
-                    break
-            began = time.perf_counter()
-            lease = self._places.pool.lease(nbytes)
-            self.wait_seconds += time.perf_counter() - began
+        pool = self._places.pool
+        # Whether one is sent on early follows from the order of arrivals alone: sending is a collective.
+        rivals = [
+            i for i, other in self._open.items() if pool.size_class(other.lease.nbytes) == pool.size_class(nbytes)
+        ]
+        if len(rivals) == pool.count(nbytes):
+            self._send(self._units[rivals[0]], complete=False)
+        began = time.perf_counter()
+        lease = pool.lease(nbytes)
+        self.wait_seconds += time.perf_counter() - began
         self._open[unit.index] = _Open(lease, lease.flat(dtype, unit.layout.numel))
         return self._open[unit.index]
 

@@ -95,6 +95,10 @@ class Pool:
             raise InfinityError(f"internal error: pool {self.name} has no buffer of {nbytes} bytes")
         return min(fitting)
 
+    def count(self, nbytes: int) -> int:
+        """Buffers, leased or not, of the size that `nbytes` takes."""
+        return self._counts[self.size_class(nbytes)]
+
     def try_lease(self, nbytes: int) -> Lease | None:
         size = self.size_class(nbytes)
         with self._changed:

@@ -219,8 +219,9 @@ class UnitStore:
             self.quarantined.add(unit.index)
             warnings.warn(
                 f"something still refers to the parameters of unit {unit.name} after it was released: a view that a "
-                "module kept, or a non-reentrant checkpoint over more units than fit. The values stay valid, at the price "
-                "of one more buffer; keep `parameter.clone()`, or checkpoint fewer blocks at a time, to avoid it.",
+                "module kept, or a non-reentrant checkpoint over more units than fit. The values stay valid, at the "
+                "price of one more buffer; keep `parameter.clone()`, or checkpoint fewer blocks at a time, to avoid "
+                "that.",
                 stacklevel=2,
             )
 
@@ -280,9 +281,17 @@ class UnitStore:
             and not unit.holds
             and self._pool.size_class(unit.layout.nbytes) == size
             and unit.index != self.tracer.last
-            and (unit.residency is not Residency.RESIDENT or unit.is_viewed() == viewed)
+            and self._is_viewed(unit) == viewed
         ]
         return sorted(found, key=lambda unit: self.tracer.next_use(unit.index), reverse=True)
+
+    def _is_viewed(self, unit: Unit) -> bool:
+        """Whether it is better kept: something refers to its buffer, if only a write that is under way.
+
+        Several ranks must choose alike, and when a reference ends is a matter of timing: there a buffer that turns out
+        to be referred to is replaced.
+        """
+        return self._ranks.alone and unit.residency is Residency.RESIDENT and unit.is_viewed()
 
 
 def _busy(unit: Unit) -> bool:
