@@ -96,6 +96,9 @@ class Engine:
 
     @property
     def bytes_written(self) -> int: ...
+    @property
+    def bytes_buffered(self) -> int:
+        """Of the bytes read and written, those that went through the page cache: none, when all is aligned."""
 
 def backends() -> list[str]:
     """The names of what can make the AIO calls in this build, best first."""

@@ -149,7 +149,9 @@ PYBIND11_MODULE(_aio, m) {
         .def_property_readonly("threads", [](const Engine& engine) { return engine.options().threads; })
         .def_property_readonly("bytes_read", [](const Engine& engine) { return engine.counters().bytes_read.load(); })
         .def_property_readonly("bytes_written",
-                               [](const Engine& engine) { return engine.counters().bytes_written.load(); });
+                               [](const Engine& engine) { return engine.counters().bytes_written.load(); })
+        .def_property_readonly("bytes_buffered",
+                               [](const Engine& engine) { return engine.counters().bytes_buffered.load(); });
 
     m.def("backends", [] {
         std::vector<std::string> names;

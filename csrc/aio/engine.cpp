@@ -68,13 +68,13 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
 }
 
 void Engine::close() {
+    if (getpid() != owner_) {  // the threads, what they own, and perhaps the lock, are the parent's
+        for (auto& worker : workers_) (void)worker.release();
+        return;
+    }
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    if (getpid() != owner_) {
-        for (auto& worker : workers_) (void)worker.release();  // the threads, and what they own, are the parent's
-    } else {
-        for (auto& worker : workers_) worker->stop();
-    }
+    for (auto& worker : workers_) worker->stop();
     workers_.clear();
 }
 

@@ -194,6 +194,7 @@ void Worker::finish(Slot& slot, int64_t result) {
         const auto bytes = static_cast<uint64_t>(result);
         const bool write = request.direction == Direction::kWrite;
         (write ? counters_.bytes_written : counters_.bytes_read).fetch_add(bytes, std::memory_order_relaxed);
+        if (!piece.direct) counters_.bytes_buffered.fetch_add(bytes, std::memory_order_relaxed);
         piece.advance(bytes);
         const bool whole = piece.left == 0;
         if (!whole && bytes % request.file->alignment() != 0) piece.direct = false;  // the rest begins inside a block

@@ -16,6 +16,7 @@ namespace infinity::aio {
 struct Counters {
     std::atomic<uint64_t> bytes_read{0};
     std::atomic<uint64_t> bytes_written{0};
+    std::atomic<uint64_t> bytes_buffered{0};  // of both, those that went through the page cache
 };
 
 class Worker {

@@ -45,6 +45,21 @@ def test_short_again_and_again(store: Any, memory: Any, scramble: Any, engine: A
     assert buffer[:] == values
 
 
+@pytest.mark.parametrize(("short", "direct_bytes"), [(1000, 1000), (BLOCK, 2 * BLOCK), (BLOCK + 1, BLOCK + 1)])
+def test_the_rest_of_a_block_is_buffered(
+    tmp_path: Path, memory: Any, engine: Any, faults: Any, short: int, direct_bytes: int
+) -> None:
+    """O_DIRECT cannot go on inside a block. Two different files show which descriptor served what."""
+    (tmp_path / "direct").write_bytes(b"d" * 2 * BLOCK)
+    (tmp_path / "buffered").write_bytes(b"b" * 2 * BLOCK)
+    faults({"where": "block", "bytes": short})
+    with (tmp_path / "direct").open("rb") as direct, (tmp_path / "buffered").open("rb") as buffered:
+        buffer, io = memory(2 * BLOCK), engine(block_size=2 * BLOCK)
+        file = _aio.File(direct.fileno(), buffered.fileno(), "two files")
+        io.read(file, 0, buffer.address, 2 * BLOCK).wait(10)
+    assert buffer[:] == (b"d" * direct_bytes).ljust(2 * BLOCK, b"b")
+
+
 def test_short_direct_transfers(store: Any, memory: Any, scramble: Any, engine: Any, faults: Any) -> None:
     faults({"where": "block", "bytes": BLOCK, "times": -1})
     disk, buffer, io = store(NBYTES, "direct"), memory(NBYTES), engine(block_size=NBYTES)

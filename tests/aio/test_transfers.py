@@ -35,6 +35,7 @@ def test_round_trip(
     assert request.done()
     assert target[:] == source[:]
     assert (io.bytes_read, io.bytes_written) == (nbytes, nbytes)
+    assert io.bytes_buffered == (0 if mode == "direct" else 2 * nbytes)
 
 
 # (offset, nbytes) against blocks: whole, inside one block, head only, tail only, both, neither.
@@ -114,6 +115,12 @@ def test_edges_and_blocks_see_each_other(store: Any, memory: Any, scramble: Any,
             buffer[:] = bytes(16_384)
             io.read(disk.file, start, buffer.address + start, size).wait()
             assert buffer[start : start + size] == model[start : start + size]
+
+
+def test_only_the_edges_are_buffered(store: Any, memory: Any, engine: Any) -> None:
+    disk, buffer, io = store(65_536), memory(65_536), engine(own=True)
+    io.read(disk.file, 100, buffer.address + 100, 30_000).wait()
+    assert io.bytes_buffered == (4096 - 100) + (30_100 - 28_672)
 
 
 def test_nothing_to_do(store: Any, engine: Any, mode: str) -> None:

@@ -123,6 +123,21 @@ def test_a_signal_is_heard(held: Any) -> None:
     assert request.wait(10) == NBYTES
 
 
+def test_new_work_reaches_a_thread_with_work_in_flight(held: Any, store: Any, memory: Any) -> None:
+    """A transfer that does not end (here: is kept back) does not keep the thread from taking the next one."""
+    io, stuck = held()
+    disk, buffer = store(NBYTES), memory(NBYTES)
+    assert io.read(disk.file, 0, buffer.address, NBYTES).wait(10) == NBYTES
+    assert not stuck.done()
+
+
+def test_a_fetch_passes_a_burst_of_writes(store: Any, memory: Any, engine: Any) -> None:
+    disk, buffer, io = store(16 << 20), memory(16 << 20), engine(queue_depth=2, own=True)
+    writes = io.write(disk.file, 4096, buffer.address + 4096, (16 << 20) - 4096)
+    assert io.read(disk.file, 0, buffer.address, 4096).wait(10) == 4096
+    assert not writes.done()
+
+
 def test_close_completes_what_is_queued(store: Any, memory: Any, scramble: Any, engine: Any, mode: str) -> None:
     disk, buffer, io = store(1 << 18, mode), memory(1 << 18), engine(queue_depth=2, own=True)
     buffer[:] = values = scramble(1 << 18)
