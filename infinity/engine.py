@@ -49,9 +49,14 @@ class Engine:
         self.config = config
         seam = device or default_device()
         ranks = Ranks(seam)
-        self.batch = config.resolve_batch(ranks.size)
-        groups = param_groups(model, model_parameters)
-        parts = assemble(model, config, groups, seam, ranks, self.batch.accumulation)
+        try:
+            self.batch = config.resolve_batch(ranks.size)
+            groups = param_groups(model, model_parameters)
+            parts = assemble(model, config, groups, seam, ranks, self.batch.accumulation)
+        except BaseException:
+            ranks.close()
+            raise
+        self._finalizer = weakref.finalize(self, parts.close)
         self.parts: Parts = parts
         self.module = model
         self.optimizer = _facade(config, groups, parts)
@@ -74,7 +79,6 @@ class Engine:
         collector.on_arrival = self._hooks.enter_backward
         self._watches = collector.watch()
         self._closed = False
-        self._finalizer = weakref.finalize(self, parts.close)
         self._said = self.ledger.snapshot()
         self._loss = torch.tensor(math.nan)
         show_by_default()
@@ -86,7 +90,12 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         self._check_open()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # modules call no hooks for these (Ctrl-C)
+                self._hooks.abort()
+            raise
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of `loss` (a scalar) divided by the number of accumulated micro-batches.
@@ -97,13 +106,7 @@ class Engine:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UsageError("engine.backward(loss) takes the scalar loss that engine(batch) led to")
         if self.config.infinity.check_nan:
-            bad = self.parts.ranks.sum(0.0 if math.isfinite(loss.detach().item()) else 1.0)
-            if bad:
-                raise NonFiniteError(
-                    f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of "
-                    f"{self.parts.ranks.size} ranks). Nothing "
-                    "was updated by this step: lower the learning rate, set gradient_clipping, or look at this batch."
-                )
+            self._check_loss(loss)
         self._loss = loss.detach()
         with self._failing():
             (loss / self.batch.accumulation if self.batch.accumulation > 1 else loss).backward()
@@ -149,19 +152,14 @@ class Engine:
                 unit.job.done.wait()
         scale = 1.0 / parts.ranks.size
         self._grad_norm = None
-        if self.config.gradient_clipping > 0:
+        clipping = self.config.gradient_clipping > 0
+        if clipping or (self.config.infinity.check_nan and collector.stored):
             norm = math.sqrt(collector.squared_norm()) * scale
-            if not math.isfinite(norm):
-                collector.settle()
-                collector.end_step()
-                self.micro_steps = 0
-                raise NonFiniteError(
-                    f"the gradient norm is {norm} in step {self.global_steps + 1}. Nothing was updated by this step: "
-                    "lower the learning "
-                    "rate, or look at this batch."
-                )
-            self._grad_norm = norm
-            scale *= min(1.0, self.config.gradient_clipping / (norm + 1e-6))
+            self._check_norm(norm)
+            if clipping:
+                self._grad_norm = norm
+                coefficient = self.config.gradient_clipping / (norm + 1e-6)
+                scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN goes through, as in torch
         collector.settle()
         for index in sorted(collector.stored):
             unit = parts.units[index]
@@ -193,6 +191,50 @@ class Engine:
 
     def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
         self.parts.store.start_update(unit, self._job(unit, 1.0 / self.parts.ranks.size, gradient))
+
+    # -- what is not finite ------------------------------------------------------------------------------------------
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        """Before anything is changed; all ranks raise if one has to, and learn here of gradients that one refused."""
+        bad, refused = self.ranks.sums(
+            0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.parts.pipeline.refused))
+        )
+        self._check_refused(refused)
+        if bad:
+            raise NonFiniteError(
+                f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {self.ranks.size} ranks). "
+                "Nothing was updated by this step: lower the learning rate, set gradient_clipping, or look at this "
+                "batch."
+            )
+
+    def _check_norm(self, norm: float) -> None:
+        """`norm`: that of the gradients that wait for their update, the same on all ranks."""
+        if math.isfinite(norm) or not self.config.infinity.check_nan:
+            return
+        collector = self.parts.collector
+        spent = collector.spent
+        collector.settle()
+        collector.end_step()
+        self.micro_steps = 0
+        if spent:
+            self._refuse()
+        raise NonFiniteError(
+            f"the gradient norm is {norm} in step {self.global_steps + 1}. Nothing was updated by this step: lower the "
+            "learning rate, or look at this batch."
+        )
+
+    def _check_refused(self, refused: float) -> None:
+        """refused: units, over all ranks, that an update during backward left as they were."""
+        if refused:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        names = ", ".join(self.parts.pipeline.refused) or "of another rank"
+        self._broken = f"a gradient was NaN or infinite, found while its step's other units were updated ({names})"
+        raise NonFiniteError(
+            f"{self._broken}. Load the last checkpoint; lower the learning rate, set gradient_clipping, or set "
+            'infinity.update to "next_forward", which looks at all gradients first.'
+        )
 
     # -- what the hooks tell -----------------------------------------------------------------------------------------
 
@@ -280,6 +322,7 @@ class Engine:
         self._check_open()
         with self._failing():
             self.parts.store.settle()
+            self._check_refused(self.ranks.sum(float(len(self.parts.pipeline.refused))))
             self.parts.store.release_all()
 
     def save_checkpoint(
@@ -331,6 +374,7 @@ class Engine:
             if not self._broken:
                 self.parts.collector.settle()
                 self.parts.store.settle()
+                self._check_refused(len(self.parts.pipeline.refused))
                 self.parts.store.release_all()
         finally:
             self.parts.store.abandon()

@@ -129,12 +129,16 @@ class ModelHooks:
         self._on_backward_end()
 
     def reset(self) -> None:
-        """Forget a forward or backward that an exception cut short."""
-        self._depth = 0
+        """Forget a backward that an exception cut short. Called where a forward of the model starts."""
         self.in_backward = False
         self._held = {}
         for unit in self._store.units:
             unit.holds = 0
+
+    def abort(self) -> None:
+        """Forget a forward that something cut short for which modules call no hooks (Ctrl-C)."""
+        self._depth = 0
+        self.reset()
 
 
 def _own_outputs(output: Any) -> Any:
