@@ -76,9 +76,11 @@ class Ranks:
 
     def _all_gather(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
         self._device.await_copy(reached)
-        after.wait()
-        dist.all_gather_into_tensor(flat, self.shard(flat), group=self._group)
-        self._device.compute_reached().wait()
+        try:
+            after.wait()
+        finally:  # this rank's shard is bad then, but the others wait for it, and collectives must stay in step
+            dist.all_gather_into_tensor(flat, self.shard(flat), group=self._group)
+            self._device.compute_reached().wait()
 
     def _reduce_scatter(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
         self._device.await_copy(reached)
@@ -116,15 +118,19 @@ class Ranks:
 
     def sum(self, value: float) -> float:
         """The sum of one fp64 number over ranks, in rank order; every rank gets the same bits."""
-        if self.alone:
-            return value
-        return float(self._thread.submit(self._sum, value).result())
+        return self.sums(value)[0]
 
-    def _sum(self, value: float) -> float:
-        mine = torch.tensor([value], dtype=torch.float64, device=self._device.torch_device)
-        parts = torch.empty(self.size, dtype=torch.float64, device=self._device.torch_device)
+    def sums(self, *values: float) -> tuple[float, ...]:
+        """The sum of each number, in one exchange."""
+        if self.alone:
+            return values
+        return self._thread.submit(self._sum, values).result()
+
+    def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device.torch_device)
+        parts = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device.torch_device)
         dist.all_gather_into_tensor(parts, mine, group=self._group)
-        return float(sum(parts.tolist()))
+        return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
     def barrier(self) -> None:
         if not self.alone:

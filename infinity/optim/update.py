@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.errors import NonFiniteError
 from infinity.optim.cpu_adam import AdamHyper
 from infinity.optim.kernels import squared_norm
 from infinity.tiers.base import Tier, Window
@@ -127,7 +126,8 @@ class _Running:
     staging: Lease | None
     tiles: deque[Tile]
     failed: BaseException | None = None
-    checked: bool = False
+    skipped: bool | None = None
+    """Whether the gradient was found to be NaN or infinite, so that nothing is updated; None: not looked at."""
 
     def forget(self) -> None:
         """Let go of every view of the unit's buffer: its lease may end as soon as the job is done."""
@@ -157,11 +157,16 @@ class _Write:
 
 
 class UpdatePipeline:
-    """The thread that updates units. `seconds`: time spent in the Adam kernels. `elements`: parameters updated."""
+    """The thread that updates units.
+
+    `seconds`: time spent in the Adam kernels. `elements`: parameters updated. `refused`: names of units that keep their
+    former values, since the gradient was NaN or infinite; all ranks have to be told before one can stop.
+    """
 
     def __init__(self, places: Places, kernel: Kernel, *, reads_ahead: int = 3) -> None:
         self.seconds = 0.0
         self.elements = 0
+        self.refused: list[str] = []
         self._places = places
         self._kernel = kernel
         self._reads_ahead = reads_ahead
@@ -294,9 +299,12 @@ class UpdatePipeline:
         job = running.job
         grad = item.grad.tensor.view(self._places.grad_dtype or job.layout.dtype) if item.grad else None
         if grad is None:
-            if job.require_finite and not running.checked:
-                _check_finite(job)
-                running.checked = True
+            if job.require_finite and running.skipped is None:
+                running.skipped = not math.isfinite(squared_norm(job.gradient_shard()))
+                if running.skipped:
+                    self.refused.append(job.layout.name)
+            if running.skipped:
+                return
             grad = job.gradient_shard()[tile.start : tile.stop]
         began = time.perf_counter()
         states = {
@@ -352,12 +360,3 @@ class UpdatePipeline:
             running.job.fail(running.failed)
         else:
             running.job.mark_done()
-
-
-def _check_finite(job: UpdateJob) -> None:
-    if not math.isfinite(squared_norm(job.gradient_shard())):
-        raise NonFiniteError(
-            f"the gradient of unit {job.layout.name} is NaN or infinite. The unit keeps its former values; units "
-            "updated earlier in this "
-            "backward do not, so load the last checkpoint. Lower the learning rate, or set gradient_clipping."
-        )
