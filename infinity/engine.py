@@ -90,7 +90,12 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         self._check_open()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # modules call no hooks for these (Ctrl-C)
+                self._hooks.abort()
+            raise
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of `loss` (a scalar) divided by the number of accumulated micro-batches.
