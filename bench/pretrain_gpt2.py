@@ -34,8 +34,8 @@ from infinity.observe.report import closing_table
 from infinity.observe.units import show_count, show_seconds
 
 BATCH_SIZE = 16
-PROMPTS = ("def ", "class ", "import ")
-SAMPLE_BYTES = 160
+PROMPTS = ("    def ", "\n\nclass ", "\nimport ")
+SAMPLE_BYTES = 200
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -166,10 +166,10 @@ def run(args: argparse.Namespace, stack: ExitStack) -> None:
     if save is not None:
         left.append(("checkpoint", str(engine.save_checkpoint(save))))
     tiers = job.tier_bytes()
-    sample = "\n\n".join(job.sample(PROMPTS, SAMPLE_BYTES)) + "\n"
+    sample = "\n\n".join(text.strip("\n") for text in job.sample(PROMPTS, SAMPLE_BYTES)) + "\n"
     if is_first:
         left += leave(job, config, corpus, output, sample)
-        console.rule("what the model writes after " + ", ".join(repr(prompt) for prompt in PROMPTS))
+        console.rule("what the model writes after " + ", ".join(repr(prompt.strip()) for prompt in PROMPTS))
         say(sample)
         console.rule("this run")
         console.print(closing_table(job.meter.totals, parameters=shape.num_parameters, losses=last_losses(job),

@@ -53,25 +53,38 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        texts = [text for name in _library_files(root) if (text := name.read_bytes())]
+        texts, nothing = (
+            _read(_library_files(root)),
+            "Python source, which is the default text: name another with --data",
+        )
         source = f"the Python standard library in {root}"
-        if not texts:
-            raise DataError(
-                f"there is no Python source in {root}, which is the default text; name another one with --data"
-            )
     else:
-        root = Path(path)
-        texts, source = _texts(root), str(root)
-        if not texts:
-            raise DataError(f"there is no text in {root}: every file there is empty, hidden or has zero bytes in it")
+        root, nothing = Path(path), "text: every file there is empty, hidden or has zero bytes in it"
+        source = str(root)
+        if root.is_file() and root.stat().st_size:
+            return _one_file(root)
+        texts = _read(_text_files(root))
+    if not texts:
+        raise DataError(f"{root} has no {nothing}")
     if len(texts) == 1:
-        cut = len(texts[0]) - len(texts[0]) // HELD_OUT_EVERY
-        train, held_out = [texts[0][:cut]], [texts[0][cut:]]
-    else:
-        every = min(HELD_OUT_EVERY, len(texts))
-        held_out = texts[every - 1 :: every]
-        train = [text for index, text in enumerate(texts) if index % every != every - 1]
-    return Corpus(_join(train), _join(held_out), source, len(texts))
+        return _split(np.frombuffer(texts[0], np.uint8), source)
+    every = min(HELD_OUT_EVERY, len(texts))
+    train = [text for index, text in enumerate(texts) if index % every != every - 1]
+    return Corpus(_join(train), _join(texts[every - 1 :: every]), source, len(texts))
+
+
+def _one_file(path: Path) -> Corpus:
+    try:
+        return _split(
+            np.memmap(path, np.uint8, mode="r"), str(path)
+        )  # as large as it likes: pages come when they are read
+    except OSError as error:
+        raise DataError(f"cannot read the text {path}: {error.strerror}") from error
+
+
+def _split(text: Bytes, source: str) -> Corpus:
+    cut = len(text) - len(text) // HELD_OUT_EVERY
+    return Corpus(text[:cut], text[cut:], source, 1)
 
 
 def _library_files(root: Path) -> Iterator[Path]:
@@ -80,28 +93,25 @@ def _library_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
-def _texts(root: Path) -> list[bytes]:
-    try:
-        if not root.is_dir():
-            return [text for text in [root.read_bytes()] if text]
-        files = [
-            Path(folder, name)
-            for folder, folders, names in _sorted_walk(root)
-            for name in names
-            if not name.startswith(".") and Path(folder, name).is_file()
-        ]
-        return [text for file in files if (text := file.read_bytes()) and SEPARATOR not in text]
-    except OSError as error:
-        raise DataError(f"cannot read the text {error.filename or root}: {error.strerror}") from error
-
-
-def _sorted_walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+def _text_files(root: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
+    if not root.is_dir():
+        yield root  # a pipe, an empty file, or nothing at all: reading it says which
+        return
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield folder, folders, sorted(names)
+        files = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        yield from (file for file in files if file.is_file())
+
+
+def _read(files: Iterator[Path]) -> list[bytes]:
+    """The files' contents, without those that are empty or no text."""
+    try:
+        return [text for file in files if (text := file.read_bytes()) and SEPARATOR not in text]
+    except OSError as error:
+        raise DataError(f"cannot read the text {error.filename}: {error.strerror}") from error
 
 
 def _join(texts: list[bytes]) -> Bytes:

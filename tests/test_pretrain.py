@@ -70,7 +70,7 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
     moved = sum(s["nvme_bytes_read"] + s["nvme_bytes_written"] for s in steps) / 30 / parameters
     assert 20 < moved < 40  # every state is on NVMe: read, and written, once a step, with small units' padding
     out = capsys.readouterr().out
-    assert Path("runs/gpt2/sample.txt").read_text().startswith("def ")
+    assert Path("runs/gpt2/sample.txt").read_text().startswith("    def ")
     assert f"{steps[-1]['loss']:.3f}" in out and "held-out text" in out
     for row in ("nvme tier", "read per parameter and step", "compute", "I/O waited for", "update", "peak host memory"):
         assert row in out

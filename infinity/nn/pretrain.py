@@ -86,18 +86,17 @@ class Pretraining:
         return float(sums[0] / sums[1])
 
     def sample(self, prompts: Sequence[str], tokens: int, temperature: float = 0.6, top_k: int = 40) -> list[str]:
-        """Each prompt, and the `tokens` bytes that the model writes after it; the same on every rank."""
+        """Each prompt (all of one length in bytes) and the `tokens` that the model writes after it, as text.
+
+        The prompts go through the model together, since each token needs every parameter. Every rank gets the same.
+        """
         self.engine.eval()
+        ids = torch.cat([to_tokens(prompt) for prompt in prompts]).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.seed)
-
-        def write(prompt: str) -> str:
-            ids = generate(self.engine, to_tokens(prompt).to(self.device), tokens, seq_length=self.shape.seq_length,
-                           temperature=temperature, top_k=top_k, generator=generator)  # fmt: skip
-            return to_text(ids[0])
-
-        texts = [write(prompt) for prompt in prompts]
+        ids = generate(self.engine, ids, tokens, seq_length=self.shape.seq_length, temperature=temperature,
+                       top_k=top_k, generator=generator)  # fmt: skip
         self.engine.train()
-        return texts
+        return [to_text(row) for row in ids]
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes of each tier, of all ranks together."""
