@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
@@ -12,7 +14,10 @@ from infinity.optim.cpu_adam import join_master, split_master
 from infinity.tiers.base import Tier
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.placement import Extent, Placement, State, StateFormat, Tile, tiles
+from infinity.tiers.transfer import Transfer
 from infinity.units.layout import UnitLayout
+
+_BUFFERS = 2
 
 Flats = dict[str, torch.Tensor]
 """State name → flat tensor (numel,): master, exp_avg and exp_avg_sq in fp32, or param in the unit's dtype."""
@@ -46,13 +51,19 @@ class UnitStates:
         else:
             param, shards["remainder"] = split_master(shards["master"])
             self._write_param(layout, param)
+        tier, extent = self._tier(layout, State.OPTIM), self._extent(layout, State.OPTIM)
+        writing: deque[Transfer] = deque()
         for tile, record, fields in self._tiles(layout):
+            if len(writing) == _BUFFERS:
+                writing.popleft().wait()
             for name, field in fields.items():
                 if name in shards:
                     field.copy_(shards[name][tile.start : tile.stop])
-                else:
-                    field.zero_()
-            self._tier(layout, State.OPTIM).write(self._extent(layout, State.OPTIM), record, tile.offset).wait()
+                elif tile.stop == layout.shard_numel:
+                    field.zero_()  # zero from the start, but for a last tile that is shorter than those before it
+            writing.append(tier.write(extent, record, tile.offset))
+        while writing:
+            writing.popleft().wait()
 
     def read(self, layout: UnitLayout) -> Flats:
         """The unit's states, complete on every rank. Every rank calls it."""
@@ -81,14 +92,15 @@ class UnitStates:
         return flats
 
     def _tiles(self, layout: UnitLayout) -> list[tuple[Tile, torch.Tensor, Flats]]:
-        """Each tile, a buffer (shared by all tiles) for its bytes in the optimizer extent, and views of its states
-        in it.
+        """Each tile, a zeroed buffer for its bytes in the optimizer extent, and views of its states in it.
+
+        The tiles take turns with `_BUFFERS` buffers.
         """
         states = self.formats(layout.dtype)
         cut = tiles(layout.shard_numel, self.tile_size, states)
-        buffer = host_tensor(cut[0].nbytes)
+        buffers = [host_tensor(cut[0].nbytes) for _ in range(_BUFFERS)]
         found = []
-        for tile in cut:
+        for tile, buffer in zip(cut, cycle(buffers), strict=False):
             ranges = tile.state_ranges(states).items()
             fields = {name: buffer[first : first + length].view(dtype) for name, (first, length, dtype) in ranges}
             found.append((tile, buffer[: tile.nbytes], fields))
