@@ -178,9 +178,8 @@ class Engine:
         slots = self.parts.collector.slots[unit.index]
         return UpdateJob(
             unit.layout,
-            unit.layout.runs(self.parts.ranks.rank, slots),
+            unit.layout.runs(self.parts.ranks.rank, unit.advance(slots)),
             self.optimizer.hypers(),
-            self.global_steps + 1,
             scale,
             gradient,
             require_finite=gradient is not None and self.config.infinity.check_nan,

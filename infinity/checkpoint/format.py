@@ -18,12 +18,14 @@ CLIENT_STATE = "client_state.pt"
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter: its shape, the dtype it computes in, whether it is trained, and the file that holds its states."""
+    """One parameter: its shape, the dtype it computes in, whether it is trained, the file that holds its states, and how
+    often it was updated."""
 
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
     file: str
+    step: int
 
     def states(self) -> tuple[str, ...]:
         """Names of its tensors: trained ones are kept as fp32 master and moments, frozen ones as they are."""
@@ -70,7 +72,7 @@ def read_index(folder: Path) -> Index:
         )
     try:
         found["parameters"] = {
-            name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"])
+            name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"], entry["step"])
             for name, entry in found["parameters"].items()
         }
         return Index(**found)

@@ -32,6 +32,7 @@ def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[s
     client_state = _client_state(folder)
     for unit in engine.units:
         engine.parts.states.write(unit.layout, _read(folder, index, unit))
+        unit.steps = [index.parameters[slot.name].step for slot in unit.layout.slots]
         unit.generation += 1
     engine.ranks.barrier()
     engine.restore(index.global_steps, index.param_groups, index.lr_scheduler)

@@ -34,9 +34,9 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
     for unit in engine.units:
         flats = engine.parts.states.read(unit.layout)
         file = f"unit-{unit.index:05d}.safetensors"
-        for slot in unit.layout.slots:
-            dtype = str(unit.layout.dtype).removeprefix("torch.")
-            entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, file)
+        dtype = str(unit.layout.dtype).removeprefix("torch.")
+        for slot, step in zip(unit.layout.slots, unit.steps, strict=True):
+            entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, file, step)
         if writer is not None:
             files[file] = writer.write_unit(file, unit, flats)
         del flats

@@ -50,7 +50,6 @@ class UpdateJob:
     layout: UnitLayout
     runs: Sequence[Run]
     hypers: Sequence[AdamHyper]
-    step: int
     grad_scale: float
     gradient: Future[Gradient] | None = None
     """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by
@@ -317,7 +316,7 @@ class UpdatePipeline:
                 continue
             part = slice(low - tile.start, high - tile.start)
             cut = {name: state[part] for name, state in states.items()}
-            self._kernel(cut, running.param[low:high], grad[part], job.hypers[run.group], job.step, job.grad_scale)
+            self._kernel(cut, running.param[low:high], grad[part], job.hypers[run.group], run.step, job.grad_scale)
             self.elements += high - low
         self.seconds += time.perf_counter() - began
 

@@ -6,8 +6,8 @@ A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_si
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -38,11 +38,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A range of a shard, `shard[start:stop]`, whose elements share the hyper-parameters of one param_group."""
+    """A range of a shard, `shard[start:stop]`, whose elements share the hyper-parameters of one param_group and the number
+    of this update, from 1."""
 
     start: int
     stop: int
     group: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -77,23 +79,22 @@ class UnitLayout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def runs(self, rank: int, slots: Collection[int]) -> list[Run]:
-        """The part of `rank`'s shard that the given slots (those with a gradient) occupy, cut where the param_group
-        changes.
+    def runs(self, rank: int, steps: Mapping[int, int]) -> list[Run]:
+        """The part of `rank`'s shard that is updated, cut where the param_group or the number of the update changes.
 
-        Padding belongs to the run before it; slots of no group (-1) are left out.
+        steps: slot that has a gradient → how often it has been updated with this one. Padding belongs to the run before it; slots of no group (-1) are left out.
         """
         low, high = self.shard_range(rank)
         runs: list[Run] = []
         ends = [slot.offset for slot in self.slots[1:]] + [self.numel]
         for number, (slot, end) in enumerate(zip(self.slots, ends, strict=True)):
             start, stop = max(slot.offset, low), min(end, high)
-            if start >= stop or slot.group < 0 or number not in slots:
+            if start >= stop or slot.group < 0 or number not in steps:
                 continue
-            if runs and runs[-1].group == slot.group and runs[-1].stop == start - low:
-                runs[-1] = Run(runs[-1].start, stop - low, slot.group)
-            else:
-                runs.append(Run(start - low, stop - low, slot.group))
+            run = Run(start - low, stop - low, slot.group, steps[number])
+            if runs and runs[-1].stop == run.start and (runs[-1].group, runs[-1].step) == (run.group, run.step):
+                run = replace(run, start=runs.pop().start)
+            runs.append(run)
         return runs
 
     def gaps(self) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -71,10 +72,18 @@ class Unit:
         """Tensors that autograd saved out of the unit and may still ask for."""
         self.generation = 0
         """Updates so far; a saved reference from before an update must not be served after it."""
+        self.steps = [0] * len(parameters)
+        """By slot, how often the parameter has been updated: Adam's bias correction follows a parameter, not the model."""
         self.job: UpdateJob | None = None
         self.pending_job: UpdateJob | None = None
         """An update that is due before the next use and has not been started."""
         self._versions: list[int] = []
+
+    def advance(self, slots: Collection[int]) -> dict[int, int]:
+        """Count one more update of these slots; slot → its number, from 1."""
+        for slot in slots:
+            self.steps[slot] += 1
+        return {slot: self.steps[slot] for slot in slots}
 
     @property
     def index(self) -> int:
