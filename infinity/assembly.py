@@ -201,7 +201,7 @@ class _Assembly:
         self.rules, self.placement, self.tiers = rules, placement, tiers
         self.device, self.ranks = device, ranks
         self.formats = partial(state_format, master=config.infinity.master)
-        self.states = UnitStates(placement, tiers, self.formats, config.infinity.tile_size, ranks)
+        self.states = UnitStates(placement, tiers, self.formats, config.infinity.tile_size, ranks, device)
         self.pools: list[Pool] = []
         self.device_pools: list[Pool] = []
 
@@ -237,6 +237,7 @@ class _Assembly:
             reads_ahead=_READS_AHEAD,
         )
         store.pipeline = pipeline
+        store.adopt = self.states.adopt
         unit_of = {id(p): unit for unit in units for p in unit.parameters}
         index_of = {key: unit.index for key, unit in unit_of.items()}
         hooked = modules_to_hook(self.model, index_of, [unit.root for unit in self.found])

@@ -203,7 +203,8 @@ class Engine:
             raise NonFiniteError(
                 f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {self.ranks.size} ranks). "
                 "Nothing was updated by this step: lower the learning rate, set gradient_clipping, or look at this "
-                "batch."
+                "batch. If the loss reads weights, read them as attributes (module.weight): parameters() hands out "
+                "placeholders of NaN."
             )
 
     def _check_norm(self, norm: float) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
+from infinity.errors import UsageError
 from infinity.units.saved import unit_behind
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
@@ -23,15 +24,21 @@ class UnitParameters(dict[str, Any]):
     Models read weights outside the module that owns them (DeBERTa, Mamba, tied heads); no registration is asked for.
     """
 
-    def __init__(self, parameters: dict[str, Any], unit_of: dict[int, Unit], store: UnitStore) -> None:
+    def __init__(
+        self, parameters: dict[str, Any], unit_of: dict[int, Unit], store: UnitStore, outside: Callable[[], bool]
+    ) -> None:
         super().__init__(parameters)
         self._units = {name: unit_of[id(p)] for name, p in parameters.items() if p is not None and id(p) in unit_of}
         self._store = store
+        self._outside = outside
 
     def __getitem__(self, name: str) -> Any:
         unit = self._units.get(name)
-        if unit is not None and (unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index):
-            self._store.use(unit)
+        if unit is not None:
+            if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
+                self._store.use(unit)
+            if not unit.holds and self._outside():
+                unit.exposed = True
         return super().__getitem__(name)
 
 
@@ -57,6 +64,7 @@ class ModelHooks:
         self._on_backward_end = on_backward_end
         self._held: dict[nn.Module, list[int]] = {}
         self._depth = 0
+        self._autocast_cache = True
         self.in_backward = False
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._enter_root, prepend=True),
@@ -67,7 +75,13 @@ class ModelHooks:
             self._handles.append(module.register_forward_hook(self._release(module, units), always_call=True))
         self._wrapped = [module for module in model.modules() if module._parameters]
         for module in self._wrapped:
-            module.__dict__["_parameters"] = UnitParameters(module._parameters, unit_of, store)
+            module.__dict__["_parameters"] = UnitParameters(module._parameters, unit_of, store, self._outside)
+            self._handles.append(module.register_state_dict_post_hook(_own_state))
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_state))
+
+    def _outside(self) -> bool:
+        """Whether neither the model's forward nor a backward is running."""
+        return self._depth == 0 and torch._C._current_graph_task_id() == -1
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -79,14 +93,18 @@ class ModelHooks:
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and torch._C._current_graph_task_id() == -1:
-            self._on_forward()
+        if self._depth == 1:
+            self._autocast_cache = torch.is_autocast_cache_enabled()
+            if torch._C._current_graph_task_id() == -1:
+                self._on_forward()
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._depth -= 1
-        if self._depth == 0 and torch.is_grad_enabled():
-            # The first gradient to flow is the root output's: there the end of this graph task can be asked for.
-            tree_map_only(torch.Tensor, self._watch, output)
+        if self._depth == 0:
+            torch.set_autocast_cache_enabled(self._autocast_cache)
+            if torch.is_grad_enabled():
+                # The first gradient to flow is the root output's: there the end of this graph task can be asked for.
+                tree_map_only(torch.Tensor, self._watch, output)
         return _own_outputs(output)
 
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -96,6 +114,9 @@ class ModelHooks:
 
     def _acquire(self, module: nn.Module, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
         def acquire(_: nn.Module, args: Any) -> None:
+            # Autocast keeps casts of leaf parameters until its context ends: they would fill the memory, and be stale
+            # after an update. Set here and not once, as a context that the model enters may switch the cache on again.
+            torch.set_autocast_cache_enabled(False)
             for unit in units:
                 self._store.hold(unit)
             self._held.setdefault(module, []).append(len(units))
@@ -139,6 +160,25 @@ class ModelHooks:
         """Forget a forward that something cut short for which modules call no hooks (Ctrl-C)."""
         self._depth = 0
         self.reset()
+
+
+def _own_state(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """`state_dict()` of a module: its parameters' values instead of placeholders, fetched unit by unit and copied."""
+    for name in module._parameters:
+        key = prefix + name
+        if key in state and not isinstance(
+            state[key], nn.Parameter
+        ):  # keep_vars=True asks for the parameters themselves
+            parameter = module._parameters[name]
+            assert parameter is not None
+            state[key] = parameter.detach().clone()
+
+
+def _refuse_state(module: nn.Module, *_: Any) -> None:
+    raise UsageError(
+        f"load_state_dict() of {type(module).__name__} was called while an engine has its parameters: load them before "
+        "infinity.initialize(), or use engine.load_checkpoint()."
+    )
 
 
 def _own_outputs(output: Any) -> Any:

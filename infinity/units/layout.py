@@ -38,8 +38,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A range of a shard, `shard[start:stop]`, whose elements share the hyper-parameters of one param_group and the number
-    of this update, from 1."""
+    """A range of a shard, `shard[start:stop]`, whose elements share the hyper-parameters of one param_group.
+
+    step: number of this update of them, from 1.
+    """
 
     start: int
     stop: int
@@ -82,7 +84,8 @@ class UnitLayout:
     def runs(self, rank: int, steps: Mapping[int, int]) -> list[Run]:
         """The part of `rank`'s shard that is updated, cut where the param_group or the number of the update changes.
 
-        steps: slot that has a gradient → how often it has been updated with this one. Padding belongs to the run before it; slots of no group (-1) are left out.
+        steps: slot that has a gradient → how often it has been updated, this time included. Padding belongs to the run
+        before it; slots of no group (-1) are left out.
         """
         low, high = self.shard_range(rank)
         runs: list[Run] = []

@@ -12,10 +12,12 @@ import torch
 from infinity.comm.collectives import Ranks
 from infinity.optim.cpu_adam import join_master, split_master
 from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.placement import Extent, Placement, State, StateFormat, Tile, tiles
 from infinity.tiers.transfer import Transfer
 from infinity.units.layout import UnitLayout
+from infinity.units.unit import Unit
 
 _BUFFERS = 2
 
@@ -37,6 +39,7 @@ class UnitStates:
     formats: Callable[[torch.dtype], StateFormat]
     tile_size: int
     ranks: Ranks
+    device: Device
 
     def write(self, layout: UnitLayout, flats: Flats) -> None:
         """Write this rank's shards. A trained unit needs `master`; moments left out are zero. A frozen one needs
@@ -82,6 +85,30 @@ class UnitStates:
         for flat in flats.values():
             self.ranks.complete(flat)
         return flats
+
+    def adopt(self, unit: Unit) -> None:
+        """Make the masters of 16-bit parameters that were edited in the unit's buffer what they were edited to.
+
+        Called before the edit is written back: what changed is told from what the tier still has.
+        """
+        layout = unit.layout
+        if not layout.trainable or layout.dtype == torch.float32:
+            return
+        before, after = flat_tensor(layout.shard_numel, layout.dtype), flat_tensor(layout.shard_numel, layout.dtype)
+        self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), before.view(torch.uint8)).wait()
+        self.device.copy(after.view(torch.uint8), unit.shard_bytes(self.ranks.rank)).wait()
+        changed = before.view(torch.int16) != after.view(torch.int16)
+        for tile, record, fields in self._tiles(layout):
+            part = slice(tile.start, tile.stop)
+            if not changed[part].any():
+                continue
+            tier, extent = self._tier(layout, State.OPTIM), self._extent(layout, State.OPTIM)
+            tier.read(extent, record, tile.offset).wait()
+            if "remainder" in fields:
+                fields["remainder"][changed[part]] = 0
+            else:
+                fields["master"][changed[part]] = after[part][changed[part]].float()
+            tier.write(extent, record, tile.offset).wait()
 
     def _read_optimizer(self, layout: UnitLayout) -> Flats:
         flats = {name: flat_tensor(layout.numel, dtype) for name, dtype in self.formats(layout.dtype).states}

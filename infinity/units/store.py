@@ -44,6 +44,8 @@ class UnitStore:
         self.fetches = 0
         self.quarantined: set[int] = set()
         self.pipeline: UpdatePipeline | None = None
+        self.adopt: Callable[[Unit], None] = lambda unit: None
+        """Called with a resident unit whose parameters were edited, before the edit is written back or updated."""
         self._pool = pool
         self._tier = tier
         self._placement = placement
@@ -86,6 +88,7 @@ class UnitStore:
 
     def _arrive(self, unit: Unit) -> None:
         if unit.residency is Residency.RELEASED:
+            unit.check_placeholders()
             lease = self._lease_for(unit)
             self._start(unit, lease)
         if unit.residency is Residency.UPDATING:
@@ -134,6 +137,7 @@ class UnitStore:
                 self._follow_update(unit)
             if unit.residency is not Residency.RELEASED:
                 continue
+            unit.check_placeholders()
             lease = self._lease_ahead(unit)
             if lease is None:
                 return
@@ -149,6 +153,10 @@ class UnitStore:
         arrives: Transfer | None = None
         if unit.residency is Residency.RESIDENT:
             arrives = DONE
+            if unit.edited():
+                if unit.job is not None:
+                    unit.job.done.wait()
+                self.adopt(unit)
             saved.unregister(unit)
             unit.unbind()
         elif unit.residency is Residency.FETCHING:
@@ -165,6 +173,7 @@ class UnitStore:
         for unit in self.units:
             if unit.pending_job is not None:
                 if unit.residency is Residency.RELEASED:
+                    unit.check_placeholders()
                     unit.lease = self._lease_for(unit)
                 self.start_update(unit, unit.pending_job)
         for unit in self.units:
@@ -195,6 +204,7 @@ class UnitStore:
             transfer.wait()
         if unit.residency is Residency.RESIDENT:
             if unit.edited():
+                self.adopt(unit)
                 self._write_back(unit)
             saved.unregister(unit)
             unit.unbind()

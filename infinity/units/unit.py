@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from infinity.errors import ResidencyError
+from infinity.errors import LifetimeError, ResidencyError
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import Transfer
 from infinity.units.layout import UnitLayout
@@ -73,10 +73,13 @@ class Unit:
         self.generation = 0
         """Updates so far; a saved reference from before an update must not be served after it."""
         self.steps = [0] * len(parameters)
-        """By slot, how often the parameter has been updated: Adam's bias correction follows a parameter, not the model."""
+        """By slot, how often the parameter has been updated: its bias correction follows that, not the model's steps."""
         self.job: UpdateJob | None = None
         self.pending_job: UpdateJob | None = None
         """An update that is due before the next use and has not been started."""
+        self.exposed = False
+        """Whether a parameter was read outside of the model's forward and backward: it may be edited through `.data`,
+        which leaves no trace."""
         self._versions: list[int] = []
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
@@ -111,19 +114,50 @@ class Unit:
 
     def bind(self) -> None:
         """Make the parameters views of the leased buffer."""
-        flat = self.flat()
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.data = flat[slot.offset : slot.stop].view(slot.shape)
+        for parameter, view in self._views():
+            parameter.data = view
         self._versions = [parameter._version for parameter in self.parameters]
+        self.exposed = False
 
     def unbind(self) -> None:
         """Make the parameters placeholders."""
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = placeholder(slot.shape, self.layout.dtype, self.device)
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def check_placeholders(self) -> None:
+        """LifetimeError if a parameter was edited while it was a placeholder; the edit is gone then."""
+        nowhere = placeholder((), self.layout.dtype, self.device)
+        changed = [
+            slot.name
+            for slot, parameter, version in zip(self.layout.slots, self.parameters, self._versions, strict=True)
+            if parameter._version != version or (parameter.data_ptr() != nowhere.data_ptr() and parameter.numel())
+        ]
+        if not changed and nowhere.device.type == "cpu" and not nowhere.isnan():
+            changed = ["a parameter"]  # through `.data`, which leaves no trace but in what all placeholders share
+        if changed:
+            nowhere.fill_(float("nan"))
+            self.unbind()
+            raise LifetimeError(
+                f"{changed[0]} was changed while its unit was released, so the change is lost: parameters() hands out "
+                "placeholders. Read a parameter as an attribute of its module (module.weight) right before the edit."
+            )
 
     def edited(self) -> bool:
-        """Whether a parameter was changed in place since `bind` (max_norm embeddings, a user's own edits)."""
-        return any(p._version != v for p, v in zip(self.parameters, self._versions, strict=True))
+        """Whether parameters were changed since `bind`, or may have been; takes over data that a user assigned."""
+        changed = self.exposed or any(p._version != v for p, v in zip(self.parameters, self._versions, strict=True))
+        for parameter, view in self._views():
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+                changed = True
+        return changed
+
+    def _views(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter and its place in the leased buffer."""
+        flat = self.flat()
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            yield parameter, flat[slot.offset : slot.stop].view(slot.shape)
 
     def is_viewed(self) -> bool:
         """Whether anything but the unit's own parameters refers to its buffer."""

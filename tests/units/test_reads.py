@@ -1,0 +1,288 @@
+"""Parameters read, returned and edited outside the module that owns them: fetched when read, written back when changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from conftest import OpenEngine
+from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.lifetime import assert_nothing_leaked, assert_trains_like_plain
+from support.loops import assert_same, open_engine, parameters_of, plain, train, trained
+from support.models import VOCABULARY, Block, Stack, seeded, token_batches
+
+BATCHES = token_batches(6)
+SCHEDULES = pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"accumulation": 2}], ids=str)
+
+
+# -- read ------------------------------------------------------------------------------------------------------------
+
+
+class Borrowing(nn.Module):
+    """A block that also uses a weight of another one, as DeBERTa does with its position embedding."""
+
+    def __init__(self, width: int, lender: list[Block]) -> None:
+        super().__init__()
+        self.block = Block(width)
+        self.lender = lender  # in a list, so that it is no submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.block(x)
+        return out + 0.1 * F.linear(out, self.lender[0].up.weight).relu() @ self.lender[0].up.weight
+
+
+class Lending(Stack):
+    """Every block reads a weight of the first; the last lines read weights of blocks from outside all of them."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        first = self.blocks[0]
+        self.blocks = nn.ModuleList([first, *(Borrowing(32, [first]) for _ in range(5))])
+        if reentrant is not None:
+            self.run = lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = self.run(block, x)
+        x = F.linear(x, self.blocks[0].up.weight, self.blocks[0].up.bias).relu() @ self.blocks[1].block.up.weight
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@SCHEDULES
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_a_weight_read_outside_its_module(reentrant: bool | None, options: dict[str, Any]) -> None:
+    assert_trains_like_plain(lambda: Lending(reentrant), BATCHES, units=8, **options)
+
+
+@SCHEDULES
+def test_tied_embeddings(options: dict[str, Any]) -> None:
+    assert_trains_like_plain(lambda: Stack(tied=True), BATCHES, units=7, **options)
+
+
+def test_a_head_that_is_the_embedding_weight_itself() -> None:
+    """Tied in code, not in the module tree."""
+
+    class Functional(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.head
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return F.cross_entropy(F.linear(x, self.embedding.weight).flatten(0, 1), targets.flatten())
+
+    assert_trains_like_plain(Functional, BATCHES, units=7)
+
+
+@SCHEDULES
+def test_weights_in_the_loss_outside_the_model(options: dict[str, Any]) -> None:
+    """A penalty that reads weights after the model's forward, of units that are long released."""
+
+    def loss_of(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
+        module = getattr(model, "module", model)
+        penalty = sum(block.up.weight.square().sum() + block.norm.bias.abs().sum() for block in module.blocks)
+        loss: torch.Tensor = model(*batch) + 0.01 * penalty
+        return loss
+
+    assert_trains_like_plain(Stack, BATCHES, units=8, loss_of=loss_of, **options)
+
+
+def test_weights_taken_from_parameters_are_never_silently_wrong(make_engine: OpenEngine) -> None:
+    """`parameters()` hands out placeholders of NaN: the loss is refused, and the message says how to read a weight."""
+    engine = make_engine(seeded(Stack), prefetch_bytes=0)
+    loss = engine(*BATCHES[0]) + sum(p.square().sum() for p in engine.module.parameters())
+    with pytest.raises(NonFiniteError, match=r"module\.weight"):
+        engine.backward(loss)
+
+
+def test_shapes_dtypes_and_devices_are_the_parameters_own(make_engine: OpenEngine) -> None:
+    model = seeded(Stack)
+    before = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}
+    make_engine(model)
+    after = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}
+    assert after == before
+    assert all(p.isnan().all() for p in model.parameters())
+
+
+def test_a_bare_parameter_list() -> None:
+    """Parameters of a container and of the root itself."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, 32)
+            self.weights = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(6))
+            self.scales = nn.ParameterDict({"a": torch.ones(32), "b": torch.zeros(32)})
+            self.blocks = nn.ModuleList(Block(32) for _ in range(5))
+            self.head = nn.Parameter(torch.randn(VOCABULARY, 32) / 6)
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for weight in self.weights:
+                x = torch.tanh(x @ weight)
+            x = x * self.scales["a"] + self.scales["b"]
+            for block in self.blocks:
+                x = block(x)
+            return F.cross_entropy(F.linear(x, self.head).flatten(0, 1), targets.flatten())
+
+    assert_trains_like_plain(Bare, BATCHES, units=6)
+
+
+# -- edit ------------------------------------------------------------------------------------------------------------
+
+
+class Renormed(Stack):
+    """An embedding that its own forward edits: rows longer than 0.5 are scaled down in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32, max_norm=0.5)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@SCHEDULES
+def test_max_norm_embeddings(options: dict[str, Any], late: bool) -> None:
+    device = LateDevice() if late else None
+    result = assert_trains_like_plain(Renormed, BATCHES, units=8, device=device, **options)
+    assert len(result.losses) == 6
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+def test_max_norm_edits_are_written_back(late: bool, tmp_path: Path) -> None:
+    """A forward without gradients edits rows; the unit is evicted, fetched again, and still has the edits."""
+    device = LateDevice() if late else None
+    model, reference = seeded(Renormed), seeded(Renormed)
+    with open_engine(model, engine_config(folder=tmp_path, prefetch_bytes=0), device) as engine, torch.no_grad():
+        for batch in BATCHES[:3]:
+            engine(*batch)
+            reference(*batch)
+        engine.parts.store.release_all()
+        assert torch.equal(parameters_of(engine)["embedding.weight"], reference.embedding.weight)
+    assert not torch.equal(reference.embedding.weight, seeded(Renormed).embedding.weight)
+
+
+def halve(module: Any) -> None:
+    with torch.no_grad():
+        module.blocks[1].up.weight.mul_(0.5)
+        module.head.weight.clamp_(-0.1, 0.1)
+
+
+def halve_data(module: Any) -> None:
+    module.blocks[1].up.weight.data.mul_(0.5)
+    module.head.weight.data.clamp_(-0.1, 0.1)
+
+
+def replace_data(module: Any) -> None:
+    module.blocks[1].up.weight.data = module.blocks[1].up.weight.data * 0.5
+    module.head.weight.data = module.head.weight.data.clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("edit", [halve, halve_data, replace_data])
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"param": "none"}, {"update": "after_backward"}], ids=str)
+def test_a_users_edit_between_steps(edit: Callable[[Any], None], options: dict[str, Any], late: bool) -> None:
+    config = engine_config(prefetch_bytes=0, **options)
+    reference = seeded(Stack)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.01)
+    with open_engine(seeded(Stack), config, LateDevice() if late else None) as engine:
+        for batch in BATCHES:
+            for module, step in ((engine.module, engine.step), (reference, optimizer.step)):
+                loss = module(*batch)
+                loss.backward()
+                if module is reference and config.gradient_clipping > 0:
+                    nn.utils.clip_grad_norm_(reference.parameters(), config.gradient_clipping)
+                step()
+                edit(module)
+            optimizer.zero_grad()
+        found = parameters_of(engine)
+        assert_nothing_leaked(engine)
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    assert found["head.weight"].abs().max() <= 0.1
+
+
+def test_an_edit_in_bf16_outlives_the_update(make_engine: OpenEngine) -> None:
+    """Both ways to keep a master take the edited value over."""
+    results = []
+    for master in ("remainder", "fp32"):
+        engine = make_engine(seeded(Stack), bf16=True, master=master, prefetch_bytes=0, lr=0.0, weight_decay=0.0)
+        train(engine, BATCHES[:2])
+        halve(engine.module)
+        train(engine, BATCHES[2:4])
+        results.append(parameters_of(engine))
+    assert results[0]["head.weight"].abs().max() <= 0.1001
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def zero(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.zero_()  # torch does not refuse this one, though all elements share one address
+
+
+def zero_data(parameter: torch.Tensor) -> None:
+    parameter.data.zero_()
+
+
+def assign_data(parameter: torch.Tensor) -> None:
+    parameter.data = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("edit", [zero, zero_data, assign_data])
+@pytest.mark.parametrize("prefetch", [0, "auto"])
+def test_edits_of_placeholders_are_noticed(edit: Callable[[Any], None], prefetch: Any, make_engine: OpenEngine) -> None:
+    """What `parameters()` hands out of a released unit cannot be edited silently; the former values are still there."""
+    engine = make_engine(seeded(Stack), prefetch_bytes=prefetch)
+    train(engine, BATCHES[:2])
+    before = parameters_of(engine)
+    engine.settle()
+    parameter = dict(engine.module.named_parameters())["blocks.1.up.weight"]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        parameter.mul_(0.5)
+    edit(parameter)
+    refused = 0
+    while refused < 3:
+        try:
+            engine(*BATCHES[0])
+            break
+        except LifetimeError as error:
+            assert "was changed while its unit was released" in str(error)
+            refused += 1
+    assert 1 <= refused <= 2  # for the unit that was used first, and for the one whose parameter it was
+    after = parameters_of(engine)
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+# -- state_dict ------------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_holds_values(make_engine: OpenEngine) -> None:
+    """Of the model and of a part of it, tied names included; loading goes another way."""
+    engine = make_engine(seeded(lambda: Stack(tied=True)), prefetch_bytes=0)
+    train(engine, BATCHES[:2])
+    found = engine.module.state_dict()
+    values = parameters_of(engine)
+    assert set(found) == {*values, "head.weight"}
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert torch.equal(found["head.weight"], values["embedding.weight"])
+    part = engine.module.blocks[2].state_dict()
+    assert torch.equal(part["up.weight"], values["blocks.2.up.weight"])
+    with pytest.raises(UsageError, match="load_checkpoint"):
+        engine.module.load_state_dict(found)
+    assert_nothing_leaked(engine)
+    model = engine.module
+    engine.close()
+    model.load_state_dict({name: value.clone() for name, value in found.items()}, assign=True)
+    assert torch.equal(model.blocks[2].up.weight, values["blocks.2.up.weight"])
