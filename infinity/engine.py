@@ -144,7 +144,19 @@ class Engine:
         )
 
     def _update(self) -> None:
-        """Turn the step's stored gradients into updates that are due; start those whose units come first."""
+        """The step's stored gradients become updates that are due, and the step ends."""
+        parts = self.parts
+        self._make_due()
+        parts.collector.end_step()
+        self.micro_steps = 0
+        self.global_steps += 1
+        if parts.update == "after_backward":
+            parts.store.settle()
+        else:
+            parts.store.prefetch()
+
+    def _make_due(self) -> None:
+        """Turn stored gradients into updates that are due; start those of units that are in a buffer."""
         parts = self.parts
         collector, store = parts.collector, parts.store
         for unit in parts.units:
@@ -161,18 +173,11 @@ class Engine:
                 coefficient = self.config.gradient_clipping / (norm + 1e-6)
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN goes through, as in torch
         collector.settle()
-        for index in sorted(collector.stored):
+        for index in collector.hand_over():
             unit = parts.units[index]
             unit.pending_job = self._job(unit, scale, None)
             if unit.lease is not None:
                 store.start_update(unit, unit.pending_job)
-        collector.end_step()
-        self.micro_steps = 0
-        self.global_steps += 1
-        if parts.update == "after_backward":
-            store.settle()
-        else:
-            store.prefetch()
 
     def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         slots = self.parts.collector.slots[unit.index]
@@ -241,6 +246,9 @@ class Engine:
     def _on_forward(self) -> None:
         if self._hooks.in_backward or self.parts.collector.in_mid_backward:
             self._recover()
+        elif self.parts.collector.spent:
+            # Backward has updated some units with this step's gradients: nobody shall see them beside old ones.
+            self._make_due()
         training = torch.is_grad_enabled()
         self.parts.store.tracer.begin("train" if training else "eval")
         self.parts.collector.last_micro_step = self.micro_steps + 1 >= self.batch.accumulation

@@ -105,10 +105,9 @@ class GradCollector:
         index = unit.index
         if index in self._sent_live:
             raise LifetimeError(
-                f"unit {unit.name} received a gradient after its update in the same backward: this step used it more "
-                "often than the "
-                'one before. Load the last checkpoint and set infinity.update to "next_forward", which waits for all '
-                "of backward."
+                f"unit {unit.name} received a gradient after its update in the same step. Load the last checkpoint; for "
+                "several backwards a step set gradient_accumulation_steps, and for a model that uses a unit more often "
+                'than in the step before set infinity.update to "next_forward", which waits for engine.step().'
             )
         collecting = self._open.get(index) or self._begin(unit)
         place = unit.layout.slots[slot]
@@ -251,6 +250,12 @@ class GradCollector:
     def squared_norm(self) -> float:
         """The sum of squares of all stored gradients over all ranks, summed in unit order. Waits for them."""
         return self._ranks.sum(sum(self._squares[index].result() for index in sorted(self.stored)))
+
+    def hand_over(self) -> list[int]:
+        """The units whose gradients are stored, in unit order: their updates are due, and they take no more gradients."""
+        units, self.stored = sorted(self.stored), set()
+        self._sent_live.update(units)
+        return units
 
     def end_step(self) -> None:
         """Forget the step: its gradients belong to the update now."""
