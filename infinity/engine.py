@@ -248,7 +248,8 @@ class Engine:
             self._recover()
         elif self.parts.collector.spent:
             # Backward has updated some units with this step's gradients: nobody shall see them beside old ones.
-            self._make_due()
+            with self._failing():
+                self._make_due()
         training = torch.is_grad_enabled()
         self.parts.store.tracer.begin("train" if training else "eval")
         self.parts.collector.last_micro_step = self.micro_steps + 1 >= self.batch.accumulation
@@ -379,7 +380,7 @@ class Engine:
             handle.remove()
         saved.uninstall()
         try:
-            if not self._broken:
+            if not self._broken and self.parts.store.failure is None:
                 self.parts.collector.settle()
                 self.parts.store.settle()
                 self._check_refused(len(self.parts.pipeline.refused))
@@ -398,6 +399,7 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the engine is closed: make a new one with infinity.initialize()")
+        self._broken = self._broken or str(self.parts.store.failure or "")
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): make a new one and load the last checkpoint")
 

@@ -105,8 +105,8 @@ class GradCollector:
         index = unit.index
         if index in self._sent_live:
             raise LifetimeError(
-                f"unit {unit.name} received a gradient after its update in the same step. Load the last checkpoint; for "
-                "several backwards a step set gradient_accumulation_steps, and for a model that uses a unit more often "
+                f"unit {unit.name} received a gradient after its update in the same step. Load the last checkpoint. "
+                "For several backwards a step set gradient_accumulation_steps; for a model that uses a unit more often "
                 'than in the step before set infinity.update to "next_forward", which waits for engine.step().'
             )
         collecting = self._open.get(index) or self._begin(unit)
@@ -252,7 +252,7 @@ class GradCollector:
         return self._ranks.sum(sum(self._squares[index].result() for index in sorted(self.stored)))
 
     def hand_over(self) -> list[int]:
-        """The units whose gradients are stored, in unit order: their updates are due, and they take no more gradients."""
+        """The units whose gradients are stored, in unit order. Their updates are due: they take no more gradients."""
         units, self.stored = sorted(self.stored), set()
         self._sent_live.update(units)
         return units

@@ -64,6 +64,8 @@ class UpdateJob:
         self.done: Transfer = Promised(self._done)
         self.target: torch.Tensor | None = None
         self.arrives: Transfer | None = None
+        self.after: Transfer = DONE
+        """The update of the unit before this one, whose writes this one reads."""
 
     def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
         """`target`: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is
@@ -227,6 +229,9 @@ class UpdatePipeline:
             if self._waiting is None:
                 self._closing = True
                 return False
+        job = self._waiting
+        if (self._reading or self._writing) and not (job.after.done() and (job.arrives or DONE).done()):
+            return False  # what it waits for may wait for what is in flight here
         self._running = self._open(self._waiting)
         if self._running is None:
             return False
@@ -238,25 +243,29 @@ class UpdatePipeline:
         target = job.target
         assert target is not None
         staging: Lease | None = None
-        arrived: Transfer = DONE
         work = target
         if places.param_pool is not None:
             staging = places.param_pool.try_lease(target.numel())
             if staging is None:
                 return None
             work = staging.tensor
-        if job.arrives is None:
-            arrived = places.param_tier.read(places.param_extent(job.layout.index), work)
-        elif staging is not None:
-            try:
-                job.arrives.wait()
-                arrived = places.device.copy(work, target)
-            except BaseException as error:  # noqa: BLE001 - met again, and carried by the job, when the first tile is due
-                arrived = Failed(error)
-        else:
-            arrived = job.arrives
+        arrived = self._bring(job, target, work)
         cut = tiles(job.layout.shard_numel, places.tile_size, places.formats(job.layout.dtype))
         return _Running(job, work.view(job.layout.dtype), arrived, staging, deque(cut))
+
+    def _bring(self, job: UpdateJob, target: torch.Tensor, work: torch.Tensor) -> Transfer:
+        """Start to bring the parameters to `work` from their tier or from `target`, the unit's buffer."""
+        places = self._places
+        try:
+            job.after.wait()
+            if job.arrives is None:
+                return places.param_tier.read(places.param_extent(job.layout.index), work)
+            if work is target:
+                return job.arrives
+            job.arrives.wait()
+            return places.device.copy(work, target)
+        except BaseException as error:  # noqa: BLE001 - met again, and carried by the job, when the first tile is due
+            return Failed(error)
 
     def _start_tile(self, running: _Running) -> _Tile | None:
         places = self._places

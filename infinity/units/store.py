@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from infinity.comm.collectives import Ranks
 from infinity.errors import InfinityError
@@ -43,6 +44,8 @@ class UnitStore:
         self.wait_seconds = 0.0
         self.fetches = 0
         self.quarantined: set[int] = set()
+        self.failure: OSError | None = None
+        """A transfer that failed: what it should have moved is not where it should be, and nothing may build on it."""
         self.pipeline: UpdatePipeline | None = None
         self.adopt: Callable[[Unit], None] = lambda unit: None
         """Called with a resident unit whose parameters were edited, before the edit is written back or updated."""
@@ -60,10 +63,11 @@ class UnitStore:
         next.
         """
         news = self.tracer.touch(unit.index)
-        if unit.residency is not Residency.RESIDENT:
-            self._arrive(unit)
-            news = True
-        if news:
+        if unit.residency is Residency.RESIDENT and not news:
+            return
+        with self._moving():
+            if unit.residency is not Residency.RESIDENT:
+                self._arrive(unit)
             self.prefetch()
 
     def hold(self, unit: Unit) -> None:
@@ -80,6 +84,14 @@ class UnitStore:
         """
         resident = unit.residency is Residency.RESIDENT
         return resident and not unit.holds and not unit.references and self.tracer.finished_with(unit.index)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = error
+            raise
 
     def resident(self) -> list[Unit]:
         return [unit for unit in self.units if unit.lease is not None]
@@ -164,29 +176,33 @@ class UnitStore:
         unit.move(Residency.UPDATING)
         unit.pending_job = None
         unit.generation += 1
+        if unit.job is not None:
+            job.after = unit.job.done
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.rank), arrives)
         self.pipeline.submit(job)
 
     def settle(self) -> None:
         """Start every update that is due and wait until all are done, written back included."""
-        for unit in self.units:
-            if unit.pending_job is not None:
-                if unit.residency is Residency.RELEASED:
-                    unit.check_placeholders()
-                    unit.lease = self._lease_for(unit)
-                self.start_update(unit, unit.pending_job)
-        for unit in self.units:
-            if unit.job is not None:
-                unit.job.done.wait()
+        with self._moving():
+            for unit in self.units:
+                if unit.pending_job is not None:
+                    if unit.residency is Residency.RELEASED:
+                        unit.check_placeholders()
+                        unit.lease = self._lease_for(unit)
+                    self.start_update(unit, unit.pending_job)
+            for unit in self.units:
+                if unit.job is not None:
+                    unit.job.done.wait()
 
     # -- release -----------------------------------------------------------------------------------------------------
 
     def release_all(self) -> None:
         """Every unit back to its tier, edits included. Nothing may be held."""
-        for unit in self.units:
-            if unit.lease is not None:
-                self._evict(unit)
+        with self._moving():
+            for unit in self.units:
+                if unit.lease is not None:
+                    self._evict(unit)
 
     def abandon(self) -> None:
         """Take the parameters out of the buffers without writing anything back: the engine ends after an error."""

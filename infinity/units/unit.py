@@ -73,7 +73,7 @@ class Unit:
         self.generation = 0
         """Updates so far; a saved reference from before an update must not be served after it."""
         self.steps = [0] * len(parameters)
-        """By slot, how often the parameter was updated: its bias correction follows that, not the steps of the model."""
+        """By slot, how often the parameter was updated: its bias correction follows that, not the model's steps."""
         self.job: UpdateJob | None = None
         self.pending_job: UpdateJob | None = None
         """An update that is due before the next use and has not been started."""

@@ -1,0 +1,225 @@
+"""The update pipeline by itself: tiles, order of updates of one unit, errors, gradients that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from infinity.optim.cpu_adam import AdamHyper
+from infinity.optim.kernels import update_run
+from infinity.optim.update import Gradient, Places, UpdateJob, UpdatePipeline
+from infinity.tiers.base import Tier, Window
+from infinity.tiers.device import CpuDevice
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.placement import Extent, Policy, State, place, state_format
+from infinity.tiers.pool import Pool
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.units.layout import layout_unit
+from support.late_disk import LateTransfer
+
+TILE = 4096
+NUMEL = 3 * TILE + 2048
+HYPER = AdamHyper(lr=0.01)
+
+
+class LateSlab(Tier):
+    """A tier in memory with the manners of a late disk."""
+
+    name = "nvme"
+    on_device = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.slab = torch.zeros(nbytes, dtype=torch.uint8)
+        self.failing: set[tuple[str, int]] = set()
+        """("read" or "write", byte offset in the tier) that fail."""
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        start = extent.offset + offset
+        then = self.slab[start : start + destination.numel()].clone()
+        destination.fill_(0xFF)
+
+        def arrive() -> None:
+            if ("read", start) in self.failing:
+                raise OSError(5, f"Input/output error: {destination.numel()} bytes at {start}", "swap")
+            destination.copy_(then)
+
+        return LateTransfer(arrive)
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        start = extent.offset + offset
+
+        def write() -> None:
+            if ("write", start) in self.failing:
+                raise OSError(28, f"No space left on device: {source.numel()} bytes at {start}", "swap")
+            self.slab[start : start + source.numel()] = source
+
+        return LateTransfer(write)
+
+    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        lease = pool.try_lease(nbytes)
+        if lease is None:
+            return None
+        return Window(lease.tensor, self.read(extent, lease.tensor, offset), extent, offset, lease)
+
+    def store(self, window: Window) -> Transfer:
+        return self.write(window.extent, window.tensor, window.offset)
+
+
+class Bench:
+    """One unit of 14,336 fp32 parameters in four tiles, its tier and a pipeline."""
+
+    def __init__(self) -> None:
+        self.layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
+        placement = place([self.layout], Policy("nvme", "nvme", "nvme", None, "remainder"))
+        self.extents = {state: placement.of(0, state) for state in State}
+        self.tier = LateSlab(placement.nbytes["nvme"])
+        self.tiles = Pool(host_tensor, {TILE * 8: 6}, name="tiles", poison=True, fifo=True)
+        self.grad_tiles = Pool(host_tensor, {TILE * 4: 6}, name="gradient tiles", poison=True, fifo=True)
+        self.grads = Pool(host_tensor, {self.layout.nbytes: 2}, name="gradients", poison=True, fifo=True)
+        self.buffer = torch.zeros(self.layout.numel)
+        places = Places(
+            device=CpuDevice(),
+            param_tier=self.tier,
+            optim_tier=self.tier,
+            grad_tier=self.tier,
+            param_extent=lambda _: self.extents[State.PARAM],
+            optim_extent=lambda _: self.extents[State.OPTIM],
+            grad_extent=lambda _: self.extents[State.GRAD],
+            formats=lambda dtype: state_format(dtype, "remainder"),
+            tile_size=TILE,
+            tile_pool=self.tiles,
+            grad_tile_pool=self.grad_tiles,
+            param_pool=None,
+            grad_dtype=None,
+        )
+        self.pipeline = UpdatePipeline(places, update_run)
+
+    def job(self, step: int, gradient: torch.Tensor | None = None, *, require_finite: bool = False) -> UpdateJob:
+        """An update; without a gradient it is the one in the tier."""
+        arriving: Future[Gradient] | None = None
+        if gradient is not None:
+            lease = self.grads.lease(self.layout.nbytes)
+            shard = lease.flat(torch.float32)
+            shard.copy_(gradient)
+            arriving = Future()
+            arriving.set_result(Gradient(shard, lease))
+        runs = self.layout.runs(0, {0: step})
+        job = UpdateJob(self.layout, runs, [HYPER], 1.0, arriving, require_finite=require_finite)
+        job.attach(self.buffer.view(torch.uint8), DONE)
+        return job
+
+    def assert_all_given_back(self) -> None:
+        for pool in (self.tiles, self.grad_tiles, self.grads):
+            assert sum(map(len, pool._free.values())) == sum(pool._counts.values()), pool.name
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.pipeline.close()
+
+
+def reference(gradients: list[torch.Tensor]) -> torch.Tensor:
+    weight = torch.zeros(len(gradients[0]), requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    return weight.detach()
+
+
+def gradients(count: int, numel: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, numel, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["gradient in memory", "gradient in its tier"])
+def test_updates_of_one_unit_follow_each_other(bench: Bench, live: bool) -> None:
+    """The second is submitted while the first one is still writing its states, and must not read the former ones."""
+    given = gradients(4, bench.layout.numel)
+    before: Transfer = DONE
+    for step, gradient in enumerate(given, 1):
+        if not live:
+            bench.tier.write(bench.extents[State.GRAD], gradient.view(torch.uint8)).wait()
+        job = bench.job(step, gradient if live else None)
+        job.after = before
+        bench.pipeline.submit(job)
+        before = job.done
+        if not live:
+            job.done.wait()
+    job.done.wait()
+    torch.testing.assert_close(bench.buffer, reference(given), rtol=1e-6, atol=1e-7)
+    stored = bench.tier.slab[: bench.layout.nbytes].view(torch.float32)
+    assert torch.equal(stored, bench.buffer)
+    assert bench.pipeline.elements == 4 * bench.layout.numel
+    bench.assert_all_given_back()
+
+
+@pytest.mark.parametrize("tile", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_transfer_that_fails(bench: Bench, kind: str, tile: int) -> None:
+    """The error reaches whoever waits for the update, every buffer comes back, and other updates go on."""
+    gradient = gradients(1, bench.layout.numel)[0]
+    where = bench.extents[State.OPTIM].offset + tile * TILE * 8
+    bench.tier.failing.add((kind, where))
+    failing, sound = bench.job(1, gradient), bench.job(1, gradient)
+    bench.pipeline.submit(failing)
+    with pytest.raises(OSError, match=f"bytes at {where}"):
+        failing.done.wait()
+    bench.tier.failing.clear()
+    bench.pipeline.submit(sound)
+    sound.done.wait()
+    bench.assert_all_given_back()
+
+
+def test_an_update_after_one_whose_write_failed(bench: Bench) -> None:
+    """It would read states that were never written: it fails with the same error, and writes nothing."""
+    first, second = gradients(2, bench.layout.numel)
+    where = bench.extents[State.OPTIM].offset + TILE * 8
+    bench.tier.failing.add(("write", where))
+    failing, following = bench.job(1, first), bench.job(2, second)
+    following.after = failing.done
+    bench.pipeline.submit(failing)
+    bench.pipeline.submit(following)
+    failing.computed.wait()
+    for job in (failing, following):
+        with pytest.raises(OSError, match=f"bytes at {where}"):
+            job.done.wait()
+    bench.assert_all_given_back()
+
+
+def test_a_gradient_that_never_came(bench: Bench) -> None:
+    arriving: Future[Gradient] = Future()
+    arriving.set_exception(OSError(5, "Input/output error", "swap"))
+    job = bench.job(1)
+    job.gradient = arriving
+    bench.pipeline.submit(job)
+    with pytest.raises(OSError, match="Input/output error"):
+        job.computed.wait()
+    with pytest.raises(OSError, match="Input/output error"):
+        job.done.wait()
+    bench.assert_all_given_back()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", [0, TILE, NUMEL - 1])
+def test_a_gradient_that_is_not_finite_changes_nothing(bench: Bench, bad: float, where: int) -> None:
+    """Wherever the bad element is, the whole unit keeps its former values and states."""
+    first, second, third = gradients(3, bench.layout.numel)
+    for step, gradient in ((1, first), (2, second)):
+        job = bench.job(step, gradient)
+        bench.pipeline.submit(job)
+        job.done.wait()
+    slab = bench.tier.slab.clone()
+    third[where] = bad
+    job = bench.job(3, third, require_finite=True)
+    bench.pipeline.submit(job)
+    job.done.wait()
+    assert bench.pipeline.refused == ["unit"]
+    assert torch.equal(bench.tier.slab, slab)
+    assert torch.equal(bench.buffer, slab[: bench.layout.nbytes].view(torch.float32))
+    bench.assert_all_given_back()
