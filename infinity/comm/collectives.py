@@ -6,6 +6,7 @@ whatever path the data takes and however late a read arrives, all ranks issue th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class Ranks:
         try:
             after.wait()
         finally:  # this rank's shard is bad then, but the others wait for it, and collectives must stay in step
-            dist.all_gather_into_tensor(flat, self.shard(flat), group=self._group)
+            whole = _apart(flat)
+            dist.all_gather_into_tensor(whole, self.shard(whole), group=self._group)
             self._device.compute_reached().wait()
 
     def _reduce_scatter(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
@@ -141,3 +143,15 @@ class Ranks:
             self._thread.shutdown()
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
+
+
+def _apart(flat: torch.Tensor) -> torch.Tensor:
+    """The same host memory as a tensor of its own, which does not count as a user of `flat`'s storage.
+
+    gloo's threads drop their references a moment after a collective is done, and a buffer that is given back in that
+    moment would seem to be in use.
+    """
+    if flat.device.type != "cpu":
+        return flat
+    memory = (ctypes.c_char * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
+    return torch.frombuffer(memory, dtype=flat.dtype)
