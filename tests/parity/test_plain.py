@@ -49,8 +49,8 @@ def batches_of(name: str, accumulation: int, dtype: torch.dtype = torch.float32)
 def settled(result: Result) -> Result:
     """Without the biases of attention keys.
 
-    They shift all scores of a row alike, so their gradient is 0 but for rounding errors, and Adam divides those by their
-    own size: they walk at random, and torch's own implementations of AdamW differ in them by as much as they move.
+    They shift all scores of a row alike, so their gradient is 0 but for rounding errors, and Adam divides those by
+    their own size: they walk at random, and torch's own implementations differ in them by as much as they move.
     """
     parameters = dict(result.parameters)
     for name, value in result.parameters.items():

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,8 +28,11 @@ class Group:
         self._pipes: list[Connection] = []
 
     def run(self, case: Case, /, timeout: float = 60, **options: Any) -> list[Any]:
-        """The results of `case(rank, **options)` by rank. RankFailed if one raised or took longer than `timeout` seconds; the
-        group starts anew after that, since its ranks may wait for each other."""
+        """The results of `case(rank, **options)` by rank.
+
+        RankFailed if one raised or took longer than `timeout` seconds; the group starts anew after that, since its
+        ranks may wait for each other.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -75,6 +79,8 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # As in pyproject.toml: a buffer that is referred to after its release is an error in tests.
+    warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )

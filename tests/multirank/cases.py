@@ -1,0 +1,243 @@
+"""What ranks do in the tests of this folder. Functions here run in the processes of a `support.ranks.Group`."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from infinity.engine import Engine
+from infinity.errors import NonFiniteError, UsageError
+from infinity.tiers.device import CpuDevice, Device
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import open_engine, parameters_of, train
+from support.models import Stack, seeded, token_batches
+from support.states import states_of
+
+SAMPLES = 4
+"""Samples of one micro-batch of one rank."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def global_batches(steps: int, samples: int) -> list[Batch]:
+    return token_batches(steps, batch=samples)
+
+
+def part(batch: Batch, number: int) -> Batch:
+    """The `number`-th SAMPLES of a global batch."""
+    rows = slice(number * SAMPLES, (number + 1) * SAMPLES)
+    return batch[0][rows], batch[1][rows]
+
+
+def device_of(rank: int, late: bool) -> Device:
+    """Late copies are as late as the rank is high, so that ranks run apart."""
+    return LateDevice(delay=0.002 + 0.02 * rank) if late else CpuDevice()
+
+
+def training(
+    rank: int, *, ranks: int, steps: int, folder: str, late: bool = False, seed: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """Train on this rank's part of every global batch.
+
+    Returns losses (one a step, the mean of its micro-batches), norms, and what is there at the end. seed: of this
+    rank's initial values; the same on all ranks by default.
+    """
+    accumulation = options.get("accumulation", 1)
+    config = engine_config(folder=folder, micro=SAMPLES, **options)
+    model = seeded(lambda: Stack(width=32, depth=4, tied=True), 0 if seed is None else seed + rank)
+    with open_engine(model, config, device_of(rank, late)) as engine:
+        losses = []
+        norms = []
+        for batch in global_batches(steps, SAMPLES * accumulation * ranks):
+            # Micro-batch by micro-batch over all ranks, as one rank would take them one after another.
+            mine = [part(batch, number * ranks + rank) for number in range(accumulation)]
+            losses.append(sum(train(engine, mine)) / accumulation)
+            norms.append(engine.get_global_grad_norm())
+        values = parameters_of(engine) | states_of(engine)
+        return {"losses": losses, "norms": norms, "values": values, "held": engine.ledger.tier_bytes()}
+
+
+def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **options: Any) -> dict[str, Any]:
+    """The same global batches on one rank: rank after rank as more accumulation, or all ranks' samples at once."""
+    accumulation = options.pop("accumulation", 1)
+    times = ranks if accumulated else 1
+    samples = SAMPLES * ranks // times
+    config = engine_config(folder=folder, micro=samples, accumulation=accumulation * times, **options)
+    with open_engine(seeded(lambda: Stack(width=32, depth=4, tied=True)), config) as engine:
+        losses = []
+        norms = []
+        for tokens, targets in global_batches(steps, SAMPLES * accumulation * ranks):
+            cut = zip(tokens.split(samples), targets.split(samples), strict=True)
+            losses.append(sum(train(engine, list(cut))) / (accumulation * times))
+            norms.append(engine.get_global_grad_norm())
+        values = parameters_of(engine) | states_of(engine)
+        return {"losses": losses, "norms": norms, "values": values, "held": engine.ledger.tier_bytes()}
+
+
+def traffic(rank: int, *, folder: str, prefetch_bytes: Any, accumulation: int = 1) -> list[dict[str, int]]:
+    """Step by step: what was gathered and reduced, and what was fetched."""
+    config = engine_config(folder=folder, micro=SAMPLES, prefetch_bytes=prefetch_bytes, accumulation=accumulation)
+    with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
+        steps = []
+        for number in range(4):
+            before = counted(engine)
+            train(engine, token_batches(accumulation, batch=SAMPLES, seed=10 * number + rank))
+            # What is fetched ahead for the next step belongs to it: only whole steps are compared.
+            steps.append({name: value - before[name] for name, value in counted(engine).items()})
+        steps.append(
+            {
+                "units": len(engine.units),
+                "bytes": sum(unit.layout.nbytes for unit in engine.units),
+                "shards": sum(unit.layout.shard_nbytes for unit in engine.units),
+            }
+        )
+        return steps
+
+
+def counted(engine: Engine) -> dict[str, int]:
+    seen = engine.parts.ranks.traffic
+    return {
+        "all_gathers": seen.all_gathers,
+        "all_gather_bytes": seen.all_gather_bytes,
+        "reduce_scatters": seen.reduce_scatters,
+        "reduce_scatter_bytes": seen.reduce_scatter_bytes,
+        "fetches": engine.ledger.snapshot().fetches,
+    }
+
+
+def extents(rank: int, *, folder: str, param: str, optim: str) -> dict[str, Any]:
+    """What this rank's tiers hold, by (unit, state)."""
+    config = engine_config(param, optim, folder=folder, micro=SAMPLES)
+    with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
+        placed = engine.parts.placement
+        return {
+            "extents": {(unit, state.value): (e.tier, e.nbytes) for (unit, state), e in placed.extents.items()},
+            "tiers": dict(placed.nbytes),
+            "held": engine.ledger.tier_bytes(),
+        }
+
+
+class Branching(nn.Module):
+    """Takes another path every step, as the data says; some blocks twice, some never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack(depth=5)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, path: list[int]) -> torch.Tensor:
+        x = self.body.embedding(tokens)
+        for number in path:
+            x = self.body.blocks[number](x)
+        return F.cross_entropy(self.body.head(x).flatten(0, 1), targets.flatten())
+
+
+PATHS = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3], [0, 1, 2, 3, 4], [3], [0, 1, 2, 3, 4]]
+
+
+def branching(rank: int, *, ranks: int, folder: str, update: str, late: bool = False) -> dict[str, Any]:
+    """Steps along PATHS, the same on every rank."""
+    accumulation = 1 if ranks > 1 else 2
+    config = engine_config(folder=folder, micro=SAMPLES, update=update, accumulation=accumulation)
+    with open_engine(seeded(Branching), config, device_of(rank, late)) as engine:
+        losses = []
+        for batch, path in zip(global_batches(len(PATHS), 2 * SAMPLES), PATHS, strict=True):
+            mine = [part(batch, rank)] if ranks > 1 else [part(batch, 0), part(batch, 1)]
+            losses.append(sum(train(engine, [(*piece, path) for piece in mine])) / len(mine))
+        return {"losses": losses, "values": parameters_of(engine) | states_of(engine)}
+
+
+def bad_loss(rank: int, *, folder: str, where: int) -> dict[str, Any]:
+    """The loss is NaN on rank `where` only, in the third step; then training goes on with the next batch."""
+    config = engine_config(folder=folder, micro=SAMPLES)
+    with open_engine(seeded(Stack), config) as engine:
+        raised = ""
+        losses = []
+        for number, batch in enumerate(token_batches(5, batch=SAMPLES, seed=rank)):
+            loss = engine(*batch)
+            if number == 2 and rank == where:
+                loss = loss * math.nan
+            try:
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            except NonFiniteError as error:
+                raised = f"{number}: {error}"
+        return {"raised": raised, "losses": losses, "steps": engine.global_steps}
+
+
+def bad_gradient(rank: int, *, folder: str, where: int, update: str, clip: float) -> dict[str, Any]:
+    """A gradient is NaN on rank `where` only, the loss is finite everywhere.
+
+    Returns which step raised what, whether all parameters are still finite, and whether the engine refuses to go on.
+    """
+    config = engine_config(folder=folder, micro=SAMPLES, update=update, clip=clip)
+    outcome: dict[str, Any] = {"raised": "", "stopped": False}
+    with open_engine(seeded(Stack), config) as engine:
+        batches = token_batches(5, batch=SAMPLES, seed=rank)
+        try:
+            for number, batch in enumerate(batches):
+                loss = engine(*batch)
+                if number == 2 and rank == where:
+                    loss.register_hook(lambda gradient: gradient * math.nan)
+                engine.backward(loss)
+                engine.step()
+        except NonFiniteError as error:
+            outcome["raised"] = f"{number}: {error}"
+        outcome["finite"] = all(torch.isfinite(value).all() for value in parameters_of(engine).values())
+        try:
+            engine(*batches[0])
+        except UsageError:
+            outcome["stopped"] = True
+    return outcome
+
+
+def unequal_pace(rank: int, *, folder: str, steps: int, **options: Any) -> list[float]:
+    """Rank 1 stops for a moment at random places; the losses of all steps."""
+    config = engine_config(folder=folder, micro=SAMPLES, **options)
+    generator = torch.Generator().manual_seed(5)
+
+    def stutter(*_: Any) -> None:
+        if rank == 1 and torch.rand((), generator=generator) < 0.3:
+            time.sleep(0.003)
+
+    model = seeded(lambda: Stack(depth=8, tied=True))
+    for module in model.modules():
+        module.register_forward_pre_hook(stutter)
+        module.register_full_backward_pre_hook(stutter)
+    with open_engine(model, config, device_of(1 - rank, late=True)) as engine:
+        return train(engine, token_batches(steps, batch=SAMPLES, seed=rank))
+
+
+def save(rank: int, *, folder: str, directory: str, steps: int) -> dict[str, Any]:
+    config = engine_config(folder=folder, micro=SAMPLES)
+    with open_engine(seeded(Stack), config) as engine:
+        train(engine, token_batches(steps, batch=SAMPLES, seed=rank))
+        engine.save_checkpoint(Path(directory), "two")
+        return states_of(engine)
+
+
+def load(rank: int, *, folder: str, directory: str) -> dict[str, Any]:
+    config = engine_config(folder=folder, micro=SAMPLES)
+    with open_engine(seeded(Stack, 7), config) as engine:
+        engine.load_checkpoint(Path(directory))
+        return states_of(engine)
+
+
+def refused(rank: int, *, folder: str) -> list[str]:
+    """An engine that cannot be made, twice, then one that can."""
+    errors = []
+    for _ in range(2):
+        try:
+            open_engine(seeded(Stack), engine_config(folder=folder + "/missing", micro=SAMPLES))
+        except Exception as error:  # noqa: BLE001 - told to the test
+            errors.append(f"{type(error).__name__}: {error}")
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        train(engine, token_batches(2, batch=SAMPLES, seed=rank))
+    return errors

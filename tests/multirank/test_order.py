@@ -1,0 +1,76 @@
+"""All ranks issue the same collectives in the same order, whatever the data, the timing and the errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multirank import cases
+from support.ranks import Group
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+def test_a_path_that_data_decides(pair: Group, update: str, late: bool, tmp_path: Path) -> None:
+    """Blocks left out, used twice, in another order: as one rank does it, bit for bit."""
+    both = pair.run(cases.branching, ranks=2, folder=str(tmp_path), update=update, late=late)
+    alone = cases.branching(0, ranks=1, folder=str(tmp_path), update="after_backward")
+    assert [sum(pair) / 2 for pair in zip(both[0]["losses"], both[1]["losses"], strict=True)] == alone["losses"]
+    for name, value in alone["values"].items():
+        assert torch.equal(both[0]["values"][name], value), name
+
+
+@pytest.mark.parametrize(("prefetch", "clip"), [(0, 0.0), ("auto", 0.0), ("auto", 0.3), ("1GiB", 0.0)])
+def test_ranks_of_unequal_pace(pair: Group, prefetch: Any, clip: float, tmp_path: Path) -> None:
+    """One rank computes in fits and starts, the other's copies are late: nothing depends on who is first."""
+    options: dict[str, Any] = {"folder": str(tmp_path), "steps": 6, "prefetch_bytes": prefetch, "clip": clip}
+    first = pair.run(cases.unequal_pace, **options)
+    assert pair.run(cases.unequal_pace, **options) == first
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_bad_loss_on_one_rank_is_raised_on_all(pair: Group, where: int, tmp_path: Path) -> None:
+    """Before anything is changed; training can go on with the next batch."""
+    for outcome in pair.run(cases.bad_loss, folder=str(tmp_path), where=where):
+        assert outcome["raised"].startswith("2: the loss is ")
+        assert "on 1 of 2 ranks" in outcome["raised"]
+        assert len(outcome["losses"]) == outcome["steps"] == 4
+
+
+@pytest.mark.parametrize(("update", "clip"), [("next_forward", 0.3), ("next_forward", 0.0), ("after_backward", 0.0)])
+def test_a_bad_gradient_on_one_rank_is_raised_on_all(pair: Group, update: str, clip: float, tmp_path: Path) -> None:
+    """In its own step, before anything is updated."""
+    for outcome in pair.run(cases.bad_gradient, folder=str(tmp_path), where=1, update=update, clip=clip):
+        assert outcome["raised"].startswith("2: the gradient norm is nan")
+        assert outcome["finite"]
+        assert not outcome["stopped"]
+
+
+def test_a_bad_gradient_during_backward_is_raised_on_all(pair: Group, tmp_path: Path) -> None:
+    """Other units may have been updated by then: the units it belongs to keep their values, and the engine stops."""
+    one, other = pair.run(cases.bad_gradient, folder=str(tmp_path), where=1, update="during_backward", clip=0.0)
+    assert one["raised"][:2] == other["raised"][:2] != ""
+    for outcome in (one, other):
+        assert "a gradient was NaN or infinite" in outcome["raised"]
+        assert "Load the last checkpoint" in outcome["raised"]
+        assert outcome["finite"]
+        assert outcome["stopped"]
+
+
+def test_an_engine_that_cannot_be_made(pair: Group, tmp_path: Path) -> None:
+    """The same error on all ranks, and the next engine works."""
+    for errors in pair.run(cases.refused, folder=str(tmp_path)):
+        assert len(errors) == 2
+        assert all(error.startswith("StorageError") and "does not exist" in error for error in errors)
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: Group, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"folder": str(tmp_path), "directory": str(tmp_path / "saved")}
+    saved = pair.run(cases.save, steps=3, **options)
+    for group in (pair, single):
+        for loaded in group.run(cases.load, **options):
+            for name, value in saved[0].items():
+                assert torch.equal(loaded[name], value), name

@@ -1,0 +1,108 @@
+"""Two ranks train as one does on the same global batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multirank import cases
+from support.ranks import Group
+
+STEPS = 6
+
+Outcome = dict[str, Any]
+
+
+def mean(outcomes: list[Outcome]) -> list[float]:
+    return [sum(losses) / len(losses) for losses in zip(*(o["losses"] for o in outcomes), strict=True)]
+
+
+def assert_bits(one: Outcome, other: Outcome) -> None:
+    assert one["values"].keys() == other["values"].keys()
+    for name, value in one["values"].items():
+        assert torch.equal(value, other["values"][name]), name
+
+
+def apart(one: Outcome, other: Outcome) -> float:
+    """‖Δp‖ / ‖p‖ over all parameters."""
+    names = [name for name in one["values"] if "/" not in name]
+    difference = sum(float((one["values"][n].double() - other["values"][n].double()).square().sum()) for n in names)
+    total = sum(float(other["values"][n].double().square().sum()) for n in names)
+    return float((difference / total) ** 0.5)
+
+
+@pytest.mark.parametrize(("param", "optim"), [("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "none")])
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_two_ranks_are_one_that_accumulates(
+    pair: Group, param: str, optim: str, clip: float, bf16: bool, tmp_path: Path
+) -> None:
+    """Bit for bit: both sum two halves of the batch in fp32, and halving is exact. Only the norm is summed in another
+    order, in fp64.
+    """
+    common: dict[str, Any] = {"folder": str(tmp_path), "bf16": bf16, "clip": clip}
+    outcomes = pair.run(cases.training, ranks=2, steps=STEPS, param=param, optim=optim, **common)
+    expected = cases.one_rank(STEPS, 2, accumulated=True, **common)
+    assert mean(outcomes) == expected["losses"]
+    assert_bits(outcomes[0], outcomes[1])
+    assert_bits(outcomes[0], expected)
+    if clip:
+        assert outcomes[0]["norms"] == pytest.approx(expected["norms"], rel=1e-12)
+
+
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_two_ranks_match_one(pair: Group, accumulation: int, clip: float, bf16: bool, tmp_path: Path) -> None:
+    """The same samples in micro-batches twice as large: losses within 1e-6 in fp32.
+
+    In bf16 the gradient of 8 samples is rounded once and those of 2 x 4 samples one by one, each by up to 2^-9 of
+    itself: losses and parameters differ by less than that.
+    """
+    common: dict[str, Any] = {
+        "folder": str(tmp_path),
+        "bf16": bf16,
+        "clip": clip,
+        "accumulation": accumulation,
+        "eps": 1e-4,
+    }
+    outcomes = pair.run(cases.training, ranks=2, steps=STEPS, **common)
+    expected = cases.one_rank(STEPS, 2, accumulated=False, **common)
+    assert mean(outcomes) == pytest.approx(expected["losses"], rel=2**-9 if bf16 else 1e-6)
+    assert apart(outcomes[0], expected) <= (2**-9 if bf16 else 1e-6)
+    assert_bits(outcomes[0], outcomes[1])
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("update", ["during_backward", "after_backward", "next_forward"])
+def test_knobs(pair: Group, bf16: bool, update: str, tmp_path: Path) -> None:
+    """Update schedules, prefetch and a device that is late, by another time on each rank: the same bits."""
+    common: dict[str, Any] = {"ranks": 2, "steps": STEPS, "folder": str(tmp_path), "bf16": bf16}
+    reference = pair.run(cases.training, **common)
+    for prefetch in (0, "auto", "1GiB"):
+        for late in (False, True):
+            result = pair.run(cases.training, update=update, prefetch_bytes=prefetch, late=late, **common)
+            assert mean(result) == mean(reference), f"prefetch_bytes {prefetch}, late {late}"
+            assert_bits(result[0], reference[0])
+
+
+def test_ranks_start_with_the_values_of_the_first(pair: Group, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"ranks": 2, "steps": 3, "folder": str(tmp_path)}
+    reference = pair.run(cases.training, **common)
+    result = pair.run(cases.training, seed=0, **common)
+    assert_bits(result[0], reference[0])
+    assert_bits(result[1], reference[0])
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+def test_a_group_of_one(single: Group, bf16: bool, clip: float, late: bool, tmp_path: Path) -> None:
+    """Collectives over one rank take their whole path and change nothing."""
+    common: dict[str, Any] = {"folder": str(tmp_path), "bf16": bf16, "clip": clip}
+    outcome = single.run(cases.training, ranks=1, steps=STEPS, late=late, **common)[0]
+    expected = cases.one_rank(STEPS, 1, accumulated=False, **common)
+    assert outcome["losses"] == expected["losses"]
+    assert_bits(outcome, expected)
