@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import psutil
 import torch
 from torch import nn
 
@@ -20,6 +19,7 @@ from infinity.errors import ModelError, OutOfMemoryError
 from infinity.optim.grads import GradCollector, GradPlaces
 from infinity.optim.kernels import update_run
 from infinity.optim.update import Places, UpdatePipeline
+from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_file
@@ -28,7 +28,7 @@ from infinity.tiers.placement import Placement, Policy, State, place, state_form
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.units.discover import Discovered, discover, modules_to_hook
-from infinity.units.init import check_buffers, initial_states, materialize
+from infinity.units.init import Materializer, check_meta, initial_states
 from infinity.units.layout import UnitLayout, layout_unit
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
@@ -138,26 +138,47 @@ def lay_out(
     return ordered, layouts
 
 
+def _check_memory(placement: Placement, device: Device) -> None:
+    """Refuse what does not fit before a byte of it is allocated."""
+    on_device, on_host = placement.nbytes.get("device", 0), placement.nbytes.get("host", 0)
+    hint = "give offload_param or offload_optimizer the device cpu or nvme (zero_optimization), or use more ranks"
+    if device.torch_device.type == "cpu":
+        on_device, on_host = 0, on_device + on_host
+    for where, needed, available in (
+        ("host memory", on_host, available_memory()),
+        ("device memory", on_device, device.available_bytes()),
+    ):
+        if needed > available:
+            raise OutOfMemoryError(where, needed, available, hint)
+
+
 def _open_tiers(config: Config, placement: Placement, device: Device, ranks: Ranks) -> dict[str, Tier]:
+    _check_memory(placement, device)
     opened: dict[str, Tier] = {}
-    needed = placement.nbytes.get("host", 0)
-    available = psutil.virtual_memory().available
-    if needed > available:
-        hint = "give offload_param or offload_optimizer the device nvme (zero_optimization), or use more ranks"
-        raise OutOfMemoryError("host memory", needed, available, hint)
-    for name, nbytes in placement.nbytes.items():
-        if name != "nvme":
-            zero = config.zero_optimization
-            pin = any(part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu")
-            opened[name] = SlabTier(name, nbytes, device, on_device=name == "device", pin=pin)
-            continue
-        folder = config.zero_optimization.nvme_path
-        assert folder is not None
-        file = open_swap_file(folder, nbytes, name=f"states of rank {ranks.rank}")
+    try:
+        for name, nbytes in placement.nbytes.items():
+            opened[name] = _open_tier(name, nbytes, config, device, ranks)
+    except BaseException:
+        for tier in opened.values():
+            tier.close()
+        raise
+    return opened
+
+
+def _open_tier(name: str, nbytes: int, config: Config, device: Device, ranks: Ranks) -> Tier:
+    zero = config.zero_optimization
+    if name != "nvme":
+        pin = any(part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu")
+        return SlabTier(name, nbytes, device, on_device=name == "device", pin=pin)
+    assert zero.nvme_path is not None
+    file = open_swap_file(zero.nvme_path, nbytes, name=f"states of rank {ranks.rank}")
+    try:
         aio = config.aio
         engine = _aio.Engine(aio.block_size, aio.queue_depth, aio.intra_op_parallelism)
-        opened[name] = NvmeTier(file, nbytes, engine, device)
-    return opened
+    except BaseException:
+        file.close()
+        raise
+    return NvmeTier(file, nbytes, engine, device)
 
 
 def assemble(
@@ -170,7 +191,7 @@ def assemble(
 ) -> Parts:
     """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
     found, layouts = lay_out(model, config, groups, ranks.size)
-    check_buffers(model)
+    check_meta(model)
     rules = policy(config, accumulation, ranks)
     placement = place(layouts, rules)
     tiers = _open_tiers(config, placement, device, ranks)
@@ -259,11 +280,9 @@ class _Assembly:
         )
 
     def _stream_in(self) -> None:
-        roots = {unit.root for unit in self.found}
-        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        values = Materializer(self.model, {unit.root for unit in self.found})
         for number, (unit, layout) in enumerate(zip(self.found, self.layouts, strict=True)):
-            replaced.update(materialize(self.model, unit.root, roots))
-            parameters = tuple(replaced.get(p, p) for p in unit.parameters)
+            parameters = values.materialize(unit.root, unit.parameters)
             self.found[number] = replace(unit, parameters=parameters)
             flats = initial_states(layout, [p.data for p in parameters])
             for flat in flats.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.config import Config
 from infinity.engine import Engine
+from infinity.errors import ConfigError
 from infinity.optim.facade import ParamGroups, UnitOptimizer
 from infinity.tiers.device import Device
 
@@ -35,12 +37,31 @@ def initialize(
     """
     config = config if isinstance(config, Config) else Config.load(config)
     engine = Engine(model, config, model_parameters, device=device)
-    loader = _loader(training_data, engine) if training_data is not None else None
+    try:
+        loader = _loader(training_data, engine) if training_data is not None else None
+    except BaseException:
+        engine.close()
+        raise
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _check_data(data: Dataset[Any], engine: Engine) -> None:
+    if not isinstance(data, Sized):
+        raise ConfigError(
+            f"training_data ({type(data).__name__}) has no length: pass a Dataset with __len__ and __getitem__, or "
+            "make a DataLoader of your own"
+        )
+    needed = engine.batch.micro * engine.ranks.size
+    if len(data) < needed:
+        raise ConfigError(
+            f"training_data has {len(data)} samples, too few for one micro-batch on every rank ({engine.batch.micro} × "
+            f"{engine.ranks.size} ranks): lower train_micro_batch_size_per_gpu, or pass more data"
+        )
 
 
 def _loader(data: Dataset[Any], engine: Engine) -> DataLoader[Any]:
     """Micro-batches of this rank; every rank draws from its own part of the data, the same number of batches."""
+    _check_data(data, engine)
     ranks = engine.ranks
     sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=True)
     pin = engine.device.type == "cuda"

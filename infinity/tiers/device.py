@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from infinity.tiers.available import available_memory
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
 
@@ -48,6 +49,10 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """Most bytes allocated on the device so far; 0 where the device is the host."""
         return 0
+
+    def available_bytes(self) -> int:
+        """Bytes that can still be allocated on the device."""
+        return available_memory()
 
     def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
         """Host memory that copies to and from this device at full speed, if pinned where pinning matters."""
@@ -121,6 +126,9 @@ class CudaDevice(Device):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return _CudaTransfer(event)
+
+    def available_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

@@ -11,10 +11,10 @@ import mmap
 import warnings
 import weakref
 
-import psutil
 import torch
 
 from infinity.errors import OutOfMemoryError
+from infinity.tiers.available import available_memory
 
 PAGE = mmap.PAGESIZE
 
@@ -30,7 +30,7 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         hint = "lower infinity.unit_size or infinity.prefetch_bytes, or keep fewer states on cpu"
-        raise OutOfMemoryError("host memory", length, psutil.virtual_memory().available, hint) from error
+        raise OutOfMemoryError("host memory", length, available_memory(), hint) from error
     # A child process must not share pages that the kernel is writing into (fork during direct reads).
     mapping.madvise(mmap.MADV_DONTFORK)
     if length >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -6,6 +6,7 @@ initialised, moved to their tier and let go before the next unit's are made.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,69 +18,108 @@ from infinity.units.states import Flats, flat_tensor
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """How `model` initialises one module: `model.initialize_module`, transformers' `_init_weights`, or
+    """How `model` initialises one module: `model.initialize_module`, transformers' `_init_weights`, or the module's own
     `reset_parameters`.
     """
     for name in ("initialize_module", "_init_weights"):
         own = getattr(model, name, None)
         if callable(own):
             return own  # type: ignore[no-any-return]
-
-    def reset(module: nn.Module) -> None:
-        if callable(getattr(module, "reset_parameters", None)):
-            module.reset_parameters()  # type: ignore[operator]
-        elif next(module.parameters(recurse=False), None) is not None:
-            raise ModelError(
-                f"{type(module).__name__} was built on the meta device and has no reset_parameters(): give it one, "
-                "give the model an "
-                "initialize_module(module) method, or build the model on the cpu."
-            )
-
-    return reset
+    return _reset
 
 
-def materialize(model: nn.Module, root: str, roots: set[str]) -> dict[nn.Parameter, nn.Parameter]:
-    """Give the modules that stand at `root`, other units' subtrees left out, real initialised parameters instead of
-    meta ones.
-
-    Returns meta parameter → new parameter. Shared parameters stay shared over the whole model.
-    """
-    scope = list(_scope(model.get_submodule(root), root, roots))
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in scope:
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_meta and parameter not in replaced:
-                real = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                replaced[parameter] = nn.Parameter(real, requires_grad=parameter.requires_grad)
-    if not replaced:
-        return replaced
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in replaced:
-                module._parameters[name] = replaced[parameter]
-    initialize = initializer(model)
-    for module in scope:
-        initialize(module)
-    return replaced
+def _reset(module: nn.Module) -> None:
+    if callable(getattr(module, "reset_parameters", None)):
+        module.reset_parameters()  # type: ignore[operator]
 
 
-def _scope(module: nn.Module, path: str, roots: set[str]) -> Iterator[nn.Module]:
-    """Children before parents, as `Module.apply` goes."""
-    for name, child in module.named_children():
-        child_path = f"{path}.{name}" if path else name
-        if child_path not in roots:
-            yield from _scope(child, child_path, roots)
-    yield module
-
-
-def check_buffers(model: nn.Module) -> None:
-    """Buffers are not initialised here: one that is still on the meta device is an error."""
+def check_meta(model: nn.Module) -> None:
+    """ModelError for what could not be initialised: a buffer on the meta device, a module nobody knows how to fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(
                 f"buffer {name} is on the meta device, and only its module knows its values. Compute it under "
                 "`with torch.device('cpu')`, or build the model on the cpu."
             )
+    if initializer(model) is not _reset:
+        return
+    for name, module in model.named_modules():
+        holds = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+        if holds and not callable(getattr(module, "reset_parameters", None)):
+            raise ModelError(
+                f"{name or 'the model'} ({type(module).__name__}) was built on the meta device and has no "
+                "reset_parameters(): give it one, give the model an initialize_module(module) method, or build the "
+                "model on the cpu."
+            )
+
+
+class Materializer:
+    """Gives the parameters of a model on the meta device real values, unit after unit; a model with values keeps them.
+
+    Every module draws from a seed of its own, made of one draw from torch's generator and the module's name: the values
+    follow from `torch.manual_seed` and the model alone, not from tiers, units or ranks. (They are not those the model
+    would have been built with on the cpu, whose modules draw from one generator in turn, some of them twice.)
+    """
+
+    def __init__(self, model: nn.Module, roots: set[str]) -> None:
+        """roots: where units stand in the module tree."""
+        self._model = model
+        self._roots = roots
+        self._initialize = initializer(model)
+        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        self._gone: set[nn.Parameter] = set()
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        self._seed = int(torch.randint(1 << 62, ())) if on_meta else 0
+
+    def materialize(self, root: str, wanted: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+        """The parameters `wanted`, which belong to the unit that stands at `root`, with values and on the host.
+
+        They are taken to be let go of by the time of the next call. Shared parameters stay shared over the whole model.
+        """
+        scope = list(self._scope(self._model.get_submodule(root), root))
+        if self._make_real([module for _, module in scope]):
+            for path, module in scope:
+                self._fill(path, module)
+        found = tuple(self._made.get(parameter, parameter) for parameter in wanted)
+        self._gone.update(found)
+        return found
+
+    def _scope(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        """Children before parents, as `Module.apply` goes; subtrees of other units are left out."""
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            if child_path not in self._roots:
+                yield from self._scope(child, child_path)
+        yield path, module
+
+    def _make_real(self, modules: Sequence[nn.Module]) -> bool:
+        """Replace what `modules` hold on the meta device, everywhere in the model. Whether there was any."""
+        fresh: dict[nn.Parameter, nn.Parameter] = {}
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_meta and parameter not in fresh:
+                    real = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    fresh[parameter] = nn.Parameter(real, requires_grad=parameter.requires_grad)
+        if fresh:
+            for module in self._model.modules():
+                for name, held in module._parameters.items():
+                    if held is not None and held in fresh:
+                        module._parameters[name] = fresh[held]
+        self._made.update(fresh)
+        return bool(fresh)
+
+    def _fill(self, path: str, module: nn.Module) -> None:
+        """Initialise one module. A shared parameter that is in its tier already stands aside for the time."""
+        aside = {name: p for name, p in module._parameters.items() if p is not None and p in self._gone}
+        for name, parameter in aside.items():
+            module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+        name_hash = hashlib.blake2b(path.encode(), digest_size=8, key=self._seed.to_bytes(8, "little")).digest()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(int.from_bytes(name_hash, "little"))
+                self._initialize(module)
+        finally:
+            module._parameters.update(aside)
 
 
 def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor]) -> Flats:
