@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ def available_memory(root: str | Path = "/") -> int:
 
     psutil knows the machine only; a container that exceeds its control group's limit is killed without a word.
     """
-    return min(int(psutil.virtual_memory().available), *_left_by_limits(Path(root)), sys.maxsize)
+    return min([int(psutil.virtual_memory().available), *_left_by_limits(Path(root))])
 
 
 def _left_by_limits(root: Path) -> Iterator[int]:
