@@ -1,7 +1,7 @@
 """An nvme tier for tests that is as late as a disk may be.
 
-Reads see the file as it is when they are issued, and fill their destination, until then NaN, only when waited for; writes
-happen when waited for.
+Reads see the file as it is when they are issued, and fill their destination, until then NaN, only when waited for;
+writes happen when waited for.
 """
 
 from __future__ import annotations

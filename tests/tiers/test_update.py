@@ -35,7 +35,12 @@ class LateSlab(Tier):
         self.nbytes = nbytes
         self.slab = torch.zeros(nbytes, dtype=torch.uint8)
         self.failing: set[tuple[str, int]] = set()
-        """("read" or "write", byte offset in the tier) that fail."""
+        """("read" or "write", byte offset in the tier) that fail, once."""
+
+    def _strikes(self, kind: str, start: int) -> bool:
+        strikes = (kind, start) in self.failing
+        self.failing.discard((kind, start))
+        return strikes
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
         start = extent.offset + offset
@@ -43,7 +48,7 @@ class LateSlab(Tier):
         destination.fill_(0xFF)
 
         def arrive() -> None:
-            if ("read", start) in self.failing:
+            if self._strikes("read", start):
                 raise OSError(5, f"Input/output error: {destination.numel()} bytes at {start}", "swap")
             destination.copy_(then)
 
@@ -53,7 +58,7 @@ class LateSlab(Tier):
         start = extent.offset + offset
 
         def write() -> None:
-            if ("write", start) in self.failing:
+            if self._strikes("write", start):
                 raise OSError(28, f"No space left on device: {source.numel()} bytes at {start}", "swap")
             self.slab[start : start + source.numel()] = source
 
@@ -170,7 +175,6 @@ def test_a_transfer_that_fails(bench: Bench, kind: str, tile: int) -> None:
     bench.pipeline.submit(failing)
     with pytest.raises(OSError, match=f"bytes at {where}"):
         failing.done.wait()
-    bench.tier.failing.clear()
     bench.pipeline.submit(sound)
     sound.done.wait()
     bench.assert_all_given_back()

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from conftest import OpenEngine
 from support.configs import engine_config
-from support.late_device import LateDevice
 from support.lifetime import assert_nothing_leaked
 from support.loops import Result, assert_close, open_engine, parameters_of, plain
 from support.models import Stack, seeded, token_batches

@@ -14,7 +14,7 @@ from conftest import OpenEngine
 from infinity.errors import UsageError
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
-from support.loops import assert_close, open_engine, parameters_of, plain, Result
+from support.loops import Result, assert_close, open_engine, parameters_of, plain
 from support.models import Block, Stack, seeded, token_batches
 
 BATCHES = token_batches(6)
@@ -84,7 +84,7 @@ PLACES = [
 def test_training_goes_on(
     run: Callable[..., Any] | None, where: str, accumulation: int, error: type[BaseException]
 ) -> None:
-    """The second step fails and is done again. Updates wait for the next forward, so that a failed backward changed nothing."""
+    """A step fails twice and is done again. Updates wait for the next forward, so a failed backward changed nothing."""
     config = engine_config(update="next_forward", prefetch_bytes=0, accumulation=accumulation)
     expected = plain(seeded(lambda: failing(run)), BATCHES, config)
     with open_engine(seeded(lambda: failing(run)), config) as engine:
@@ -117,7 +117,7 @@ def test_training_goes_on(
 
 
 def test_a_backward_that_failed_after_updates_stops_the_engine(make_engine: OpenEngine) -> None:
-    """During backward later blocks are updated before earlier ones fail: half a step cannot be undone, and the engine says so."""
+    """Later blocks are updated before earlier ones fail: half a step cannot be undone, and the engine says so."""
     engine = make_engine(seeded(failing))
     for batch in BATCHES[:3]:
         engine.backward(engine(*batch))

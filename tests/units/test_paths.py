@@ -1,4 +1,4 @@
-"""The trace is a hint, never a contract: other orders, other subsets, evaluation in between, several forwards for one backward."""
+"""The trace is a hint, never a contract: other orders, other subsets, evaluation in between, several forwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.errors import LifetimeError, UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.lifetime import assert_nothing_leaked, assert_trains_like_plain, run_forward
-from support.loops import assert_close, open_engine, parameters_of, plain, train, Result
+from support.loops import Result, assert_close, open_engine, parameters_of, plain, train
 from support.models import Stack, seeded, token_batches
 
 BATCHES = token_batches(8)

@@ -1,4 +1,4 @@
-"""Parameters read, returned and edited outside the module that owns them: fetched when read, written back when changed."""
+"""Parameters read and edited outside the module that owns them: fetched when read, written back when changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.lifetime import assert_nothing_leaked, assert_trains_like_plain
-from support.loops import assert_same, open_engine, parameters_of, plain, train, trained
+from support.loops import open_engine, parameters_of, train
 from support.models import VOCABULARY, Block, Stack, seeded, token_batches
 
 BATCHES = token_batches(6)
