@@ -246,7 +246,7 @@ class _Assembly:
         _move_buffers(self.model, self.device.torch_device)
         largest = max(layout.nbytes for layout in self.layouts)
         asked = self.config.infinity.prefetch_bytes
-        prefetch = 2 * largest if asked == "auto" else int(asked)
+        prefetch = 4 * largest if asked == "auto" else int(asked)
         depth = math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH
         unit_pool = self.pool("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
         param_tier = self.tiers[self.rules.param_tier]

@@ -103,7 +103,7 @@ class Infinity(Section):
     """A part of the model up to this many bytes of parameters becomes one unit; repeated blocks are always units."""
 
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
-    """Bytes of parameters fetched ahead of their use; `auto`: two of the largest unit; 0: fetched when used."""
+    """Bytes of parameters fetched ahead of their use; `auto`: four of the largest unit; 0: fetched when used."""
 
     tile_size: Count = 1 << 20
     """Elements that the update reads, computes and writes at a time, a multiple of 4096."""
