@@ -51,7 +51,7 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
     """`model_parameters` as a list of groups, checked: parameters of `model`, each once, at least one trainable."""
     entries: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if entries and isinstance(entries[0], dict):
-        groups = [{**group, "params": _plain(group["params"])} for group in entries]
+        groups = [{**group, "params": _plain(group.get("params"))} for group in entries]
     else:
         groups = [{"params": _plain(entries)}]
     names = {id(p): name for name, p in model.named_parameters()}
@@ -74,6 +74,14 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
     return groups
 
 
-def _plain(parameters: Iterable[Any]) -> list[nn.Parameter]:
+def _plain(parameters: Any) -> list[nn.Parameter]:
     """Parameters without the names that named_parameters() puts beside them."""
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    entries: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters or [])
+    plain = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    for entry in plain:
+        if not isinstance(entry, nn.Parameter):
+            raise ConfigError(
+                f"model_parameters holds a {type(entry).__name__}: pass parameters, (name, parameter) pairs, or groups "
+                '{"params": parameters, "lr": …}, as for a torch optimizer'
+            )
+    return plain

@@ -67,22 +67,34 @@ class Materializer:
         self._roots = roots
         self._initialize = initializer(model)
         self._made: dict[nn.Parameter, nn.Parameter] = {}
-        self._gone: set[nn.Parameter] = set()
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         self._seed = int(torch.randint(1 << 62, ())) if on_meta else 0
+        self._owner: dict[nn.Parameter, nn.Module] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._owner.setdefault(parameter, module)
 
     def materialize(self, root: str, wanted: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
         """The parameters `wanted`, which belong to the unit that stands at `root`, with values and on the host.
 
-        They are taken to be let go of by the time of the next call. Shared parameters stay shared over the whole model.
+        Shared parameters stay shared over the whole model, with the values that the first module to hold them gives.
         """
-        scope = list(self._scope(self._model.get_submodule(root), root))
-        if self._make_real([module for _, module in scope]):
-            for path, module in scope:
-                self._fill(path, module)
-        found = tuple(self._made.get(parameter, parameter) for parameter in wanted)
-        self._gone.update(found)
-        return found
+        fresh = {
+            parameter: nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+            for parameter in wanted
+            if parameter.is_meta
+        }
+        if fresh:
+            self._made.update(fresh)
+            for module in self._model.modules():
+                for name, held in module._parameters.items():
+                    if held is not None and held in fresh:
+                        module._parameters[name] = fresh[held]
+                        self._owner[fresh[held]] = self._owner[held]
+            values = set(fresh.values())
+            for path, module in self._scope(self._model.get_submodule(root), root):
+                self._fill(path, module, values)
+        return tuple(self._made.get(parameter, parameter) for parameter in wanted)
 
     def _scope(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         """Children before parents, as `Module.apply` goes; subtrees of other units are left out."""
@@ -92,31 +104,19 @@ class Materializer:
                 yield from self._scope(child, child_path)
         yield path, module
 
-    def _make_real(self, modules: Sequence[nn.Module]) -> bool:
-        """Replace what `modules` hold on the meta device, everywhere in the model. Whether there was any."""
-        fresh: dict[nn.Parameter, nn.Parameter] = {}
-        for module in modules:
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_meta and parameter not in fresh:
-                    real = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    fresh[parameter] = nn.Parameter(real, requires_grad=parameter.requires_grad)
-        if fresh:
-            for module in self._model.modules():
-                for name, held in module._parameters.items():
-                    if held is not None and held in fresh:
-                        module._parameters[name] = fresh[held]
-        self._made.update(fresh)
-        return bool(fresh)
-
-    def _fill(self, path: str, module: nn.Module) -> None:
-        """Initialise one module. A shared parameter that is in its tier already stands aside for the time."""
-        aside = {name: p for name, p in module._parameters.items() if p is not None and p in self._gone}
-        for name, parameter in aside.items():
-            module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-        name_hash = hashlib.blake2b(path.encode(), digest_size=8, key=self._seed.to_bytes(8, "little")).digest()
+    def _fill(self, path: str, module: nn.Module, values: set[nn.Parameter]) -> None:
+        """Initialise one module. What it holds besides `values`, or shares with an earlier module, stands aside."""
+        aside = {
+            name: held
+            for name, held in module._parameters.items()
+            if held is not None and not (held in values and self._owner[held] is module)
+        }
+        for name, held in aside.items():
+            module._parameters[name] = nn.Parameter(torch.empty(held.shape, dtype=held.dtype), held.requires_grad)
+        own_seed = hashlib.blake2b(path.encode(), digest_size=8, key=self._seed.to_bytes(8, "little")).digest()
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(int.from_bytes(name_hash, "little"))
+                torch.default_generator.manual_seed(int.from_bytes(own_seed, "little"))
                 self._initialize(module)
         finally:
             module._parameters.update(aside)
