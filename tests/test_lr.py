@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -117,8 +118,8 @@ def test_rises_then_falls(name: str, kind: str, warmup: int, rest: int, least: f
     of = factor(schedule(name, **params), 1e-2)
     seen = [of(step) for step in range(warmup + rest + 5)]
     assert all(-1e-12 <= part <= 1 + 1e-12 for part in seen)
-    assert all(after >= before - 1e-12 for before, after in zip(seen[:warmup], seen[1 : warmup + 1], strict=True))
-    assert all(after <= before + 1e-12 for before, after in zip(seen[warmup:], seen[warmup + 1 :], strict=False))
+    assert all(after >= before - 1e-12 for before, after in pairwise(seen[: warmup + 1]))
+    assert all(after <= before + 1e-12 for before, after in pairwise(seen[warmup:]))
     if rest:
         assert seen[warmup] == pytest.approx(1.0)
     assert of(10**9) == pytest.approx({"WarmupLR": 1.0, "WarmupDecayLR": 0.0}.get(name, least / 2))
