@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,6 +74,21 @@ class Parts:
         for pool in self.pools:
             held["device" if pool in self.device_pools else "host"] += pool.nbytes
         return held
+
+    def counters(self) -> dict[str, Any]:
+        """What has been moved and waited for so far; see `infinity.observe.ledger.Snapshot`."""
+        nvme = self.tiers.get("nvme")
+        traffic = self.ranks.traffic
+        return {
+            "wait_seconds": self.store.wait_seconds + self.collector.wait_seconds,
+            "update_seconds": self.pipeline.seconds,
+            "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
+            "nvme_bytes_written": getattr(nvme, "bytes_written", 0),
+            "all_gather_bytes": traffic.all_gather_bytes,
+            "reduce_scatter_bytes": traffic.reduce_scatter_bytes,
+            "updated_elements": self.pipeline.elements,
+            "fetches": self.store.fetches,
+        }
 
     def close(self) -> None:
         self.pipeline.close()

@@ -19,9 +19,8 @@ from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
-from infinity.observe.log import logger, show_by_default
-from infinity.optim.cpu_adam import AdamHyper
-from infinity.optim.facade import ParamGroups, UnitOptimizer, param_groups
+from infinity.observe.log import StepLog, logger, show_by_default
+from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
 from infinity.optim.lr import make_scheduler
 from infinity.optim.update import Gradient, UpdateJob
 from infinity.tiers.device import Device, default_device
@@ -34,8 +33,7 @@ class Engine:
     """Trains `model` as `config` says. Made by `infinity.initialize`; use it as the model itself.
 
     `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call the three for every
-    micro-batch:
-    `step` updates when the last one is in.
+    micro-batch: `step` updates when the last one is in.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class Engine:
         self._finalizer = weakref.finalize(self, parts.close)
         self.parts: Parts = parts
         self.module = model
-        self.optimizer = _facade(config, groups, parts)
+        self.optimizer = unit_optimizer(config.optimizer, groups, parts.units)
         self.optimizer.on_step(self._update)
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
             self.optimizer, config.scheduler, config.optimizer.params.lr
@@ -68,7 +66,7 @@ class Engine:
         self.micro_steps = 0
         self._grad_norm: float | None = None
         self._broken = ""
-        self.ledger = Ledger(self._counters, parts.tier_bytes, seam.peak_bytes)
+        self.ledger = Ledger(parts.counters, parts.tier_bytes, seam.peak_bytes)
         collector = parts.collector
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
@@ -79,7 +77,7 @@ class Engine:
         collector.on_arrival = self._hooks.enter_backward
         self._watches = collector.watch()
         self._closed = False
-        self._said = self.ledger.snapshot()
+        self._log = StepLog(self.ledger, config.steps_per_print if ranks.rank == 0 else 0)
         self._loss = torch.tensor(math.nan)
         show_by_default()
         if ranks.rank == 0:
@@ -120,28 +118,9 @@ class Engine:
             return
         with self._failing():
             self.optimizer.step()
-        self._say_step()
+        self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-
-    def _say_step(self) -> None:
-        every = self.config.steps_per_print
-        if not every or self.global_steps % every or self.ranks.rank:
-            return
-        now = self.ledger.snapshot()
-        since, self._said = now - self._said, now
-        norm = f", gradient norm {self._grad_norm:.3g}" if self._grad_norm is not None else ""
-        logger.info(
-            "step %d: loss %.4f, lr %.3g%s, %.3g s a step, waited %.0f %%, nvme %.2f GB/s read and %.2f written",
-            self.global_steps,
-            self._loss.item(),
-            self.optimizer.param_groups[0]["lr"],
-            norm,
-            since.seconds / every,
-            100 * since.wait_seconds / since.seconds,
-            since.nvme_bytes_read / since.seconds / 1e9,
-            since.nvme_bytes_written / since.seconds / 1e9,
-        )
 
     def _update(self) -> None:
         """The step's stored gradients become updates that are due, and the step ends."""
@@ -309,21 +288,6 @@ class Engine:
         """Units, and where each state lives."""
         return describe(self.parts)
 
-    def _counters(self) -> dict[str, Any]:
-        parts = self.parts
-        nvme = parts.tiers.get("nvme")
-        traffic = parts.ranks.traffic
-        return {
-            "wait_seconds": parts.store.wait_seconds + parts.collector.wait_seconds,
-            "update_seconds": parts.pipeline.seconds,
-            "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
-            "nvme_bytes_written": getattr(nvme, "bytes_written", 0),
-            "all_gather_bytes": traffic.all_gather_bytes,
-            "reduce_scatter_bytes": traffic.reduce_scatter_bytes,
-            "updated_elements": parts.pipeline.elements,
-            "fetches": parts.store.fetches,
-        }
-
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -402,16 +366,3 @@ class Engine:
         self._broken = self._broken or str(self.parts.store.failure or "")
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): make a new one and load the last checkpoint")
-
-
-def _facade(config: Config, groups: list[dict[str, Any]], parts: Parts) -> UnitOptimizer:
-    """The optimizer of the config over the groups, with the parameters that the model has now."""
-    params = config.optimizer.params
-    hyper = AdamHyper(params.lr, params.betas, params.eps, params.weight_decay, config.optimizer.type == "AdamW")
-    by_group: list[list[nn.Parameter]] = [[] for _ in groups]
-    for unit in parts.units:
-        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            if unit.layout.trainable and slot.group >= 0:
-                by_group[slot.group].append(parameter)
-    filled = [{**group, "params": members} for group, members in zip(groups, by_group, strict=True)]
-    return UnitOptimizer(filled, hyper)

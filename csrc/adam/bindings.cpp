@@ -139,8 +139,7 @@ PYBIND11_MODULE(_adam, m) {
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
           "bf16 and int16 back to fp32.");
     m.def("available_isas", &isa_names, "Instruction sets of this build that this machine runs, fastest first.");
-    m.def(
-        "default_isa", [] { return std::string(available_isas().front().name); }, "What isa='auto' means here.");
+    m.def("default_isa", [] { return std::string(available_isas().front().name); }, "What isa='auto' means here.");
     m.def("default_threads", &default_threads, "What threads=0 means here: processors this thread may run on.");
 }
 

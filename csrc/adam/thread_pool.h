@@ -16,8 +16,7 @@ void parallel_for(std::size_t count, int threads, void (*body)(void* context, st
 
 template <class Body>
 void parallel_for(std::size_t count, int threads, Body& body) {
-    parallel_for(
-        count, threads, [](void* context, std::size_t k) { (*static_cast<Body*>(context))(k); }, &body);
+    parallel_for(count, threads, [](void* context, std::size_t k) { (*static_cast<Body*>(context))(k); }, &body);
 }
 
 // The number of processors that the calling thread may run on.

@@ -18,7 +18,7 @@ void back_off(unsigned times) { std::this_thread::sleep_for(std::chrono::millise
 
 std::string why_short(const Request& request, uint64_t offset) {
     if (request.direction == Direction::kWrite) return "the file system took no bytes and gave no reason";
-    struct stat status {};
+    struct stat status{};
     std::string text = "the file ended at or before offset " + std::to_string(offset);
     if (fstat(request.file->fd(false), &status) == 0) {
         text += " (its size is now " + std::to_string(status.st_size) + " bytes)";

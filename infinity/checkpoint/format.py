@@ -18,8 +18,9 @@ CLIENT_STATE = "client_state.pt"
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter: its shape, the dtype it computes in, whether it is trained, the file that holds its states, and how
-    often it was updated."""
+    """One parameter: its shape, the dtype it computes in, whether it is trained, the file that holds its states,
+    and how often it was updated.
+    """
 
     shape: tuple[int, ...]
     dtype: str

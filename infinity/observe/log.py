@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
+from infinity.observe.ledger import Ledger
+
 logger = logging.getLogger("infinity")
 
 
@@ -17,3 +21,30 @@ def show_by_default() -> None:
     logger.propagate = False
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+
+
+class StepLog:
+    """A line every `every` steps; none where `every` is 0."""
+
+    def __init__(self, ledger: Ledger, every: int) -> None:
+        self._ledger = ledger
+        self._every = every
+        self._said = ledger.snapshot()
+
+    def step(self, number: int, loss: torch.Tensor, lr: float, norm: float | None) -> None:
+        """Step `number` is done; `loss` is that of its last micro-batch on this rank."""
+        if not self._every or number % self._every:
+            return
+        now = self._ledger.snapshot()
+        since, self._said = now - self._said, now
+        logger.info(
+            "step %d: loss %.4f, lr %.3g%s, %.3g s a step, waited %.0f %%, nvme %.2f GB/s read and %.2f written",
+            number,
+            loss.item(),
+            lr,
+            f", gradient norm {norm:.3g}" if norm is not None else "",
+            since.seconds / self._every,
+            100 * since.wait_seconds / since.seconds,
+            since.nvme_bytes_read / since.seconds / 1e9,
+            since.nvme_bytes_written / since.seconds / 1e9,
+        )

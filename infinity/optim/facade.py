@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.config import Optimizer
 from infinity.errors import ConfigError, ModelError
 from infinity.optim.cpu_adam import AdamHyper
+from infinity.units.unit import Unit
 
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
@@ -85,3 +87,18 @@ def _plain(parameters: Any) -> list[nn.Parameter]:
                 '{"params": parameters, "lr": …}, as for a torch optimizer'
             )
     return plain
+
+
+def unit_optimizer(config: Optimizer, groups: list[dict[str, Any]], units: Sequence[Unit]) -> UnitOptimizer:
+    """The optimizer of the config over `groups`, holding the parameters that the model has now (not those it was
+    built with, where it was on the meta device).
+    """
+    params = config.params
+    hyper = AdamHyper(params.lr, params.betas, params.eps, params.weight_decay, config.type == "AdamW")
+    by_group: list[list[nn.Parameter]] = [[] for _ in groups]
+    for unit in units:
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            if unit.layout.trainable and slot.group >= 0:
+                by_group[slot.group].append(parameter)
+    filled = [{**group, "params": members} for group, members in zip(groups, by_group, strict=True)]
+    return UnitOptimizer(filled, hyper)
