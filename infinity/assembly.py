@@ -5,7 +5,7 @@ wire up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from infinity.tiers.placement import Placement, Policy, State, place, state_form
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.units.discover import Discovered, discover, modules_to_hook
-from infinity.units.init import Materializer, check_meta, initial_states
+from infinity.units.init import Materializer, check_values, initial_states
 from infinity.units.layout import UnitLayout, layout_unit
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
@@ -90,11 +90,17 @@ class Parts:
             "fetches": self.store.fetches,
         }
 
-    def close(self) -> None:
-        self.pipeline.close()
-        self.collector.close()
-        for tier in self.tiers.values():
-            tier.close()
+    def closer(self) -> Callable[[], None]:
+        """What gives back threads, memory and disk. It refers to neither model nor engine: it must not keep them."""
+        pipeline, mover, tiers = self.pipeline, self.collector.mover, list(self.tiers.values())
+
+        def close() -> None:
+            pipeline.close()
+            mover.shutdown()
+            for tier in tiers:
+                tier.close()
+
+        return close
 
 
 def update_schedule(config: Config) -> str:
@@ -207,7 +213,7 @@ def assemble(
 ) -> Parts:
     """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
     found, layouts = lay_out(model, config, groups, ranks.size)
-    check_meta(model)
+    check_values(model)
     rules = policy(config, accumulation, ranks)
     placement = place(layouts, rules)
     tiers = _open_tiers(config, placement, device, ranks)
@@ -333,14 +339,15 @@ class _Assembly:
         count = _TILE_BUFFERS if tier.name == "nvme" else 0
         staged = not self.device.host_addressable and not tier.on_device
         largest_shard = max(x.shard_nbytes for x in trainable)
+        placement = self.placement  # the thread of the update must not keep the model alive
         return Places(
             device=self.device,
             param_tier=self.tiers[self.rules.param_tier],
             optim_tier=tier,
             grad_tier=tier,
-            param_extent=lambda unit: self.placement.of(unit, State.PARAM),
-            optim_extent=lambda unit: self.placement.of(unit, State.OPTIM),
-            grad_extent=lambda unit: self.placement.of(unit, State.GRAD),
+            param_extent=lambda unit: placement.of(unit, State.PARAM),
+            optim_extent=lambda unit: placement.of(unit, State.OPTIM),
+            grad_extent=lambda unit: placement.of(unit, State.GRAD),
             formats=self.formats,
             tile_size=tile_size,
             tile_pool=self.pool("tiles", {state_bytes: count} if count else {}, on_device=False),

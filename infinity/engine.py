@@ -54,7 +54,7 @@ class Engine:
         except BaseException:
             ranks.close()
             raise
-        self._finalizer = weakref.finalize(self, parts.close)
+        self._finalizer = weakref.finalize(self, parts.closer())
         self.parts: Parts = parts
         self.module = model
         self.optimizer = unit_optimizer(config.optimizer, groups, parts.units)
@@ -101,8 +101,16 @@ class Engine:
         Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite.
         """
         self._check_open()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise UsageError("engine.backward(loss) takes the scalar loss that engine(batch) led to")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(
+                "engine.backward(loss) takes the scalar loss that engine(batch) led to, computed with gradients enabled"
+            )
+        if self.micro_steps >= self.batch.accumulation and self.parts.update == "during_backward":
+            raise UsageError(
+                "one backward more than gradient_accumulation_steps without engine.step(): units are updated during "
+                "the last one. Call engine.step(), raise gradient_accumulation_steps, or set infinity.update to "
+                '"next_forward"'
+            )
         if self.config.infinity.check_nan:
             self._check_loss(loss)
         self._loss = loss.detach()

@@ -69,7 +69,7 @@ class GradCollector:
         self._sent_live: set[int] = set()
         self._squares: dict[int, Future[float]] = {}
         self._moves: list[Future[None]] = []
-        self._mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads")
+        self.mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads")
         self.stored: set[int] = set()
         """Units whose gradient, or a part of it, waits in its tier for the update."""
         self.slots: dict[int, set[int]] = {}
@@ -176,14 +176,14 @@ class GradCollector:
         if live:
             self.stored.discard(unit.index)
             self._sent_live.add(unit.index)
-            gradient = self._mover.submit(self._land, unit, collecting, reduced, reached, add)
+            gradient = self.mover.submit(self._land, unit, collecting, reduced, reached, add)
             assert self.take_live is not None
             self.take_live(unit, gradient)
             return
         self.stored.add(unit.index)
         squares: Future[float] = Future()
         self._squares[unit.index] = squares
-        self._moves.append(self._mover.submit(self._keep, unit, collecting, reduced, reached, add, squares))
+        self._moves.append(self.mover.submit(self._keep, unit, collecting, reduced, reached, add, squares))
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -274,6 +274,3 @@ class GradCollector:
             move.exception()
         self._moves = []
         self.end_step()
-
-    def close(self) -> None:
-        self._mover.shutdown()

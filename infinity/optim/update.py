@@ -187,7 +187,10 @@ class UpdatePipeline:
     def close(self) -> None:
         """End the thread once the jobs queued so far are done."""
         self._jobs.put(None)
-        self._thread.join()
+        if (
+            threading.current_thread() is not self._thread
+        ):  # an engine that nobody closed may be collected in any thread
+            self._thread.join()
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
+from infinity.units.hooks import UnitParameters
 from infinity.units.layout import UnitLayout
 from infinity.units.states import Flats, flat_tensor
 
@@ -33,8 +34,21 @@ def _reset(module: nn.Module) -> None:
         module.reset_parameters()  # type: ignore[operator]
 
 
-def check_meta(model: nn.Module) -> None:
-    """ModelError for what could not be initialised: a buffer on the meta device, a module nobody knows how to fill."""
+def check_values(model: nn.Module) -> None:
+    """ModelError for values that are not there and cannot be made: parameters that an engine took, a buffer on the meta
+    device, a module nobody knows how to fill.
+    """
+    for module in model.modules():
+        if isinstance(module._parameters, UnitParameters):
+            raise ModelError(
+                "the model already belongs to an engine: use that one, or close it and build the model anew"
+            )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.untyped_storage().nbytes() < parameter.nbytes:
+            raise ModelError(
+                f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it anew, "
+                "and load a checkpoint of that engine into the new one."
+            )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(

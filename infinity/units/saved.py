@@ -10,6 +10,7 @@ They switch off PyTorch's check for in-place edits, so they make it themselves, 
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -48,14 +49,15 @@ class _Kept(NamedTuple):
     version: int
 
 
-_resident: dict[int, tuple[Unit, UnitStore]] = {}
+# Weak, so that an engine that is dropped without being closed can end.
+_resident: dict[int, tuple[weakref.ref[Unit], weakref.ref[UnitStore]]] = {}
 _open_engines = 0
 
 
 def register(unit: Unit, store: UnitStore) -> None:
     """`unit`'s buffer holds its parameters from now on."""
     assert unit.lease is not None
-    _resident[unit.lease.address] = (unit, store)
+    _resident[unit.lease.address] = (weakref.ref(unit), weakref.ref(store))
 
 
 def unregister(unit: Unit) -> None:
@@ -67,14 +69,22 @@ def unit_behind(tensor: torch.Tensor) -> Unit | None:
     """The resident unit whose buffer `tensor` is a view of."""
     if tensor.layout is not torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
         return None
-    found = _resident.get(tensor.untyped_storage().data_ptr())
+    found = _behind(tensor)
     return found[0] if found else None
+
+
+def _behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
+    found = _resident.get(tensor.untyped_storage().data_ptr())
+    if found is None:
+        return None
+    unit, store = found[0](), found[1]()
+    return None if unit is None or store is None else (unit, store)
 
 
 def _pack(tensor: torch.Tensor) -> Any:
     if tensor.is_inference() or tensor.layout is not torch.strided:
         return tensor
-    found = _resident.get(tensor.untyped_storage().data_ptr())
+    found = _behind(tensor)
     if found is None:
         # Detached: an output saved by the node that made it would keep that node alive for ever.
         return _Kept(tensor.detach(), tensor._version)
