@@ -19,7 +19,7 @@ from support.models import Stack, seeded, token_batches
 
 BATCHES = token_batches(8)
 SCHEDULES = pytest.mark.parametrize(
-    "options", [{}, {"clip": 0.5}, {"accumulation": 2}, {"prefetch_bytes": "auto"}], ids=str
+    "options", [{}, {"clip": 0.5}, {"accumulation": 2}, {"prefetch_bytes": 70_000}], ids=str
 )
 DEVICES = pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 
