@@ -152,7 +152,7 @@ class Engine:
         scale = 1.0 / parts.ranks.size
         self._grad_norm = None
         clipping = self.config.gradient_clipping > 0
-        if clipping or (self.config.infinity.check_nan and collector.stored):
+        if clipping or (self.config.infinity.check_nan and (collector.stored or not self.ranks.alone)):
             norm = math.sqrt(collector.squared_norm()) * scale
             self._check_norm(norm)
             if clipping:

@@ -9,6 +9,7 @@ longest is sent on and completed by addition.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -93,10 +94,15 @@ class GradCollector:
         return handles
 
     def _hook(self, unit: Unit, slot: int) -> Callable[[torch.Tensor], None]:
+        # Weak: the garbage collector does not see what these hooks refer to, so that a cycle through them would stay.
+        collector, index = weakref.ref(self), unit.index
+
         def arrived(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            self.arrive(unit, slot, gradient)
+            alive = collector()
+            if alive is not None:
+                gradient, parameter.grad = parameter.grad, None
+                assert gradient is not None
+                alive.arrive(alive._units[index], slot, gradient)
 
         return arrived
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class _Reference:
     """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive."""
 
-    __slots__ = ("dtype", "generation", "offset", "size", "slot", "store", "stride", "unit", "version")
+    __slots__ = ("dtype", "generation", "offset", "size", "slot", "store", "stride", "token", "unit", "version")
 
     def __init__(self, tensor: torch.Tensor, unit: Unit, store: UnitStore) -> None:
         start = tensor.storage_offset() * tensor.element_size() // unit.layout.dtype.itemsize
@@ -38,10 +38,7 @@ class _Reference:
         self.offset = tensor.storage_offset()
         self.size = tensor.size()
         self.stride = tensor.stride()
-        unit.references += 1
-
-    def __del__(self) -> None:
-        self.unit.references -= 1
+        self.token = unit.token
 
 
 class _Kept(NamedTuple):

@@ -8,6 +8,7 @@ still being written.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -241,7 +242,8 @@ class UnitStore:
         self._tier.write(extent, unit.shard_bytes(self._ranks.rank)).wait()
 
     def _name_viewer(self, unit: Unit) -> None:
-        if unit.index not in self.quarantined:
+        handling = sys.exc_info()[0] is not None  # then its traceback refers to whatever its frames did
+        if unit.index not in self.quarantined and not handling:
             self.quarantined.add(unit.index)
             warnings.warn(
                 f"something still refers to the parameters of unit {unit.name} after it was released: a view that a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -68,8 +69,9 @@ class Unit:
         self.transfer: Transfer | None = None
         self.holds = 0
         """Module forwards under way that need the unit."""
-        self.references = 0
-        """Tensors that autograd saved out of the unit and may still ask for."""
+        self.token = object()
+        """Held by every tensor that autograd saved out of the unit and may still ask for."""
+        self._without_references = sys.getrefcount(self.token)
         self.generation = 0
         """Updates so far; a saved reference from before an update must not be served after it."""
         self.steps = [0] * len(parameters)
@@ -87,6 +89,14 @@ class Unit:
         for slot in slots:
             self.steps[slot] += 1
         return {slot: self.steps[slot] for slot in slots}
+
+    @property
+    def references(self) -> int:
+        """Tensors that autograd saved out of the unit and may still ask for.
+
+        Counted by the interpreter and not in `__del__`, where a Ctrl-C would be lost.
+        """
+        return sys.getrefcount(self.token) - self._without_references
 
     @property
     def index(self) -> int:
