@@ -196,8 +196,10 @@ def test_a_second_backward_after_an_update_during_backward_is_refused(make_engin
     engine = make_engine(seeded(Stack))
     train(engine, BATCHES[:2])
     engine.backward(engine(*BATCHES[2]))
-    with pytest.raises(LifetimeError, match="gradient_accumulation_steps"):
+    with pytest.raises(UsageError, match="gradient_accumulation_steps"):
         engine.backward(engine(*BATCHES[3]))
+    with pytest.raises(LifetimeError, match="gradient_accumulation_steps"):
+        engine(*BATCHES[3]).backward()
 
 
 def test_two_losses_of_one_forward(make_engine: OpenEngine) -> None:
