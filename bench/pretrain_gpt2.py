@@ -33,7 +33,7 @@ from infinity.observe.progress import Progress
 from infinity.observe.report import closing_table
 from infinity.observe.units import show_count, show_seconds
 
-BATCH_SIZE = 16
+BATCH_SIZE = 8
 PROMPTS = ("    def ", "\n\nclass ", "\nimport ")
 SAMPLE_BYTES = 200
 
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seq-length", 128, "tokens in a sequence", type=_positive)
     add("--vocab-size", VOCAB_SIZE, "rows of the embedding; the text uses 256", type=_positive)
     add("--batch-size", None, f"sequences in a step (default: the config's, or {BATCH_SIZE})", type=_positive)
-    add("--train-iters", 300, "steps, those before a loaded checkpoint included", type=_positive)
+    add("--train-iters", 450, "steps, those before a loaded checkpoint included", type=_positive)
     add("--checkpoint-activations", False, "recompute each block in backward", action="store_true")
     add("--untie-embeddings-and-output-weights", False, "give the head a weight of its own", action="store_true")
     add("--config", None, "the engine's configuration (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
@@ -118,13 +118,14 @@ def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
 
 def _default_config(batch_size: int, steps: int, nvme_path: Path) -> dict[str, Any]:
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
-    rate = {"total_num_steps": steps, "warmup_num_steps": steps // 20, "warmup_type": "linear", "cos_min_ratio": 0.05}
+    rate = {"total_num_steps": steps, "warmup_num_steps": steps // 7, "warmup_type": "linear", "cos_min_ratio": 0.1}
     # CPUs without instructions for bf16 emulate it, slower than they compute in fp32.
     bf16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return {
+        "steps_per_print": 0,  # the progress display shows it
         "train_batch_size": batch_size,
         "bf16": {"enabled": bf16},
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupCosineLR", "params": rate},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
     }
