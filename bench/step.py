@@ -120,9 +120,12 @@ def run_infinity(args: argparse.Namespace, clip: float) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
     }
     engine, *_ = infinity.initialize(model=model, config=config)
-    steps = []
-    before = engine.ledger.snapshot()
-    for _ in range(args.steps + 2):
+    steps: list[dict[str, float]] = []
+    before = first = engine.ledger.snapshot()
+    for number in range(args.steps + 2):
+        if number == 2:  # bytes are counted from here, with nothing in flight
+            engine.settle()
+            before = first = engine.ledger.snapshot()
         began = time.perf_counter()
         loss = engine(*batch())
         forward = time.perf_counter()
@@ -138,12 +141,17 @@ def run_infinity(args: argparse.Namespace, clip: float) -> dict[str, Any]:
                 "backward": backward - forward,
                 "wait": moved.wait_seconds,
                 "update": moved.update_seconds,
-                "read": moved.nvme_bytes_read,
-                "written": moved.nvme_bytes_written,
             }
         )
-    parameters = sum(p.numel() for p in model.parameters())
-    result = report(steps, parameters=parameters, tier_bytes=engine.ledger.tier_bytes())
+    engine.settle()
+    moved = engine.ledger.snapshot() - first
+    result = report(
+        steps,
+        parameters=sum(p.numel() for p in model.parameters()),
+        tier_bytes=engine.ledger.tier_bytes(),
+        read=moved.nvme_bytes_read / args.steps,
+        written=moved.nvme_bytes_written / args.steps,
+    )
     engine.close()
     return result
 
@@ -195,18 +203,13 @@ def median(runs: list[dict[str, Any]], key: str) -> float:
     return statistics.median(step[key] for run in runs for step in run["steps"])
 
 
-def mean(runs: list[dict[str, Any]], key: str) -> float:
-    """For bytes: what one step leaves in flight the next one counts."""
-    return statistics.mean(step[key] for run in runs for step in run["steps"])
-
-
 def summarize(args: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     disk = statistics.median(rate for run in runs["disk"] for rate in run["rates"])
     parameters = runs["infinity"][0]["parameters"]
     summary: dict[str, Any] = {"parameters": parameters, "disk_gb_per_s": disk / 1e9, "rows": []}
     for suffix in ("", ", clipped"):
         plain, ours = runs["plain" + suffix], runs["infinity" + suffix]
-        read, written = mean(ours, "read"), mean(ours, "written")
+        read, written = ours[0]["read"], ours[0]["written"]
         bound = (read + written) / disk + (median(plain, "backward") if suffix else 0.0)
         seconds, base = median(ours, "seconds"), median(plain, "seconds")
         allowed = max((1.7 if suffix else 1.3) * base, 1.15 * bound)
