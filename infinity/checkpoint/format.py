@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from infinity.errors import CheckpointError
 
 FORMAT = "infinity-checkpoint"
@@ -14,6 +17,7 @@ VERSION = 1
 INDEX = "checkpoint.json"
 LATEST = "latest"
 CLIENT_STATE = "client_state.pt"
+BUFFERS = "buffers.safetensors"
 
 
 @dataclass(frozen=True)
@@ -94,5 +98,19 @@ def find(directory: Path, tag: str | None) -> Path:
             ) from None
     folder = directory / tag
     if not folder.is_dir():
+        # A save of the same tag was killed between two renames: what it was to replace is still whole.
+        for former in sorted(directory.glob(f".{tag}.replaced-*")):
+            return former
         raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")
     return folder
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name → buffer, of those that a state_dict holds."""
+    kept = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
-from infinity.checkpoint.format import CLIENT_STATE, Index, find, key, read_index
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, find, key, persistent_buffers, read_index
 from infinity.errors import CheckpointError
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
@@ -28,12 +29,17 @@ def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[s
     folder = find(directory, tag)
     index = read_index(folder)
     _check_parameters(engine.units, index, folder)
+    _check_optimizer(engine, index, folder)
     _check_files(index, folder)
+    buffers = _read_buffers(engine, folder)
     client_state = _client_state(folder)
+    engine.drop_gradients()
     for unit in engine.units:
         engine.parts.states.write(unit.layout, _read(folder, index, unit))
         unit.steps = [index.parameters[slot.name].step for slot in unit.layout.slots]
         unit.generation += 1
+    for buffer, value in buffers:
+        buffer.copy_(value)
     engine.ranks.barrier()
     engine.restore(index.global_steps, index.param_groups, index.lr_scheduler)
     return folder, client_state
@@ -56,6 +62,28 @@ def _check_parameters(units: Iterable[Unit], index: Index, folder: Path) -> None
     if problems:
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
         raise CheckpointError(f"{folder} is a checkpoint of another model: {shown}")
+
+
+def _check_optimizer(engine: Engine, index: Index, folder: Path) -> None:
+    kind, groups = engine.config.optimizer.type, len(engine.optimizer.param_groups)
+    if (index.optimizer, len(index.param_groups)) != (kind, groups):
+        raise CheckpointError(
+            f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this engine "
+            f"has {kind} "
+            f"and {groups}: use the same optimizer and groups"
+        )
+
+
+def _read_buffers(engine: Engine, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(the model's buffer, its saved value) pairs; CheckpointError if names or shapes differ."""
+    try:
+        saved = load_file(folder / BUFFERS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / BUFFERS} cannot be read ({error}): the checkpoint is damaged") from None
+    mine = persistent_buffers(engine.module)
+    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
+        raise CheckpointError(f"{folder} is a checkpoint of another model: its buffers have other names or shapes")
+    return [(mine[name], value) for name, value in saved.items()]
 
 
 def _check_files(index: Index, folder: Path) -> None:

@@ -4,6 +4,7 @@ not at all.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from infinity.checkpoint.format import CLIENT_STATE, INDEX, LATEST, Entry, Index, key
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, INDEX, LATEST, Entry, Index, key, persistent_buffers
 from infinity.errors import CheckpointError
 from infinity.units.states import Flats
 from infinity.units.unit import Unit
@@ -28,7 +29,17 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
     """
     if not tag or tag != Path(tag).name:
         raise CheckpointError(f"tag {tag!r} must be the name of a folder, without slashes")
+    packed = _pack(client_state)
     writer = _Writer(directory, tag) if engine.ranks.rank == 0 else None
+    try:
+        return _save(engine, directory / tag, writer, packed)
+    except BaseException:
+        if writer is not None:
+            writer.remove()
+        raise
+
+
+def _save(engine: Engine, target: Path, writer: _Writer | None, client_state: bytes) -> Path:
     files: dict[str, int] = {}
     entries: dict[str, Entry] = {}
     for unit in engine.units:
@@ -41,15 +52,32 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
             files[file] = writer.write_unit(file, unit, flats)
         del flats
     if writer is not None:
+        files[BUFFERS] = writer.write(BUFFERS, _host(persistent_buffers(engine.module)))
         writer.finish(_index(engine, entries, files), client_state)
     failed = engine.ranks.sum(1.0 if writer is not None and writer.error is not None else 0.0)
     if writer is not None and writer.error is not None:
-        raise CheckpointError(
-            f"the checkpoint {directory / tag} could not be written: {writer.error}"
-        ) from writer.error
+        raise CheckpointError(f"the checkpoint {target} could not be written: {writer.error}") from writer.error
     if failed:
-        raise CheckpointError(f"the checkpoint {directory / tag} could not be written: see the error of rank 0")
-    return directory / tag
+        raise CheckpointError(f"the checkpoint {target} could not be written: see the error of rank 0")
+    return target
+
+
+def _pack(client_state: dict[str, Any]) -> bytes:
+    """What `load` will read back, tried now: a checkpoint that cannot be loaded must not replace one that can."""
+    packed = io.BytesIO()
+    try:
+        torch.save(client_state, packed)
+        torch.load(io.BytesIO(packed.getvalue()), weights_only=True)
+    except Exception as error:  # noqa: BLE001 - pickling runs any class's code
+        raise CheckpointError(
+            "client_state cannot be saved so that it loads safely: it may hold tensors, numbers, strings, and lists, "
+            f"tuples and dicts of them ({str(error).splitlines()[0]})"
+        ) from None
+    return packed.getvalue()
+
+
+def _host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, int]) -> Index:
@@ -67,6 +95,8 @@ class _Writer:
         self.error: Exception | None = None
         self._target = directory / tag
         self._partial = directory / f".{tag}.partial-{os.getpid()}"
+        self._replaced = directory / f".{tag}.replaced-{os.getpid()}"
+        _remove_stale(directory)
         try:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
@@ -75,13 +105,17 @@ class _Writer:
 
     def write_unit(self, file: str, unit: Unit, flats: Flats) -> int:
         """Returns the file's size in bytes."""
-        if self.error is not None:
-            return 0
         tensors = {
             key(state, slot.name): flat[slot.offset : slot.stop].view(slot.shape)
             for state, flat in flats.items()
             for slot in unit.layout.slots
         }
+        return self.write(file, tensors)
+
+    def write(self, file: str, tensors: dict[str, torch.Tensor]) -> int:
+        """Returns the file's size in bytes."""
+        if self.error is not None:
+            return 0
         try:
             save_file(tensors, self._partial / file)
             _sync(self._partial / file)
@@ -90,20 +124,20 @@ class _Writer:
             self._fail(error)
             return 0
 
-    def finish(self, index: Index, client_state: dict[str, Any]) -> None:
+    def remove(self) -> None:
+        """Leave nothing of a checkpoint that is not whole."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def finish(self, index: Index, client_state: bytes) -> None:
         """Put the whole checkpoint in its place, then let `latest` name it."""
         if self.error is not None:
             return
         try:
-            torch.save(client_state, self._partial / CLIENT_STATE)
+            (self._partial / CLIENT_STATE).write_bytes(client_state)
             (self._partial / INDEX).write_text(index.to_json(), encoding="utf-8")
             _sync(self._partial / CLIENT_STATE)
             _sync(self._partial / INDEX)
-            replaced = self._partial.with_suffix(".replaced")
-            if self._target.exists():
-                os.rename(self._target, replaced)
-            os.rename(self._partial, self._target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            self._put_in_place()
             latest = self._target.parent / f".{LATEST}-{os.getpid()}"
             latest.write_text(self._target.name, encoding="utf-8")
             _sync(latest)
@@ -112,9 +146,32 @@ class _Writer:
         except Exception as error:  # noqa: BLE001 - raised on all ranks by `save`
             self._fail(error)
 
+    def _put_in_place(self) -> None:
+        """Two renames where the tag was saved before; `find` knows the former one by its name in between."""
+        if self._target.exists():
+            os.rename(self._target, self._replaced)
+        try:
+            os.rename(self._partial, self._target)
+        except BaseException:
+            if self._replaced.exists():
+                os.rename(self._replaced, self._target)
+            raise
+        _sync(self._target.parent)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+
     def _fail(self, error: Exception) -> None:
         self.error = error
-        shutil.rmtree(self._partial, ignore_errors=True)
+        self.remove()
+
+
+def _remove_stale(directory: Path) -> None:
+    """Take away what saves left that were killed: partial folders, and replaced ones whose successor is in place."""
+    for kind in ("partial", "replaced"):
+        for folder in directory.glob(f".*.{kind}-*"):
+            tag, _, pid = folder.name[1:].rpartition(f".{kind}-")
+            whole = kind == "partial" or (directory / tag).exists()
+            if whole and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -6,6 +6,7 @@ its own. The tests add a device whose memory is apart from the host's and whose 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 
 import torch
@@ -134,9 +135,12 @@ class CudaDevice(Device):
         return torch.cuda.max_memory_allocated(self.torch_device)
 
 
-def default_device(local_rank: int = 0) -> Device:
-    """The CUDA device of this rank where there is one, the CPU elsewhere."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        return CudaDevice(torch.cuda.current_device())
-    return CpuDevice()
+def default_device() -> Device:
+    """The CUDA device of this rank (LOCAL_RANK, which torchrun sets, else torch's current one) or, without any, the
+    CPU.
+    """
+    if not torch.cuda.is_available():
+        return CpuDevice()
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return CudaDevice(torch.cuda.current_device())

@@ -1,0 +1,214 @@
+"""Checkpoints: what is saved is what goes on, whatever the tiers, units and tiles; damage and strangers are refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.checkpoint import save as saving
+from infinity.checkpoint.format import persistent_buffers
+from infinity.engine import Engine
+from infinity.errors import CheckpointError, UsageError
+from support.configs import engine_config
+from support.loops import open_engine, parameters_of, train
+from support.models import Stack, seeded, token_batches
+
+BATCHES = token_batches(10)
+
+
+class Normed(nn.Module):
+    """A model with buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def engine_of(make: Callable[[], nn.Module] = Stack, seed: int = 0, **options: Any) -> Engine:
+    return open_engine(seeded(make, seed), engine_config(**options))
+
+
+def saved(folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train 5 steps, save, train 5 more; the later losses and the final parameters."""
+    with engine_of(**options) as engine:
+        train(engine, BATCHES[:5])
+        engine.save_checkpoint(folder, client_state={"epoch": 3})
+        return train(engine, BATCHES[5:]), parameters_of(engine)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"param": "cpu", "optim": "none", "unit_size": 30_000},
+        {"param": "none", "optim": "cpu", "tile_size": 8192},
+        {"update": "after_backward", "master": "fp32"},
+    ],
+    ids=["tiers and units", "tiers and tiles", "schedule and master"],
+)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_training_goes_on_bit_for_bit_wherever_it_is_loaded(tmp_path: Path, bf16: bool, other: dict[str, Any]) -> None:
+    losses, parameters = saved(tmp_path, bf16=bf16)
+    with engine_of(seed=7, bf16=bf16, **other) as engine:
+        path, client_state = engine.load_checkpoint(tmp_path)
+        assert (path.name, client_state, engine.global_steps) == ("global_step5", {"epoch": 3}, 5)
+        assert train(engine, BATCHES[5:]) == losses
+        for name, value in parameters_of(engine).items():
+            assert torch.equal(value, parameters[name]), name
+
+
+RESUME = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(int(sys.argv[2]))  # the order of sums depends on it
+from support.configs import engine_config
+from support.loops import open_engine, train
+from support.models import Stack, seeded, token_batches
+with open_engine(seeded(Stack, 9), engine_config(bf16=True, clip=0.5)) as engine:
+    engine.load_checkpoint(Path(sys.argv[1]))
+    print(train(engine, token_batches(10)[5:]))
+"""
+
+
+def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    losses, _ = saved(tmp_path, bf16=True, clip=0.5)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", RESUME, str(tmp_path), str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout.splitlines()[-1]) == losses
+
+
+def test_buffers_are_saved(tmp_path: Path) -> None:
+    batches = [(torch.randn(16, 8),) for _ in range(3)]
+    with engine_of(Normed) as engine:
+        train(engine, batches)
+        engine.save_checkpoint(tmp_path)
+        before = {name: value.clone() for name, value in persistent_buffers(engine.module).items()}
+        expected = engine.eval()(*batches[0]).item()
+    with engine_of(Normed, seed=5) as engine:
+        engine.load_checkpoint(tmp_path)
+        after = persistent_buffers(engine.module)
+        assert before and all(torch.equal(after[name], value) for name, value in before.items())
+        assert engine.eval()(*batches[0]).item() == expected
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_loading_forgets_the_gradients_of_the_step_in_progress(tmp_path: Path, clip: float) -> None:
+    losses, parameters = saved(tmp_path, clip=clip)
+    with engine_of(clip=clip) as engine:
+        train(engine, BATCHES[:3])
+        engine.backward(engine(*BATCHES[9]))
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, BATCHES[5:]) == losses
+        assert all(torch.equal(value, parameters[name]) for name, value in parameters_of(engine).items())
+
+
+def test_a_step_that_is_not_finished_is_not_saved(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        train(engine, BATCHES[:2])
+        engine.backward(engine(*BATCHES[2]))
+        with pytest.raises(UsageError, match=r"after engine\.step"):
+            engine.save_checkpoint(tmp_path)
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+
+
+def test_client_state_that_could_not_be_loaded_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        train(engine, BATCHES[:1])
+        with pytest.raises(CheckpointError, match="client_state"):
+            engine.save_checkpoint(tmp_path, client_state={"args": argparse.Namespace(a=1)})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_save_that_fails_leaves_the_former_one_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    real, calls = saving.save_file, []
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        real(*arguments, **options)
+
+    with engine_of() as engine:
+        train(engine, BATCHES[:1])
+        engine.save_checkpoint(tmp_path, "a")
+        monkeypatch.setattr(saving, "save_file", failing)
+        train(engine, BATCHES[1:2])
+        with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
+            engine.save_checkpoint(tmp_path, "a")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 1
+
+
+def test_a_save_killed_between_its_renames_is_found(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        train(engine, BATCHES[:1])
+        engine.save_checkpoint(tmp_path, "a")
+        os.rename(tmp_path / "a", tmp_path / ".a.replaced-999999999")
+        (tmp_path / ".a.partial-999999999").mkdir()
+        engine.load_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, "a")
+        engine.save_checkpoint(tmp_path, "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
+
+
+def damage(folder: Path, what: str) -> None:
+    checkpoint = folder / "global_step5"
+    file = sorted(checkpoint.glob("unit-*.safetensors"))[1]
+    index = json.loads((checkpoint / "checkpoint.json").read_text())
+    if what == "a file is missing":
+        file.unlink()
+    elif what == "a file is cut":
+        file.write_bytes(file.read_bytes()[:-8])
+    elif what == "a header is altered":
+        file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+    elif what == "the index is cut":
+        (checkpoint / "checkpoint.json").write_text(json.dumps(index)[:-20])
+    elif what == "a newer version":
+        (checkpoint / "checkpoint.json").write_text(json.dumps({**index, "version": 99}))
+    elif what == "no latest":
+        (folder / "latest").unlink()
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["a file is missing", "a file is cut", "a header is altered", "the index is cut", "a newer version", "no latest"],
+)
+def test_damage_is_an_error_before_anything_is_changed(tmp_path: Path, what: str) -> None:
+    saved(tmp_path)
+    damage(tmp_path, what)
+    with engine_of(seed=3) as engine:
+        train(engine, BATCHES[:2])
+        before = parameters_of(engine)
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 2
+        assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with engine_of(Normed) as engine, pytest.raises(CheckpointError, match="another model"):
+        engine.load_checkpoint(tmp_path)
+    with engine_of(optimizer="Adam") as engine, pytest.raises(CheckpointError, match="Adam"):
+        engine.load_checkpoint(tmp_path)
