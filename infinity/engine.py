@@ -17,6 +17,7 @@ from infinity.assembly import Parts, assemble
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import StepLog, logger, show_by_default
@@ -130,6 +131,7 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
+    @uninterrupted()
     def _update(self) -> None:
         """The step's stored gradients become updates that are due, and the step ends."""
         parts = self.parts
@@ -259,8 +261,8 @@ class Engine:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except (LifetimeError, NonFiniteError, OSError) as error:
-            if self.parts.collector.spent or isinstance(error, OSError):
+        except (LifetimeError, NonFiniteError, OSError, ForcedInterrupt) as error:
+            if self.parts.collector.spent or isinstance(error, (OSError, ForcedInterrupt)):
                 self._broken = str(error)
             raise
 
@@ -314,6 +316,8 @@ class Engine:
         """
         from infinity.checkpoint.save import save
 
+        if self.micro_steps or self.parts.collector.spent:
+            raise UsageError("a checkpoint holds no gradients: save after engine.step(), not between backward and step")
         self.settle()
         return save(self, Path(directory), tag or f"global_step{self.global_steps}", client_state or {})
 
@@ -328,10 +332,14 @@ class Engine:
         self.settle()
         return load(self, Path(directory), tag)
 
+    def drop_gradients(self) -> None:
+        """Forget what backward has collected since the last step."""
+        self.parts.collector.discard()
+        self.micro_steps = 0
+
     def restore(self, global_steps: int, groups: list[dict[str, Any]], schedule: dict[str, Any] | None) -> None:
         """Take over a checkpoint's step count, hyper-parameters and schedule."""
         self.global_steps = global_steps
-        self.micro_steps = 0
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=False):
             group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
         if self.lr_scheduler is not None and schedule is not None:

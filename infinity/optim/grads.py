@@ -18,6 +18,7 @@ import torch
 
 from infinity.comm.collectives import Ranks
 from infinity.errors import LifetimeError
+from infinity.interrupts import uninterrupted
 from infinity.optim.kernels import squared_norm
 from infinity.optim.update import Gradient
 from infinity.tiers.base import Tier
@@ -106,6 +107,7 @@ class GradCollector:
 
         return arrived
 
+    @uninterrupted()
     def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         self.on_arrival()
         index = unit.index
@@ -147,6 +149,7 @@ class GradCollector:
 
     # -- departure ---------------------------------------------------------------------------------------------------
 
+    @uninterrupted()
     def end_backward(self) -> bool:
         """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing
         arrived.
@@ -270,6 +273,7 @@ class GradCollector:
         self._squares = {}
         self._sent_live = set()
 
+    @uninterrupted()
     def discard(self) -> None:
         """Drop everything collected so far, after a backward that did not end."""
         for collecting in self._open.values():

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from infinity.comm.collectives import Ranks
 from infinity.errors import InfinityError
+from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.optim.update import UpdateJob, UpdatePipeline
 from infinity.schedule.trace import Tracer
 from infinity.tiers.base import Tier
@@ -45,7 +46,7 @@ class UnitStore:
         self.wait_seconds = 0.0
         self.fetches = 0
         self.quarantined: set[int] = set()
-        self.failure: OSError | None = None
+        self.failure: OSError | ForcedInterrupt | None = None
         """A transfer that failed: what it should have moved is not where it should be, and nothing may build on it."""
         self.pipeline: UpdatePipeline | None = None
         self.adopt: Callable[[Unit], None] = lambda unit: None
@@ -81,16 +82,19 @@ class UnitStore:
     def finished_with(self, unit: Unit) -> bool:
         """Whether nothing in this step needs the unit's parameters any more, so that its update may start.
 
-        No running forward, no saved tensor and, as far as the trace knows, no recomputation.
+        No running forward, no saved tensor, no code that was lent a parameter and, as far as the trace knows, no
+        recomputation.
         """
         resident = unit.residency is Residency.RESIDENT
-        return resident and not unit.holds and not unit.references and self.tracer.finished_with(unit.index)
+        wanted = unit.holds or unit.references or unit.is_lent()
+        return resident and not wanted and self.tracer.finished_with(unit.index)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
         try:
-            yield
-        except OSError as error:
+            with uninterrupted():
+                yield
+        except (OSError, ForcedInterrupt) as error:
             self.failure = error
             raise
 
@@ -158,6 +162,7 @@ class UnitStore:
 
     # -- update ------------------------------------------------------------------------------------------------------
 
+    @uninterrupted()
     def start_update(self, unit: Unit, job: UpdateJob) -> None:
         """→ UPDATING: the update works on this rank's shard of the leased buffer, which holds the parameters, is
         being filled with them, or, for a unit that was RELEASED, is filled by the update.
@@ -171,9 +176,9 @@ class UnitStore:
                     unit.job.done.wait()
                 self.adopt(unit)
             saved.unregister(unit)
-            unit.unbind()
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
+        unit.unbind()
         unit.move(Residency.UPDATING)
         unit.pending_job = None
         unit.generation += 1
@@ -224,7 +229,10 @@ class UnitStore:
                 self.adopt(unit)
                 self._write_back(unit)
             saved.unregister(unit)
-            unit.unbind()
+            if unit.is_lent():
+                unit.linger()
+            else:
+                unit.unbind()
         self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:

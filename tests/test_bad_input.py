@@ -1,0 +1,449 @@
+"""Bad input: one clear error each, nothing left on disk or open, and the process goes on to make a new engine."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import (
+    ConfigError,
+    InfinityError,
+    ModelError,
+    NonFiniteError,
+    OutOfMemoryError,
+    OutOfSpaceError,
+    StorageError,
+    UsageError,
+)
+from infinity.tiers.device import CpuDevice
+from support.loops import train
+from support.models import Stack, seeded, token_batches
+
+HUGE = 1 << 21
+"""Width of a linear layer of 4 Ti parameters: more than any disk or memory here holds."""
+
+
+def raw(folder: Path | str | None, param: str = "nvme", optim: str = "nvme", **top: Any) -> dict[str, Any]:
+    path = {} if folder is None else {"nvme_path": str(folder)}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": param, **path},
+            "offload_optimizer": {"device": optim, **path},
+        },
+        "infinity": {"unit_size": 100_000, "tile_size": 4096},
+        **top,
+    }
+
+
+def make(model: nn.Module, config: dict[str, Any]) -> infinity.Engine:
+    return infinity.initialize(model=model, config=config, device=CpuDevice())[0]
+
+
+def open_files() -> dict[str, int]:
+    """What this process has open, and how often."""
+    found: dict[str, int] = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        found[target] = found.get(target, 0) + 1
+    return found
+
+
+@pytest.fixture
+def leaves_nothing(tmp_path: Path) -> Iterator[Path]:
+    """A folder. After the test it is empty, no file is open and no thread runs that was not there before, and an engine
+    can be made in it.
+    """
+    folder = tmp_path / "states"
+    folder.mkdir()
+    with make(seeded(Stack), raw(folder)) as engine:  # whatever is started once per process is started now
+        train(engine, token_batches(1))
+    gc.collect()
+    files, threads = open_files(), set(threading.enumerate())
+    yield folder
+    assert os.listdir(folder) == []
+    gc.collect()
+    assert open_files() == files
+    assert {thread.name for thread in threading.enumerate() if thread not in threads} == set()
+    with make(seeded(Stack), raw(folder)) as engine:
+        assert train(engine, token_batches(2))[0] > 0
+    assert os.listdir(folder) == []
+
+
+def refused(kind: type[InfinityError], said: str, model: nn.Module, config: dict[str, Any]) -> InfinityError:
+    """`initialize` raises `kind`, whose text matches `said`, and the model keeps its values."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+    with pytest.raises(kind, match=said) as caught:
+        make(model, config)
+    assert type(caught.value) is kind
+    for name, value in before.items():
+        assert torch.equal(model.get_parameter(name), value)
+    return caught.value
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_does_not_exist(leaves_nothing: Path) -> None:
+    refused(StorageError, "does not exist; create it", seeded(Stack), raw(leaves_nothing / "missing"))
+
+
+def test_a_file_instead_of_a_folder(leaves_nothing: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(StorageError, "is not a folder", seeded(Stack), raw(tmp_path / "file"))
+
+
+def test_a_folder_that_takes_no_files(leaves_nothing: Path) -> None:
+    refused(StorageError, "cannot create a file in /proc", seeded(Stack), raw("/proc"))
+
+
+def mount(*arguments: str) -> Callable[[], None]:
+    """Mount; the test is skipped where that is not allowed. Returns what unmounts."""
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this machine does not let a test mount: {done.stderr.strip()}")
+    return lambda: subprocess.run(["umount", arguments[-1]], check=True).check_returncode()
+
+
+def test_a_file_system_that_is_read_only(leaves_nothing: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    unmount = mount("-t", "tmpfs", "-o", "ro,size=64m", "tmpfs", str(folder))
+    try:
+        refused(StorageError, "cannot create a file in .*[Rr]ead-only", seeded(Stack), raw(folder))
+    finally:
+        unmount()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(leaves_nothing: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    refused(StorageError, "cannot create a file in .*[Pp]ermission", seeded(Stack), raw(folder))
+
+
+# -- too little --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_that_is_too_small(leaves_nothing: Path, tmp_path: Path) -> None:
+    """Refused before training, with what is missing; what was there stays."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    unmount = mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder))
+    try:
+        (folder / "mine").write_text("stays")
+        error = refused(OutOfSpaceError, r"too little space in .* are missing; free", seeded(Stack), raw(folder))
+        assert isinstance(error, OutOfSpaceError)
+        assert error.needed > error.available
+        assert os.listdir(folder) == ["mine"]
+    finally:
+        unmount()
+
+
+def huge() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(HUGE, HUGE), nn.Linear(HUGE, HUGE))
+
+
+@pytest.mark.parametrize(
+    ("param", "optim", "kind", "said"),
+    [
+        ("nvme", "nvme", OutOfSpaceError, "too little space"),
+        ("cpu", "cpu", OutOfMemoryError, "too little memory in host memory"),
+        ("none", "none", OutOfMemoryError, "too little memory in host memory"),
+        ("nvme", "cpu", OutOfMemoryError, "too little memory in host memory"),
+        ("cpu", "nvme", OutOfMemoryError, "too little memory in host memory"),
+        ("none", "nvme", OutOfMemoryError, "too little memory in host memory"),
+    ],
+)
+def test_a_model_larger_than_its_tiers(
+    leaves_nothing: Path, param: str, optim: str, kind: type[InfinityError], said: str
+) -> None:
+    """At once, whatever the size, with how much is missing and what to do."""
+    began = time.monotonic()
+    error = refused(kind, said, huge(), raw(leaves_nothing, param, optim))
+    assert "are missing; " in str(error)
+    assert time.monotonic() - began < 5
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_trainable_parameters(leaves_nothing: Path) -> None:
+    model = seeded(Stack)
+    model.requires_grad_(False)
+    refused(ModelError, "no trainable parameters: set requires_grad", model, raw(leaves_nothing))
+
+
+def test_no_parameters(leaves_nothing: Path) -> None:
+    refused(ModelError, "no trainable parameters", nn.GELU(), raw(leaves_nothing))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.bfloat16])
+def test_parameters_of_another_type(leaves_nothing: Path, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    refused(ModelError, f"is {name}, .*bf16", seeded(Stack).to(dtype), raw(leaves_nothing))
+
+
+def test_a_model_that_has_an_engine(leaves_nothing: Path) -> None:
+    model = seeded(Stack)
+    with make(model, raw(leaves_nothing)) as engine:
+        losses = train(engine, token_batches(1))
+        with pytest.raises(ModelError, match="already belongs to an engine"):
+            make(model, raw(leaves_nothing))
+        losses += train(engine, token_batches(1))
+        assert losses[1] < losses[0]
+
+
+def test_a_model_whose_engine_was_closed(leaves_nothing: Path) -> None:
+    """It holds placeholders; an engine on them would train NaN."""
+    model = seeded(Stack)
+    make(model, raw(leaves_nothing)).close()
+    with pytest.raises(ModelError, match=r"holds no values.*checkpoint"):
+        make(model, raw(leaves_nothing))
+
+
+# -- the config --------------------------------------------------------------------------------------------------------
+
+
+def test_nvme_without_a_folder(leaves_nothing: Path) -> None:
+    refused(ConfigError, 'nvme_path.* is missing: device "nvme" needs a folder', seeded(Stack), raw(None))
+
+
+def test_batch_sizes_that_do_not_multiply(leaves_nothing: Path) -> None:
+    config = raw(leaves_nothing, train_batch_size=9, gradient_accumulation_steps=2)
+    refused(ConfigError, "do not multiply.*4 × 2 × 1 = 8", seeded(Stack), config)
+
+
+def test_no_batch_size(leaves_nothing: Path) -> None:
+    config = raw(leaves_nothing)
+    del config["train_micro_batch_size_per_gpu"]
+    refused(ConfigError, "no batch size", seeded(Stack), config)
+
+
+def test_an_unknown_key(leaves_nothing: Path) -> None:
+    refused(ConfigError, "gradient_clipping", seeded(Stack), raw(leaves_nothing, gradient_cliping=1.0))
+
+
+def test_a_config_that_is_not_there(leaves_nothing: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.json"):
+        infinity.initialize(model=seeded(Stack), config=leaves_nothing / "missing.json")
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_loss_that_is_not_finite(leaves_nothing: Path, value: float, clip: float) -> None:
+    """Found before anything is changed: the batch can be left out."""
+    with make(seeded(Stack), raw(leaves_nothing, gradient_clipping=clip)) as engine:
+        batches = token_batches(4)
+        losses = train(engine, batches[:2])
+        with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) in step 3.*Nothing was updated"):
+            engine.backward(engine(*batches[2]) * value)
+        losses += train(engine, batches[2:])
+    with make(seeded(Stack), raw(leaves_nothing, gradient_clipping=clip)) as engine:
+        assert train(engine, batches) == losses
+
+
+@pytest.mark.parametrize(
+    ("clip", "update", "stops"),
+    [(1.0, "auto", False), (0.0, "next_forward", False), (0.0, "after_backward", False), (0.0, "auto", True)],
+)
+def test_a_gradient_that_is_not_finite(leaves_nothing: Path, clip: float, update: str, stops: bool) -> None:
+    """In its own step where all gradients are known before the first update; otherwise the engine stops."""
+    config = raw(leaves_nothing, gradient_clipping=clip)
+    config["infinity"]["update"] = update
+    with make(seeded(Stack), config) as engine:
+        batches = token_batches(5)
+        train(engine, batches[:2])
+        loss = engine(*batches[2])
+        loss.register_hook(lambda gradient: gradient * math.nan)
+        with pytest.raises(NonFiniteError):
+            engine.backward(loss)
+            engine.step()
+            train(engine, batches[3:4])
+        if stops:
+            with pytest.raises(UsageError, match=r"the engine stopped.*load the last checkpoint"):
+                engine(*batches[4])
+        else:
+            assert engine.global_steps == 2
+            assert all(math.isfinite(loss) for loss in train(engine, batches[3:]))
+
+
+def test_step_before_backward(leaves_nothing: Path) -> None:
+    with make(seeded(Stack), raw(leaves_nothing)) as engine:
+        with pytest.raises(UsageError, match=r"engine\.step\(\) was called without a backward"):
+            engine.step()
+        train(engine, token_batches(1))
+        with pytest.raises(UsageError, match=r"engine\.step\(\) was called without a backward"):
+            engine.step()
+        train(engine, token_batches(1))
+
+
+@pytest.mark.parametrize("loss", [1.0, None, torch.ones(3, requires_grad=True), torch.ones(())])
+def test_a_loss_that_is_none(leaves_nothing: Path, loss: Any) -> None:
+    with make(seeded(Stack), raw(leaves_nothing)) as engine:
+        with pytest.raises(UsageError, match=r"engine\.backward\(loss\) takes"):
+            engine.backward(loss)
+        train(engine, token_batches(1))
+
+
+def test_backward_twice(leaves_nothing: Path) -> None:
+    """A second backward before step: more micro-batches than the config says."""
+    with make(seeded(Stack), raw(leaves_nothing)) as engine:
+        train(engine, token_batches(2))
+        engine.backward(engine(*token_batches(1)[0]))
+        with pytest.raises(UsageError, match=r"gradient_accumulation_steps"):
+            engine.backward(engine(*token_batches(1)[0]))
+
+
+def test_calls_after_close(leaves_nothing: Path, tmp_path: Path) -> None:
+    engine = make(seeded(Stack), raw(leaves_nothing))
+    batch = token_batches(1)[0]
+    train(engine, [batch])
+    loss = engine(*batch)
+    engine.close()
+    engine.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: engine(*batch),
+        lambda: engine.backward(loss),
+        engine.step,
+        lambda: engine.save_checkpoint(tmp_path / "saved"),
+        lambda: engine.load_checkpoint(tmp_path / "saved"),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="the engine is closed: make a new one"):
+            call()
+    assert not (tmp_path / "saved").exists()
+
+
+def test_an_engine_that_is_dropped(leaves_nothing: Path) -> None:
+    """Never closed: what it held is given back when nothing refers to it."""
+    engine = make(seeded(Stack), raw(leaves_nothing))
+    train(engine, token_batches(2))
+    del engine
+    gc.collect()
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+LOOP = """
+import itertools, math, sys
+import torch
+import infinity
+from infinity.errors import UsageError
+from infinity.tiers.device import CpuDevice
+from support.models import Stack, seeded, token_batches
+from test_bad_input import raw
+
+torch.set_num_threads(1)
+folder, clip, rounds = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+batches = token_batches(8, batch=16)
+for number in itertools.count():
+    engine = infinity.initialize(
+        model=seeded(lambda: Stack(width=64, depth=8)), config=raw(folder, gradient_clipping=clip), device=CpuDevice()
+    )[0]
+    try:
+        for step, batch in enumerate(itertools.cycle(batches)):
+            engine.backward(engine(*batch))
+            engine.step()
+            if step == 3:
+                print("training", flush=True)
+    except KeyboardInterrupt:
+        if number == rounds:
+            raise
+        try:
+            if engine.micro_steps:  # interrupted after backward
+                engine.step()
+            loss = engine(*batches[0])
+            engine.backward(loss)
+            engine.step()
+            assert math.isfinite(loss.item())
+        except UsageError as error:  # interrupted when some units had their update already
+            assert "the engine stopped" in str(error)
+        engine.close()
+        print("closed", flush=True)
+"""
+
+
+def start_loop(folder: Path, clip: float, rounds: int, errors: Path) -> subprocess.Popen[str]:
+    """errors: a file for what the process says when it ends; a pipe that nobody reads would stop it."""
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LOOP, str(folder), str(clip), str(rounds)]
+    with errors.open("w") as file:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment)
+
+
+def said(process: subprocess.Popen[str], line: str, errors: Path) -> None:
+    """The next line it says is `line`."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], 30)
+    got = process.stdout.readline().strip() if ready else "nothing in 30 s"
+    assert got == line, errors.read_text()
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_control_c(tmp_path: Path, clip: float) -> None:
+    """At many moments of a step: the engine goes on or says why not, closes, and another can be made. At last the
+    process ends with an engine open.
+    """
+    rounds = 8
+    folder, errors = tmp_path / "states", tmp_path / "errors"
+    folder.mkdir()
+    process = start_loop(folder, clip, rounds, errors)
+    try:
+        for number in range(rounds + 1):
+            said(process, "training", errors)
+            time.sleep(0.003 * number)
+            process.send_signal(signal.SIGINT)
+            if number < rounds:
+                said(process, "closed", errors)
+        process.wait(timeout=10)
+    finally:
+        process.kill()
+        process.communicate()
+    text = errors.read_text()
+    assert process.returncode == -signal.SIGINT, text
+    assert text.rstrip().endswith("KeyboardInterrupt")
+    for word in ("terminate called", "Fatal", "Exception ignored", "Warning", "Error"):
+        assert word not in text, text
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    """Files are anonymous: nothing is left however the process ends."""
+    folder, errors = tmp_path / "states", tmp_path / "errors"
+    folder.mkdir()
+    process = start_loop(folder, 0.0, 0, errors)
+    try:
+        said(process, "training", errors)
+        process.send_signal(number)
+        process.wait(timeout=10)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -number
+    assert os.listdir(folder) == []
