@@ -7,6 +7,7 @@ Without arguments: 10.8 M parameters, every state on NVMe, the source of the Pyt
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import signal
@@ -252,6 +253,7 @@ def folder(path: Path) -> Iterator[None]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process's exit code: 2 after an error that says what to do, 130 after Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun stops ranks with it: end as after Ctrl-C
+    logging.getLogger("infinity").setLevel(logging.WARNING)  # the job says it in its own way
     args = parse(arguments)
     with ExitStack() as stack:  # undone when the exception is gone: its frames hold on to parameters
         try:

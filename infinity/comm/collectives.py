@@ -17,6 +17,9 @@ import torch.distributed as dist
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer, run_on
 
+# torch 2.13 renames it; earlier versions have the old name only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass
 class Traffic:
@@ -90,10 +93,10 @@ class Ranks:
         if self.backend == "gloo":
             # gloo's reduce-scatter moves twice the theory's bytes and may not write into its input.
             shard = torch.empty_like(self.shard(flat))
-            dist.reduce_scatter_tensor(shard, flat, group=self._group)
+            _reduce_scatter(shard, flat, group=self._group)
             self.shard(flat).copy_(shard)
         else:
-            dist.reduce_scatter_tensor(self.shard(flat), flat, group=self._group)
+            _reduce_scatter(self.shard(flat), flat, group=self._group)
         self._device.compute_reached().wait()
 
     def complete(self, flat: torch.Tensor) -> None:

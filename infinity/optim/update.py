@@ -292,10 +292,13 @@ class UpdatePipeline:
     def _compute(self, item: _Tile) -> None:
         running = item.running
         transfers: list[Transfer] = []
+        # Every read is waited for, also after one that failed: the kernel must have let go of the buffers.
+        for arriving in [*(window.arrived for window in item.windows), running.arrived]:
+            try:
+                arriving.wait()
+            except BaseException as error:  # noqa: BLE001 - carried by the job to whoever waits for it
+                running.failed = running.failed or error
         try:
-            for window in item.windows:
-                window.arrived.wait()
-            running.arrived.wait()
             if running.failed is None:
                 self._update_tile(item)
                 transfers.append(self._places.optim_tier.store(item.states))
