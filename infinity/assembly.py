@@ -127,6 +127,10 @@ def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
 
 def _trained_dtype(unit: Discovered, bf16: bool) -> torch.dtype:
     if not unit.dtype.is_floating_point:
+        if unit.trainable:
+            raise ModelError(
+                f"{unit.names[0]} is {unit.dtype}, which no optimizer here trains: make it fp32, or freeze it"
+            )
         return unit.dtype
     if bf16:
         return torch.bfloat16
