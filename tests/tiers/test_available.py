@@ -31,7 +31,11 @@ def test_version_2(tmp_path: Path) -> None:
 
 def test_version_1(tmp_path: Path) -> None:
     group(tmp_path / "proc/self", {"cgroup": "5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n"})
-    files = {"memory.limit_in_bytes": "2000\n", "memory.usage_in_bytes": "500\n", "memory.stat": "total_inactive_file 7\n"}
+    files = {
+        "memory.limit_in_bytes": "2000\n",
+        "memory.usage_in_bytes": "500\n",
+        "memory.stat": "total_inactive_file 7\n",
+    }
     group(tmp_path / "sys/fs/cgroup/memory/x", files)
     assert available_memory(tmp_path) == 1507
 
