@@ -44,6 +44,9 @@ class Ranks:
             self.backend = str(dist.get_backend())
             # Our collectives run beside the user's own: on one group their order would be a race.
             self._group = dist.new_group(backend=self.backend)
+            if self.backend == "gloo":
+                # A rank that cannot make its engine leaves at once, while others are still connecting to it.
+                dist.barrier(self._group)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm")
 
     @property

@@ -37,8 +37,9 @@ class UnitParameters(dict[str, Any]):
         if unit is not None:
             if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
                 self._store.use(unit)
-            if not unit.holds and self._outside():
-                unit.exposed = True
+            if not unit.holds:
+                unit.lent = True
+                unit.exposed = unit.exposed or self._outside()
         return super().__getitem__(name)
 
 

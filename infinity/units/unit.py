@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """
     key = (dtype, device)
     if key not in _placeholders:
-        _placeholders[key] = torch.full((), float("nan"), dtype=dtype, device=device)
+        _placeholders[key] = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
     return _placeholders[key].expand(shape)
 
 
@@ -82,7 +82,15 @@ class Unit:
         self.exposed = False
         """Whether a parameter was read outside of the model's forward and backward: it may be edited through `.data`,
         which leaves no trace."""
+        self.lent = False
+        """Whether a parameter was handed out to code that runs outside of the modules that hold the unit, and may keep
+        it: DeBERTa passes the weight of an embedding on to all its layers."""
         self._versions: list[int] = []
+        self._referrers: list[int] = []
+        self._accumulators: list[Any] = []
+        """Kept so that every parameter is always referred to by one: a graph does, and that must not count."""
+        self._lingering: list[int] = []
+        """Addresses of parameters that are left what they were in a released buffer; empty: they are placeholders."""
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
         """Count one more update of these slots; slot → its number, from 1."""
@@ -126,24 +134,35 @@ class Unit:
         """Make the parameters views of the leased buffer."""
         for parameter, view in self._views():
             parameter.data = view
+        if not self._accumulators:  # made here, as they remember the dtype
+            trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+            self._accumulators = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
         self._versions = [parameter._version for parameter in self.parameters]
+        if not (self._lingering and self.is_lent()):  # else the same code still has what it was lent
+            self._referrers = self._count_referrers()
+            self.lent = False
+        self._lingering = []
         self.exposed = False
 
     def unbind(self) -> None:
         """Make the parameters placeholders."""
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = placeholder(slot.shape, self.layout.dtype, self.device)
+        self._lingering = []
         self._versions = [parameter._version for parameter in self.parameters]
 
     def check_placeholders(self) -> None:
         """LifetimeError if a parameter was edited while it was a placeholder; the edit is gone then."""
         nowhere = placeholder((), self.layout.dtype, self.device)
+        expected = self._lingering or [nowhere.data_ptr()] * len(self.parameters)
         changed = [
             slot.name
-            for slot, parameter, version in zip(self.layout.slots, self.parameters, self._versions, strict=True)
-            if parameter._version != version or (parameter.data_ptr() != nowhere.data_ptr() and parameter.numel())
+            for slot, parameter, version, pointer in zip(
+                self.layout.slots, self.parameters, self._versions, expected, strict=True
+            )
+            if parameter._version != version or (parameter.data_ptr() != pointer and parameter.numel())
         ]
-        if not changed and nowhere.device.type == "cpu" and not nowhere.isnan():
+        if not changed and nowhere.is_floating_point() and nowhere.device.type == "cpu" and not nowhere.isnan():
             changed = ["a parameter"]  # through `.data`, which leaves no trace but in what all placeholders share
         if changed:
             nowhere.fill_(float("nan"))
@@ -169,7 +188,19 @@ class Unit:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             yield parameter, flat[slot.offset : slot.stop].view(slot.shape)
 
+    def linger(self) -> None:
+        """Release the unit, but leave its parameters what they were: whoever was lent one goes on to use it."""
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._lingering = [parameter.data_ptr() for parameter in self.parameters]
+
+    def is_lent(self) -> bool:
+        """Whether code that was handed a parameter still has it: there are more references than when it was bound."""
+        return self.lent and any(now > then for now, then in zip(self._count_referrers(), self._referrers, strict=True))
+
+    def _count_referrers(self) -> list[int]:
+        return [sys.getrefcount(parameter) for parameter in self.parameters]
+
     def is_viewed(self) -> bool:
-        """Whether anything but the unit's own parameters refers to its buffer."""
+        """Whether anything but the unit's own modules refers to its buffer or its parameters."""
         assert self.lease is not None
-        return self.lease.is_referenced(beyond=len(self.parameters))
+        return self.is_lent() or self.lease.is_referenced(beyond=len(self.parameters))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,70 @@ def test_shapes_dtypes_and_devices_are_the_parameters_own(make_engine: OpenEngin
     after = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()}
     assert after == before
     assert all(p.isnan().all() for p in model.parameters())
+
+
+class Passing(Stack):
+    """Reads a parameter, and passes it on to blocks that run long after other units took the buffers."""
+
+    def __init__(self, reentrant: bool | None = None, depth: int = 8) -> None:
+        super().__init__(depth=depth)
+        self.reentrant = reentrant
+
+    def block(self, block: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = block(x) + 0.1 * F.linear(F.linear(x, weight).relu(), weight.t())
+        return out
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        weight = self.blocks[0].up.weight
+        assert isinstance(weight, nn.Parameter)
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = self.block(block, weight, x)
+            else:  # kept by the checkpoint, as transformers keeps keyword arguments
+                x = checkpoint(partial(self.block, block, weight), x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@SCHEDULES
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+def test_a_parameter_that_is_passed_on(reentrant: bool | None, late: bool, options: dict[str, Any]) -> None:
+    """Its unit stays as long as somebody has the parameter, so no module sees a placeholder."""
+    device = LateDevice() if late else None
+    make = lambda: Passing(reentrant)  # noqa: E731
+    assert_trains_like_plain(make, BATCHES, units=10, device=device, prefetch_bytes=40_000, **options)
+
+
+@pytest.mark.filterwarnings("default:something still refers")
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)
+def test_more_parameters_that_are_passed_on_than_fit(options: dict[str, Any], late: bool) -> None:
+    """They stay valid in buffers that are not reused, and one warning per unit says so."""
+
+    class Many(Stack):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            weights = [block.up.weight for block in self.blocks]
+            for block, weight in zip(self.blocks, reversed(weights), strict=True):
+                x = block(x) + 0.1 * F.linear(F.linear(x, weight).relu(), weight.t())
+            return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    device = LateDevice() if late else None
+    assert_trains_like_plain(lambda: Many(depth=8), BATCHES, units=10, quarantines=True, device=device, **options)
+
+
+def test_a_list_of_parameters_that_the_user_keeps(make_engine: OpenEngine) -> None:
+    """What most loops hold anyway must neither keep units in their buffers nor warn."""
+    engine = make_engine(seeded(Stack), prefetch_bytes=0)
+    kept = []
+    for batch in BATCHES:
+        engine.backward(engine(*batch))
+        engine.step()
+        kept = list(engine.module.parameters())
+    assert len(kept) == len(list(engine.module.parameters()))
+    assert not engine.parts.store.quarantined
+    assert_nothing_leaked(engine)
 
 
 def test_a_bare_parameter_list() -> None:
