@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from support.late_device import LateDevice
 from support.loops import open_engine
 
 OpenEngine = Callable[..., Engine]
+
+
+def pytest_configure() -> None:
+    """A suite started in the background is born with SIGINT ignored, and so would be the processes it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -65,7 +65,7 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
         "step", "loss", "seconds", "tokens_per_second", "nvme_bytes_read", "nvme_bytes_written", "host_peak_bytes",
         "device_peak_bytes",
     ]  # fmt: skip
-    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     parameters = (256 + 32) * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
     moved = sum(s["nvme_bytes_read"] + s["nvme_bytes_written"] for s in steps) / 30 / parameters
     assert 20 < moved < 40  # every state is on NVMe: read, and written, once a step, with small units' padding

@@ -87,7 +87,7 @@ def _time(totals: Totals) -> list[Row]:
             f"{seconds / steps:.3f} s",
             f"a step; {totals.tokens / seconds:,.0f} tokens/s, {show_seconds(seconds)} in all",
         ),
-        row("compute", seconds - totals.wait_seconds, ", data and Python included"),
+        row("compute", seconds - totals.wait_seconds, ", Python too"),
         row("I/O waited for", totals.wait_seconds, ""),
         row("update", totals.update_seconds, ", in parallel"),
     ]

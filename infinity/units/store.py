@@ -46,6 +46,9 @@ class UnitStore:
         self.wait_seconds = 0.0
         self.fetches = 0
         self.quarantined: set[int] = set()
+        """Units whose buffer was released while somebody had a view of it."""
+        self.lingered: set[int] = set()
+        """Units that were released while somebody was using a parameter it was lent."""
         self.failure: OSError | ForcedInterrupt | None = None
         """A transfer that failed: what it should have moved is not where it should be, and nothing may build on it."""
         self.pipeline: UpdatePipeline | None = None
@@ -239,7 +242,10 @@ class UnitStore:
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
         lease, unit.lease = unit.lease, None
-        if lease.is_referenced():
+        if unit.lingers:
+            lease.quarantine()
+            self.lingered.add(unit.index)
+        elif lease.is_referenced():
             lease.quarantine()
             self._name_viewer(unit)
         else:

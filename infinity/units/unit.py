@@ -134,9 +134,10 @@ class Unit:
         """Make the parameters views of the leased buffer."""
         for parameter, view in self._views():
             parameter.data = view
+        del parameter  # it would count below
         if not self._accumulators:  # made here, as they remember the dtype
-            trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-            self._accumulators = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
+            edge = torch.autograd.graph.get_gradient_edge
+            self._accumulators = [edge(parameter).node for parameter in self.parameters if parameter.requires_grad]
         self._versions = [parameter._version for parameter in self.parameters]
         if not (self._lingering and self.is_lent()):  # else the same code still has what it was lent
             self._referrers = self._count_referrers()
@@ -192,6 +193,11 @@ class Unit:
         """Release the unit, but leave its parameters what they were: whoever was lent one goes on to use it."""
         self._versions = [parameter._version for parameter in self.parameters]
         self._lingering = [parameter.data_ptr() for parameter in self.parameters]
+
+    @property
+    def lingers(self) -> bool:
+        """Whether the unit's parameters are left what they were in a buffer that it no longer has."""
+        return bool(self._lingering)
 
     def is_lent(self) -> bool:
         """Whether code that was handed a parameter still has it: there are more references than when it was bound."""

@@ -43,7 +43,7 @@ def test_every_figure() -> None:
     assert table["written per parameter and step"] == "12.00 B 120 MB a step"
     assert table["read in all"] == "42.00 GB 467 MB/s on average"
     assert table["steps"] == "0.300 s a step; 6,827 tokens/s, 1:30 in all"
-    assert table["compute"] == "90% 270 ms a step, 1:21, data and Python included"
+    assert table["compute"] == "90% 270 ms a step, 1:21, Python too"
     assert table["I/O waited for"] == "10% 30 ms a step, 0:09"
     assert table["update"] == "33% 100 ms a step, 0:30, in parallel"
     assert table["loss curve"] == "runs/gpt2/loss.png"
