@@ -57,7 +57,7 @@ REFERENCES: dict[tuple[bool, float, int], Result] = {}
 
 
 def train(device: LateDevice | None, param: str, optim: str, bf16: bool, clip: float, accumulation: int) -> Result:
-    config = engine_config(param, optim, bf16=bf16, clip=clip, accumulation=accumulation)
+    config = engine_config(param, optim, bf16=bf16, clip=clip, accumulation=accumulation, prefetch_bytes=20_000)
     return trained(seeded(Stack), BATCHES, config, device)
 
 
