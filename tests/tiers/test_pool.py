@@ -1,0 +1,125 @@
+"""Leases: given back once, poisoned, reused in the order asked for, replaced when somebody still looks."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from infinity.errors import InfinityError, LifetimeError
+from infinity.tiers.memory import host_tensor, storage_users
+from infinity.tiers.pool import Pool
+
+
+def pool(sizes: dict[int, int] | None = None, *, poison: bool = False, fifo: bool = False) -> Pool:
+    return Pool(host_tensor, sizes or {64: 2}, name="test", poison=poison, fifo=fifo)
+
+
+def free(made: Pool) -> int:
+    return sum(map(len, made._free.values()))
+
+
+def test_a_lease_is_given_back_once() -> None:
+    made = pool()
+    lease = made.lease(64)
+    lease.release()
+    for misuse in (lease.release, lease.quarantine, lambda: lease.tensor, lambda: lease.address):
+        with pytest.raises(LifetimeError, match="after it was given back"):
+            misuse()
+    assert free(made) == 2
+
+
+def test_a_lease_is_as_long_as_asked_for() -> None:
+    made = pool({64: 1, 256: 1})
+    small, large = made.lease(40), made.lease(100)
+    assert (small.tensor.numel(), large.tensor.numel()) == (40, 100)
+    assert small.flat(torch.float32).shape == (10,) and small.flat(torch.float32, 3).shape == (3,)
+    assert made.try_lease(40) is None  # its class is empty; larger ones are others'
+    with pytest.raises(InfinityError, match="no buffer of 257 bytes"):
+        made.lease(257)
+    assert made.nbytes == 320
+
+
+def test_a_released_buffer_is_nan_in_every_format() -> None:
+    made = pool(poison=True)
+    lease = made.lease(64)
+    view = lease.flat(torch.float32)
+    view.fill_(1.0)
+    lease.release()
+    assert view.isnan().all()
+    assert view.view(torch.bfloat16).isnan().all() and view.view(torch.float16).isnan().all()
+
+
+@pytest.mark.parametrize("fifo", [True, False])
+def test_the_order_of_reuse(fifo: bool) -> None:
+    """First in, first out shows lifetime errors that handing the same buffer back would hide."""
+    made = pool({64: 3}, fifo=fifo)
+    leases = [made.lease(64) for _ in range(3)]
+    addresses = [lease.address for lease in leases]
+    for lease in leases:
+        lease.release()
+    again = [made.lease(64).address for _ in range(3)]
+    assert again == (addresses if fifo else addresses[::-1])
+
+
+def test_a_buffer_that_is_still_referred_to() -> None:
+    made = pool(poison=True)
+    lease = made.lease(64)
+    assert not lease.is_referenced()
+    kept = lease.tensor[8:16]
+    kept.fill_(3)
+    assert lease.is_referenced() and not lease.is_referenced(beyond=1)
+    lease.quarantine()
+    assert free(made) == 2
+    assert (kept == 3).all()
+    others = [made.lease(64).address for _ in range(2)]
+    assert kept.untyped_storage().data_ptr() not in others
+
+
+def test_detached_and_transposed_views_count() -> None:
+    made = pool()
+    lease = made.lease(64)
+    before = storage_users(lease.tensor)
+    views = [lease.tensor.view(8, 8).t(), lease.tensor.detach(), lease.flat(torch.int16)]
+    assert storage_users(lease.tensor) == before + len(views)
+    views.clear()
+    assert not lease.is_referenced()
+
+
+def test_waiting_for_a_buffer() -> None:
+    made = pool({64: 1})
+    lease = made.lease(64)
+    threading.Thread(target=lambda: (time.sleep(0.05), lease.release())).start()
+    assert made.lease(64, timeout=10).nbytes == 64
+    with pytest.raises(InfinityError, match="no buffer of 64 bytes was given back"):
+        made.lease(64, timeout=0.01)
+
+
+def test_many_threads_share_a_pool() -> None:
+    """No two hold one buffer at a time."""
+    made = pool({64: 3}, poison=True, fifo=True)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(100):
+            lease = made.lease(64)
+            lease.tensor.fill_(number)
+            if not (lease.tensor == number).all():
+                wrong.append(number)
+            lease.release()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and free(made) == 3
+
+
+def test_host_memory_is_of_exact_size_and_aligned() -> None:
+    for nbytes in (0, 1, 5000, 3 << 20):
+        memory = host_tensor(nbytes)
+        assert memory.numel() == nbytes and memory.dtype == torch.uint8
+        assert nbytes == 0 or (memory.data_ptr() % 4096 == 0 and not memory.any())

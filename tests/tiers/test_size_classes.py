@@ -1,0 +1,58 @@
+"""Buffer classes: never fewer buffers than units may need at once, in the fewest bytes."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.tiers.pool import size_classes
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
+
+
+def fits(classes: dict[int, int], together: tuple[int, ...]) -> bool:
+    """Whether units of these sizes get a buffer each, every unit the smallest that holds it."""
+    left = dict(classes)
+    for size in together:
+        chosen = min((c for c in left if c >= size), default=None)
+        if chosen is None or left[chosen] == 0:
+            return False
+        left[chosen] -= 1
+    return True
+
+
+@given(SIZES, st.integers(1, 5))
+def test_any_units_fit_together(sizes: list[int], depth: int) -> None:
+    """`depth` of them, whichever they are."""
+    classes = size_classes(sizes, depth)
+    assert all(fits(classes, together) for together in combinations(sizes, min(depth, len(sizes))))
+    assert max(classes) == max(sizes)
+    assert sum(classes.values()) <= len(sizes)
+
+
+def cheapest(sizes: list[int], depth: int) -> int:
+    """Over all ways to cut the sorted sizes into classes."""
+    ordered = sorted(sizes)
+    best = None
+    for count in range(len(ordered)):
+        for cuts in combinations(range(1, len(ordered)), count):
+            bounds = [0, *cuts, len(ordered)]
+            groups = [ordered[low:high] for low, high in pairwise(bounds)]
+            cost = sum(min(len(group), depth) * group[-1] for group in groups)
+            best = cost if best is None else min(best, cost)
+    assert best is not None
+    return best
+
+
+@given(SIZES, st.integers(1, 5))
+def test_no_other_classes_are_smaller(sizes: list[int], depth: int) -> None:
+    found = sum(size * count for size, count in size_classes(sizes, depth).items())
+    assert found <= cheapest(sizes, depth)
+
+
+def test_equal_blocks_share_one_class() -> None:
+    assert size_classes([100] * 24 + [30] * 2, 5) == {100: 5}  # the small ones take turns with the large
+    assert size_classes([100] * 3 + [30] * 3, 5) == {100: 3, 30: 3}
+    assert size_classes([], 3) == {}
