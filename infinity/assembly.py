@@ -23,7 +23,7 @@ from infinity.optim.update import Places, UpdatePipeline
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
-from infinity.tiers.files import open_swap_file
+from infinity.tiers.files import open_swap_files
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.placement import Placement, Policy, State, place, state_format, tiles
 from infinity.tiers.pool import Pool, size_classes
@@ -197,7 +197,7 @@ def _open_tier(name: str, nbytes: int, config: Config, device: Device, ranks: Ra
         pin = any(part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu")
         return SlabTier(name, nbytes, device, on_device=name == "device", pin=pin)
     assert zero.nvme_path is not None
-    file = open_swap_file(zero.nvme_path, nbytes, name=f"states of rank {ranks.rank}")
+    file = open_swap_files([zero.nvme_path], nbytes, name=f"states of rank {ranks.rank}")
     try:
         aio = config.aio
         engine = _aio.Engine(aio.block_size, aio.queue_depth, aio.intra_op_parallelism)

@@ -18,13 +18,16 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from infinity import _aio
 from infinity.errors import OutOfSpaceError, StorageError
+from infinity.tiers.stripe import LARGEST_CHUNK, shares
 
-__all__ = ["SwapFile", "open_swap_file"]
+__all__ = ["SwapFile", "open_swap_files"]
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -33,20 +36,23 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 class SwapFile:
     """An open file with `nbytes` bytes reserved; nothing of it is left when it is closed, or when the process ends.
 
-    `file` is what `infinity._aio.Engine` reads and writes, `path` a name for messages (there is no such file),
-    `nbytes` its size, rounded up to `alignment` bytes; `direct` is False where the file system refuses `O_DIRECT`.
+    `file` is what `infinity._aio.Engine` reads and writes: one file, or several over which it is striped.  `path` is a
+    name for messages (there are no such files).  `nbytes` is its size: what was asked for, rounded up to the file's
+    alignment or to whole chunks of the stripe.
     """
 
-    def __init__(self, direct_fd: int, buffered_fd: int, path: str, nbytes: int, folder: Path | None = None) -> None:
-        self.alignment = _alignment()
-        self.file = _aio.File(direct_fd, buffered_fd, path, self.alignment)
+    def __init__(
+        self, file: _aio.File, path: str, nbytes: int, fds: Sequence[int], folders: Sequence[Path] = ()
+    ) -> None:
+        self.file = file
         self.path = path
         self.nbytes = nbytes
-        self._fds = [fd for fd in (direct_fd, buffered_fd) if fd >= 0]
-        self._folder = folder
+        self._fds = list(fds)
+        self._folders = list(folders)
 
     @property
     def direct(self) -> bool:
+        """False where a file system refuses `O_DIRECT`."""
         return self.file.direct
 
     def close(self) -> None:
@@ -54,8 +60,8 @@ class SwapFile:
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
-        if self._folder is not None:  # network file systems keep removed files under another name while they are open
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in self._folders:  # network file systems keep removed files under another name while they are open
+            shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> SwapFile:
         return self
@@ -69,31 +75,68 @@ class SwapFile:
         return f"SwapFile({self.path!r}, {self.nbytes:,} bytes, {'direct' if self.direct else 'buffered'})"
 
 
-def open_swap_file(directory: str | Path, nbytes: int, *, name: str) -> SwapFile:
-    """Creates an anonymous file of `nbytes` bytes in `directory`, all of them reserved.
+def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chunk: int = LARGEST_CHUNK) -> SwapFile:
+    """Creates an anonymous file in each folder of `paths`, which are one file of `nbytes` bytes, all of them reserved.
 
-    `name` is for messages, and for the moment the file has a name where it cannot be anonymous.  The bytes read as
-    zeros until they are written.  Warns once per call when the file system refuses `O_DIRECT`; the file works all the
-    same.
+    Several are striped in chunks of `chunk` bytes, a multiple of 64 KiB (see `infinity.tiers.stripe`), each with the
+    space of its own chunks.  `name` is for messages, and for the moment a file has a name where it cannot be anonymous.
+    The bytes read as zeros until they are written.  Warns for each folder whose file system refuses `O_DIRECT`, where
+    the file works all the same, and once when folders are on one file system.
 
     Raises:
-        StorageError: the folder does not exist, is none, or cannot be written.
-        OutOfSpaceError: fewer than `nbytes` bytes are free there; nothing is left behind.
-        ValueError: `nbytes` is not positive.
+        StorageError: a folder does not exist, is none, or cannot be written.
+        OutOfSpaceError: fewer bytes than needed are free; what was created before is gone.
+        ValueError: `nbytes` is not positive, or `paths` is empty.
     """
-    folder = Path(directory)
+    folders = [Path(path) for path in paths]
     if nbytes <= 0:
         raise ValueError(f"a swap file needs at least one byte; {nbytes} were asked for")
-    _check_folder(folder)
-    size = -(-nbytes // _alignment()) * _alignment()
-    _check_space(folder, size)
+    if not folders:
+        raise ValueError("a swap file needs at least one folder")
+    for folder in folders:
+        _check_folder(folder)
+    sizes = [_whole(nbytes, _alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
+    together = _by_file_system(folders, sizes)
+    for where, needed in together:
+        _check_space(where, needed)
+    for where, _ in together:
+        if len(where) > 1:
+            warnings.warn(
+                f"{_names(where)} are on one file system: striping over them gains nothing",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
+    with ExitStack() as undo:
+        opened = []
+        for folder, size in zip(folders, sizes, strict=True):
+            opened.append(undo.enter_context(_open_one(folder, size, name)))
+        swap = opened[0] if len(opened) == 1 else _striped(opened, _whole(nbytes, chunk), chunk)
+        undo.pop_all()
+        return swap
+
+
+def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:
+    """The members as one file, which takes over what they own."""
+    return SwapFile(
+        _aio.File.striped([member.file for member in members], chunk),
+        ", ".join(member.path for member in members),
+        nbytes,
+        [fd for member in members for fd in member._fds],
+        [folder for member in members for folder in member._folders],
+    )
+
+
+def _open_one(folder: Path, nbytes: int, name: str) -> SwapFile:
+    """`nbytes`: a multiple of the alignment."""
     fd, named = _open_anonymous(folder, name)
     direct_fd = -1
     try:
         direct_fd = _open_direct(fd, folder)
-        _reserve(fd, folder, size)
-        return SwapFile(direct_fd, fd, str(folder / name), size, named)
+        _reserve(fd, folder, nbytes)
+        path = str(folder / name)
+        fds = [direct_fd, fd] if direct_fd >= 0 else [fd]
+        return SwapFile(_aio.File(direct_fd, fd, path, _alignment()), path, nbytes, fds, [named] if named else [])
     except BaseException:
         os.close(fd)
         if direct_fd >= 0:
@@ -101,6 +144,10 @@ def open_swap_file(directory: str | Path, nbytes: int, *, name: str) -> SwapFile
         if named is not None:
             shutil.rmtree(named, ignore_errors=True)
         raise
+
+
+def _whole(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
 
 
 def _alignment() -> int:
@@ -115,16 +162,31 @@ def _check_folder(folder: Path) -> None:
         raise StorageError(f"{folder} is not a folder; name one (nvme_path)")
 
 
-def _check_space(folder: Path, nbytes: int) -> None:
-    status = os.statvfs(folder)
+def _by_file_system(folders: Sequence[Path], sizes: Sequence[int]) -> list[tuple[list[Path], int]]:
+    """The folders of each file system, and the bytes that they need there together."""
+    found: dict[int, tuple[list[Path], int]] = {}
+    for folder, size in zip(folders, sizes, strict=True):
+        device = os.stat(folder).st_dev
+        before, needed = found.get(device, ([], 0))
+        found[device] = ([*before, folder], needed + size)
+    return list(found.values())
+
+
+def _check_space(folders: Sequence[Path], nbytes: int) -> None:
+    """`folders`: of one file system."""
+    status = os.statvfs(folders[0])
     if status.f_blocks > 0:  # some file systems do not know
-        _require(folder, nbytes, status.f_bavail * status.f_frsize)
+        _require(_names(folders), nbytes, status.f_bavail * status.f_frsize)
 
 
-def _require(folder: Path, nbytes: int, free: int) -> None:
+def _names(folders: Sequence[Path]) -> str:
+    return " and ".join(str(folder) for folder in folders)
+
+
+def _require(where: str | Path, nbytes: int, free: int) -> None:
     if free < nbytes:
         raise OutOfSpaceError(
-            str(folder),
+            str(where),
             nbytes,
             free,
             f"free {_human(nbytes - free)} there, or name a folder on a larger disk (nvme_path)",
@@ -188,7 +250,7 @@ def _open_direct(fd: int, folder: Path) -> int:
             f"{folder} ({_file_system(folder)}) refuses direct I/O ({error.strerror}): its files go through the page "
             "cache, which costs speed and memory; a folder on a local ext4 or xfs disk does better",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,  # whoever called open_swap_files
         )
         return -1
     finally:

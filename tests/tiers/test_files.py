@@ -15,7 +15,7 @@ import pytest
 
 from infinity.errors import OutOfSpaceError, StorageError
 from infinity.tiers import files
-from infinity.tiers.files import open_swap_file
+from infinity.tiers.files import open_swap_files
 
 MB = 1_000_000
 
@@ -55,7 +55,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def test_reserved_and_anonymous(tmp_path: Path) -> None:
-    with open_swap_file(tmp_path, 3 * MB, name="rank0") as swap:
+    with open_swap_files([tmp_path], 3 * MB, name="rank0") as swap:
         assert os.listdir(tmp_path) == []
         assert swap.nbytes == 3_002_368  # whole pages
         assert swap.direct and swap.file.direct
@@ -70,14 +70,14 @@ def test_reserved_and_anonymous(tmp_path: Path) -> None:
 
 
 def test_two_with_one_name(tmp_path: Path) -> None:
-    with open_swap_file(tmp_path, 5, name="x") as first, open_swap_file(str(tmp_path), 5, name="x") as second:
+    with open_swap_files([tmp_path], 5, name="x") as first, open_swap_files([str(tmp_path)], 5, name="x") as second:
         os.pwrite(first._fds[1], b"first", 0)
         assert os.pread(second._fds[1], 5, 0) == bytes(5)
 
 
 def test_where_no_file_is_anonymous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, "open", errno.EOPNOTSUPP, is_tmpfile)
-    with open_swap_file(tmp_path, MB, name="a/b") as swap:
+    with open_swap_files([tmp_path], MB, name="a/b") as swap:
         assert os.listdir(tmp_path) == []
         assert swap.direct
         assert os.fstat(swap._fds[0]).st_nlink == 0
@@ -87,7 +87,7 @@ def test_folder_that_stays_until_the_end(tmp_path: Path, monkeypatch: pytest.Mon
     """As on NFS, where a removed file keeps a name while it is open."""
     refuse(monkeypatch, "open", errno.EOPNOTSUPP, is_tmpfile)
     refuse(monkeypatch, "rmdir", errno.ENOTEMPTY, lambda *_: True)
-    swap = open_swap_file(tmp_path, MB, name="x")
+    swap = open_swap_files([tmp_path], MB, name="x")
     assert len(os.listdir(tmp_path)) == 1
     monkeypatch.undo()
     swap.close()
@@ -99,7 +99,7 @@ def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how:
     refuse(monkeypatch, how, errno.EINVAL, is_direct if how == "open" else lambda *_: True)
     with (
         pytest.warns(RuntimeWarning, match=f"{tmp_path} .* refuses direct I/O .*page cache") as caught,
-        open_swap_file(tmp_path, MB, name="x") as swap,
+        open_swap_files([tmp_path], MB, name="x") as swap,
     ):
         assert not swap.direct
         assert swap.nbytes >= MB
@@ -110,14 +110,14 @@ def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how:
 
 def test_read_back_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.os, "preadv", lambda fd, buffers, offset: len(buffers[0]))
-    with pytest.warns(RuntimeWarning, match="read back different"), open_swap_file(tmp_path, MB, name="x") as swap:
+    with pytest.warns(RuntimeWarning, match="read back different"), open_swap_files([tmp_path], MB, name="x") as swap:
         assert not swap.direct
 
 
 def test_killed(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys; from infinity.tiers.files import open_swap_file\n"
-        "swap = open_swap_file(sys.argv[1], 50_000_000, name='x'); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from infinity.tiers.files import open_swap_files\n"
+        "swap = open_swap_files([sys.argv[1]], 50_000_000, name='x'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     free = free_bytes(tmp_path)
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
@@ -127,13 +127,13 @@ def test_killed(tmp_path: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=f"{tmp_path}/none does not exist; create it"):
-        open_swap_file(tmp_path / "none", 1, name="x")
+        open_swap_files([tmp_path / "none"], 1, name="x")
 
 
 def test_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=f"{tmp_path}/file is not a folder"):
-        open_swap_file(tmp_path / "file", 1, name="x")
+        open_swap_files([tmp_path / "file"], 1, name="x")
     (tmp_path / "file").unlink()
 
 
@@ -144,7 +144,7 @@ def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, also_name
     refuse(monkeypatch, "mkdir", errno.EROFS, lambda *_: True)
     reason = "Read-only file system" if also_named else "Permission denied"
     with pytest.raises(StorageError, match=f"cannot create a file in {tmp_path}: {reason}; make the folder writable"):
-        open_swap_file(tmp_path, 1, name="x")
+        open_swap_files([tmp_path], 1, name="x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -152,7 +152,7 @@ def test_not_writable_for_real(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(StorageError, match="make the folder writable"):
-            open_swap_file(tmp_path, 1, name="x")
+            open_swap_files([tmp_path], 1, name="x")
     finally:
         tmp_path.chmod(0o700)
 
@@ -160,7 +160,7 @@ def test_not_writable_for_real(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_no_bytes(tmp_path: Path, nbytes: int) -> None:
     with pytest.raises(ValueError, match="at least one byte"):
-        open_swap_file(tmp_path, nbytes, name="x")
+        open_swap_files([tmp_path], nbytes, name="x")
 
 
 def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(
         OutOfSpaceError, match=f"too little space in {tmp_path}: .* are missing; free .* GB there"
     ) as caught:
-        open_swap_file(tmp_path, 10**15, name="x")
+        open_swap_files([tmp_path], 10**15, name="x")
     assert caught.value.needed == 10**15
     assert 0 < caught.value.available < 10**15
 
@@ -183,19 +183,19 @@ def test_said_in_gigabytes(tmp_path: Path) -> None:
 def test_space_taken_since_it_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     refuse(monkeypatch, "posix_fallocate", error, lambda *_: True)
     with pytest.raises(OutOfSpaceError, match="missing"):
-        open_swap_file(tmp_path, 5 * MB, name="x")
+        open_swap_files([tmp_path], 5 * MB, name="x")
 
 
 def test_no_space_for_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, "pwrite", errno.ENOSPC, lambda *_: True)
     with pytest.raises(OutOfSpaceError, match="missing"):
-        open_swap_file(tmp_path, 5 * MB, name="x")
+        open_swap_files([tmp_path], 5 * MB, name="x")
 
 
 def test_file_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, "posix_fallocate", errno.EFBIG, lambda *_: True)
     with pytest.raises(StorageError, match=f"cannot reserve 5,001,216 bytes in {tmp_path}: File too large.*ulimit -f"):
-        open_swap_file(tmp_path, 5 * MB, name="x")
+        open_swap_files([tmp_path], 5 * MB, name="x")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
@@ -209,13 +209,13 @@ def test_small_disk(tmp_path: Path) -> None:
         if mounted.returncode != 0:
             pytest.skip(f"this machine cannot mount a small file system: {mounted.stderr.decode().strip()}")
         with pytest.raises(OutOfSpaceError, match=r"free 1\.1 MB there"):
-            open_swap_file(mount, 5_242_880, name="x")
+            open_swap_files([mount], 5_242_880, name="x")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # older kernels have no direct I/O on tmpfs
-            with open_swap_file(mount, 4_194_304, name="x"):
+            with open_swap_files([mount], 4_194_304, name="x"):
                 assert free_bytes(mount) == 0
                 with pytest.raises(OutOfSpaceError, match="0 are available"):
-                    open_swap_file(mount, 1, name="y")
+                    open_swap_files([mount], 1, name="y")
         assert free_bytes(mount) == 4_194_304
     finally:
         subprocess.run(["umount", mount], check=False, capture_output=True)
