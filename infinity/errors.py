@@ -67,7 +67,9 @@ class OutOfMemoryError(NotEnoughError, MemoryError):
 
 
 class StorageError(InfinityError):
-    """A folder for tier files or checkpoints does not exist, is no folder, or cannot be written."""
+    """A folder for tier files or checkpoints does not exist, is no folder, or cannot be written; or the kernel gives no
+    queues to read and write them with.
+    """
 
 
 class LifetimeError(InfinityError):
