@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import _aio
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
 from infinity.errors import ModelError, OutOfMemoryError
@@ -24,10 +23,12 @@ from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_files
+from infinity.tiers.io import open_engine
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.placement import Placement, Policy, State, place, state_format, tiles
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
+from infinity.tiers.stripe import stripe_chunk
 from infinity.units.discover import Discovered, discover, modules_to_hook
 from infinity.units.init import Materializer, check_values, initial_states
 from infinity.units.layout import UnitLayout, layout_unit
@@ -196,11 +197,12 @@ def _open_tier(name: str, nbytes: int, config: Config, device: Device, ranks: Ra
     if name != "nvme":
         pin = any(part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu")
         return SlabTier(name, nbytes, device, on_device=name == "device", pin=pin)
-    assert zero.nvme_path is not None
-    file = open_swap_files([zero.nvme_path], nbytes, name=f"states of rank {ranks.rank}")
+    aio = config.aio
+    chunk = stripe_chunk(aio.block_size)
+    file = open_swap_files(zero.nvme_paths, nbytes, name=f"states of rank {ranks.rank}", chunk=chunk)
     try:
-        aio = config.aio
-        engine = _aio.Engine(aio.block_size, aio.queue_depth, aio.intra_op_parallelism)
+        threads = aio.threads * len(zero.nvme_paths)
+        engine = open_engine(aio.engine, block_size=aio.block_size, queue_depth=aio.queue_depth, threads=threads)
     except BaseException:
         file.close()
         raise

@@ -55,7 +55,16 @@ def test_a_full_file_is_read_as_written(tmp_path: Path) -> None:
                 },
                 "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},
                 "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-                "aio": {"block_size": "2MiB", "queue_depth": 16, "intra_op_parallelism": 2},
+                "aio": {
+                    "block_size": "2MiB",
+                    "queue_depth": 16,
+                    "intra_op_parallelism": 2,
+                    "thread_count": 2,
+                    "single_submit": False,
+                    "overlap_events": True,
+                    "engine": "libaio",
+                    "checksum": True,
+                },
                 "infinity": {"unit_size": "1.5GB", "prefetch_bytes": 5e8, "tile_size": 4096, "update": "next_forward"},
             }
         )
@@ -65,8 +74,9 @@ def test_a_full_file_is_read_as_written(tmp_path: Path) -> None:
     assert config.bf16.enabled and config.gradient_clipping == 1.0
     assert config.optimizer.params.betas == (0.9, 0.95)
     assert isinstance(config.scheduler, WarmupDecayLR) and config.scheduler.params.total_num_steps == 100
-    assert config.zero_optimization.nvme_path == tmp_path
-    assert config.aio.block_size == 2 * 2**20
+    assert config.zero_optimization.nvme_paths == (tmp_path,)
+    assert config.aio.block_size == 2 * 2**20 and config.aio.threads == 2
+    assert config.aio.engine == "libaio" and config.aio.checksum
     assert config.infinity.unit_size == 1_500_000_000 and config.infinity.prefetch_bytes == 500_000_000
     assert config.resolve_batch(2) == Batch(24, 4, 3)
 
@@ -75,7 +85,8 @@ def test_defaults() -> None:
     config = Config.load({})
     assert config.infinity.unit_size == 64 * 2**20 and config.infinity.prefetch_bytes == "auto"
     assert config.optimizer.type == "AdamW" and config.scheduler is None
-    assert config.zero_optimization.offload_param.device == "none" and config.zero_optimization.nvme_path is None
+    assert config.zero_optimization.offload_param.device == "none" and config.zero_optimization.nvme_paths == ()
+    assert config.aio.threads == 1 and config.aio.engine == "auto" and not config.aio.checksum
 
 
 @pytest.mark.parametrize(("written", "decay"), [("Adam", 0.0), ("adam", 0.0), ("AdamW", 0.01), ("adamw", 0.01)])
@@ -170,7 +181,27 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ),
         (
             {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ""}}},
-            'zero_optimization.offload_param.nvme_path: must be the path of a folder, not ""',
+            'nvme_path: must be the path of a folder, or a list of such paths, not ""',
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": 3}}},
+            "zero_optimization.offload_param.nvme_path: must be the path of a folder, or a list of such paths, not 3",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": []}}},
+            "zero_optimization.offload_optimizer.nvme_path: must name at least one folder, not []",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ["/a", True]}}},
+            "nvme_path: number 2 of the list must be the path of a folder, not true",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ["/a\0b"]}}},
+            "nvme_path: number 1 of the list must be the path of a folder, not",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ["/a/b", "/c", "/a/../a/b/"]}}},
+            'nvme_path: names one folder twice, as "/a/b" and "/a/../a/b"; name each drive\'s folder once',
         ),
         ({"scheduler": {"type": "Cosine"}}, 'scheduler.type: must be "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR"'),
         ({"scheduler": {"params": {}}}, "scheduler.type: is missing"),
@@ -182,6 +213,19 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"aio": {"block_size": "1M"}}, "aio.block_size: '1M' ends in 'M', which is no unit of size"),
         ({"aio": {"block_size": 5000}}, "aio.block_size: must be a multiple of 4096 bytes, such as 4096"),
         ({"aio": {"queue_depth": 0}}, "aio.queue_depth: must be at least 1, not 0"),
+        ({"aio": {"thread_count": 65}}, "aio.thread_count: must be at most 64, not 65"),
+        (
+            {"aio": {"thread_count": 4, "intra_op_parallelism": 1}},
+            "aio: thread_count (4) is another name of intra_op_parallelism (1), and they differ: give one of them",
+        ),
+        (
+            {"aio": {"single_submit": True}},
+            "aio.single_submit: must be false: requests are always submitted in batches",
+        ),
+        ({"aio": {"overlap_events": False}}, "aio.overlap_events: must be true: completions always overlap submission"),
+        ({"aio": {"single_submit": 0}}, "aio.single_submit: must be true or false, not 0"),
+        ({"aio": {"engine": "posix"}}, 'aio.engine: must be "auto", "libaio" or "io_uring", not "posix"'),
+        ({"aio": {"checksum": "crc32"}}, 'aio.checksum: must be true or false, not "crc32"'),
         ({"infinity": {"unit_size": 0}}, "infinity.unit_size: must be more than 0, not 0"),
         ({"infinity": {"prefetch_bytes": "-1MiB"}}, "infinity.prefetch_bytes: a size cannot be negative"),
         ({"infinity": {"prefetch_bytes": None}}, "infinity.prefetch_bytes: None is not a size"),
@@ -207,21 +251,57 @@ def test_nvme_without_a_folder_says_which_key_to_add(states: str) -> None:
     Config.load({"zero_optimization": {states: {"device": "cpu", "nvme_path": "/x"}}})
 
 
-def test_the_folder_is_that_of_the_states_on_nvme() -> None:
-    def zero(param: str, optimizer: str) -> dict[str, Any]:
-        offload_param = {"device": param, "nvme_path": "/a"}
-        offload_optimizer = {"device": optimizer, "nvme_path": "/b"}
-        return {"zero_optimization": {"offload_param": offload_param, "offload_optimizer": offload_optimizer}}
+def zero(param: str, optimizer: str, param_path: object, optimizer_path: object) -> dict[str, Any]:
+    offload_param = {"device": param, "nvme_path": param_path}
+    offload_optimizer = {"device": optimizer, "nvme_path": optimizer_path}
+    return {"zero_optimization": {"offload_param": offload_param, "offload_optimizer": offload_optimizer}}
 
-    assert Config.load(zero("nvme", "cpu")).zero_optimization.nvme_path == Path("/a")
-    assert Config.load(zero("none", "nvme")).zero_optimization.nvme_path == Path("/b")
-    assert Config.load(zero("cpu", "cpu")).zero_optimization.nvme_path is None
-    assert "share one folder" in refusal(zero("nvme", "nvme"))
+
+def test_the_folder_is_that_of_the_states_on_nvme() -> None:
+    def paths(param: str, optimizer: str) -> tuple[Path, ...]:
+        return Config.load(zero(param, optimizer, "/a", "/b")).zero_optimization.nvme_paths
+
+    assert paths("nvme", "cpu") == (Path("/a"),)
+    assert paths("none", "nvme") == (Path("/b"),)
+    assert paths("cpu", "cpu") == ()
+    assert "share their folders" in refusal(zero("nvme", "nvme", "/a", "/b"))
+
+
+def test_several_folders_are_a_list() -> None:
+    def paths(param_path: object, optimizer_path: object) -> tuple[Path, ...]:
+        return Config.load(zero("nvme", "nvme", param_path, optimizer_path)).zero_optimization.nvme_paths
+
+    assert paths(["/a", "/b"], ["/a", "/b"]) == (Path("/a"), Path("/b"))
+    assert paths([Path("/a"), "~"], (Path("/a"), Path.home())) == (Path("/a"), Path.home())
+    assert paths("/a", ["/a"]) == (Path("/a"),)
+    assert "in the same order" in refusal(zero("nvme", "nvme", ["/a", "/b"], ["/b", "/a"]))
+    assert "share their folders" in refusal(zero("nvme", "nvme", ["/a", "/b"], "/a"))
+
+
+def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "other").symlink_to("disk")
+    paths = [str(tmp_path / "disk"), str(tmp_path / "other")]
+    assert "names one folder twice" in refusal(zero("nvme", "none", paths, None))
+
+
+@pytest.mark.parametrize(
+    ("section", "threads"),
+    [
+        ({}, 1),
+        ({"intra_op_parallelism": 3}, 3),
+        ({"thread_count": 3}, 3),
+        ({"thread_count": 3, "intra_op_parallelism": 3}, 3),
+        ({"thread_count": None, "intra_op_parallelism": 3}, 3),
+    ],
+)
+def test_threads_have_two_names(section: dict[str, Any], threads: int) -> None:
+    assert Config.load({"aio": section}).aio.threads == threads
 
 
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.load({"bf16": 3, "aio": {"queue_depth": 0, "thread_count": 2}, "foo": 1})
+        Config.load({"bf16": 3, "aio": {"queue_depth": 0, "use_gds": True}, "foo": 1})
     assert len(caught.value.problems) == 4 == len(str(caught.value).splitlines())
     assert isinstance(caught.value, InfinityError) and isinstance(caught.value, ValueError)
     again = pickle.loads(pickle.dumps(caught.value))

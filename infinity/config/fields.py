@@ -40,10 +40,30 @@ def _size(value: object) -> int:
     return parse_size(value)  # type: ignore[arg-type]  # refuses any other type itself
 
 
-def _folder(value: object) -> Path:
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError(f"must be the path of a folder, not {show(value)}")
-    return Path(value).expanduser()
+def _is_path(value: object) -> bool:
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    return isinstance(text, str) and text != "" and "\0" not in text
+
+
+def _folders(value: object) -> tuple[Path, ...]:
+    """One path or a list of them, each of another folder."""
+    if not isinstance(value, (list, tuple)):
+        if not _is_path(value):
+            raise ValueError(f"must be the path of a folder, or a list of such paths, not {show(value)}")
+        value = [value]
+    if not value:
+        raise ValueError("must name at least one folder, not []")
+    folders: dict[str, Path] = {}
+    for number, item in enumerate(value, 1):
+        if not _is_path(item):
+            raise ValueError(f"number {number} of the list must be the path of a folder, not {show(item)}")
+        folder = Path(os.path.expanduser(item))
+        before = folders.setdefault(os.path.realpath(folder), folder)
+        if before is not folder:
+            raise ValueError(
+                f"names one folder twice, as {show(str(before))} and {show(str(folder))}; name each drive's folder once"
+            )
+    return tuple(folders.values())
 
 
 IN_BYTES = "in bytes"
@@ -56,6 +76,7 @@ Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 Positive: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 Beta: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
+Threads: TypeAlias = Annotated[Count, Field(le=64)]
 Size: TypeAlias = Annotated[int, BeforeValidator(_size), Field(gt=0), IN_BYTES]
 SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(_size), IN_BYTES]
-Folder: TypeAlias = Annotated[Path, BeforeValidator(_folder)]
+Folders: TypeAlias = Annotated[tuple[Path, ...], BeforeValidator(_folders)]

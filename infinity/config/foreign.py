@@ -15,7 +15,6 @@ _OVERLAP = _AUTOMATIC.format("transfers and collectives always overlap the compu
 _PREFETCH = _AUTOMATIC.format("how much is fetched ahead is infinity.prefetch_bytes")
 _BUFFERS = _AUTOMATIC.format("buffers follow from the model and from infinity.tile_size")
 _EXPORT = _AUTOMATIC.format("checkpoints hold each parameter whole, under its own name")
-_ASYNC = _AUTOMATIC.format("requests are always submitted and completed asynchronously")
 _OFFLOAD = _ELSEWHERE.format('write "offload_param" and "offload_optimizer" with their "device"')
 _COMPRESSED = _NOT_YET.format(": collectives carry the values as they are")
 _ONE_GROUP = _NOT_YET.format(": a unit is sharded over all ranks")
@@ -155,9 +154,6 @@ FOREIGN: dict[str, str] = {
     "zero_optimization.offload_optimizer.super_offload": _NOT_YET.format(""),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "not a key here: infinity.adam_threads does it",
     # aio.
-    "aio.thread_count": "not a key here: aio.intra_op_parallelism is the number of threads",
-    "aio.single_submit": _ASYNC,
-    "aio.overlap_events": _ASYNC,
     "aio.use_gds": _NOT_YET.format(": files are read into host memory"),
 }
 """What is wrong with the key, by its full dotted name."""

@@ -106,6 +106,8 @@ def _name(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Annotated:
         return _with_bounds(_name(arguments[0]), list(arguments[1:]))
     if typing.get_origin(annotation) is tuple:
+        if arguments[-1] is Ellipsis:  # fields.Folders, which takes one without brackets too
+            return f"{_name(arguments[0])} or list of {_name(arguments[0])}s"
         return f"list of {len(arguments)}: {_name(arguments[0])}"
     if arguments:
         return " or ".join(_name(member) for member in arguments if member is not type(None))

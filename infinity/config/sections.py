@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from infinity.config.batch import Batch, resolve_batch
-from infinity.config.fields import Count, CountOrZero, Folder, Number, Section, Size, SizeOrZero, Switch
+from infinity.config.fields import Count, CountOrZero, Folders, Number, Section, Size, SizeOrZero, Switch, Threads
 from infinity.config.load import load_config
 from infinity.config.optimization import Optimizer, Scheduler
 from infinity.sizes import parse_size
@@ -36,15 +36,16 @@ class Offload(Section):
     device: Literal["none", "cpu", "nvme"] = "none"
     """`none`: on the device that computes; `cpu`: in host memory; `nvme`: in files under `nvme_path`."""
 
-    nvme_path: Folder | None = Field(default=None, validate_default=True)
-    """Folder for the files of device `nvme`, on a local disk; unused for the other devices."""
+    nvme_path: Folders | None = Field(default=None, validate_default=True)
+    """Folder for the files of device `nvme`, on a local disk, or a list of folders on several: states are striped over
+    them, so that the drives' rates add. Unused for the other devices."""
 
     pin_memory: Switch = True
     """Pin the host memory of these states, so that a CUDA device copies asynchronously; falls back with one warning."""
 
     @field_validator("nvme_path")
     @classmethod
-    def _nvme_needs_a_folder(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+    def _nvme_needs_a_folder(cls, value: tuple[Path, ...] | None, info: ValidationInfo) -> tuple[Path, ...] | None:
         if value is None and info.data.get("device") == "nvme":
             raise ValueError('is missing: device "nvme" needs a folder on a local disk, as "nvme_path": "/local_nvme"')
         return value
@@ -63,17 +64,20 @@ class ZeroOptimization(Section):
     """Where the optimizer states live, and the gradients that wait for their update."""
 
     @property
-    def nvme_path(self) -> Path | None:
-        """The folder of all files, None when nothing lives on nvme."""
-        return next((o.nvme_path for o in (self.offload_param, self.offload_optimizer) if o.device == "nvme"), None)
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """The folders of all files, over which they are striped; empty when nothing lives on nvme."""
+        return next(iter(self._paths_on_nvme()), ())
+
+    def _paths_on_nvme(self) -> list[tuple[Path, ...]]:
+        sections = (self.offload_param, self.offload_optimizer)
+        return [section.nvme_path or () for section in sections if section.device == "nvme"]
 
     @model_validator(mode="after")
-    def _one_folder(self) -> ZeroOptimization:
-        folders = {o.nvme_path for o in (self.offload_param, self.offload_optimizer) if o.device == "nvme"}
-        if len(folders) > 1:
+    def _one_set_of_folders(self) -> ZeroOptimization:
+        if len(set(self._paths_on_nvme())) > 1:
             raise ValueError(
-                "offload_param.nvme_path and offload_optimizer.nvme_path differ; all states share one folder for now: "
-                "give both the same"
+                "offload_param.nvme_path and offload_optimizer.nvme_path differ; all states share their folders for "
+                "now: give both the same, in the same order"
             )
         return self
 
@@ -87,13 +91,63 @@ class Aio(Section):
     queue_depth: Count = Field(default=32, le=65536)
     """Requests in flight per thread."""
 
-    intra_op_parallelism: Count = Field(default=1, le=64)
-    """Threads that submit requests."""
+    intra_op_parallelism: Threads = 1
+    """Threads that submit requests, for each path of `nvme_path`."""
+
+    thread_count: Threads | None = None
+    """Another name of `intra_op_parallelism`; only one of the two is needed."""
+
+    single_submit: Switch = False
+    """false: requests are submitted in batches, as they always are here; true is refused."""
+
+    overlap_events: Switch = True
+    """true: completions are taken while requests are submitted, as they always are here; false is refused."""
+
+    engine: Literal["auto", "libaio", "io_uring"] = "auto"
+    """How requests reach the kernel: `libaio`, Linux AIO; `io_uring`, an error at start where the kernel forbids it;
+    `auto`: the better one of those that the kernel allows. `infinity report` shows which."""
+
+    checksum: Switch = False
+    """Keep a checksum of every block written to a file, in host memory, and verify it with every read: a drive that
+    returns other bytes than were written is an error that names them, and never a wrong result."""
+
+    @property
+    def threads(self) -> int:
+        """Threads for each path, by whichever name they were given."""
+        return self.intra_op_parallelism if self.thread_count is None else self.thread_count
 
     @field_validator("block_size")
     @classmethod
     def _aligned(cls, value: int) -> int:
         return _multiple(value, "bytes")
+
+    @field_validator("single_submit")
+    @classmethod
+    def _always_in_batches(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "must be false: requests are always submitted in batches, and one by one would only be slower"
+            )
+        return value
+
+    @field_validator("overlap_events")
+    @classmethod
+    def _always_overlapping(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError(
+                "must be true: completions always overlap submission, and one after the other would only be slower"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _one_number_of_threads(self) -> Aio:
+        given = self.model_fields_set >= {"thread_count", "intra_op_parallelism"} and self.thread_count is not None
+        if given and self.thread_count != self.intra_op_parallelism:
+            raise ValueError(
+                f"thread_count ({self.thread_count}) is another name of intra_op_parallelism "
+                f"({self.intra_op_parallelism}), and they differ: give one of them"
+            )
+        return self
 
 
 class Infinity(Section):
