@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-from pathlib import Path
 
 from infinity import _aio
 from infinity.errors import StorageError
@@ -14,8 +12,6 @@ ENGINES = ("auto", "libaio", "io_uring")
 
 AUTO = ("io_uring", "libaio")
 """What "auto" tries, the better one first."""
-
-_DISABLED = Path("/proc/sys/kernel/io_uring_disabled")
 
 _log = logging.getLogger("infinity")
 
@@ -29,54 +25,28 @@ def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, thre
     """
     refused = []
     for kind in AUTO if engine == "auto" else (engine,):
-        reason = "" if _backend(kind) else "this build has none"
-        if not reason:
-            try:
-                return _aio.Engine(block_size, queue_depth, threads, backend=_backend(kind))
-            except OSError as error:
-                reason = _reason(kind, error)
-        refused.append(f"{kind}: {reason}")
-        _log.debug("no I/O engine of the kind %s: %s", kind, reason)
-    raise StorageError(f"the kernel gives no I/O engine ({'; '.join(refused)}){_instead(engine)}")
+        try:
+            return _open(kind, block_size, queue_depth, threads)
+        except StorageError as error:
+            _log.debug("no I/O engine of the kind %s: %s", kind, error)
+            refused.append(f"{kind}: {error}")
+    raise StorageError("no I/O engine; " + "; ".join(refused))
 
 
 def io_uring_state() -> str:
     """Empty when io_uring can be used, else the reason why not."""
-    if not _backend("io_uring"):
-        return "this build has none"
     try:
-        _aio.Engine(4096, 1, 1, backend="io_uring").close()
-    except OSError as error:
-        return _reason("io_uring", error)
+        _open("io_uring", 4096, 1, 1).close()
+    except StorageError as error:
+        return str(error)
     return ""
 
 
-def _backend(kind: str) -> str:
-    """What the native engine calls the best of this kind; empty where the build has none."""
-    return next((name for name in _aio.backends() if (name == "io_uring") == (kind == "io_uring")), "")
-
-
-def _reason(kind: str, error: OSError) -> str:
-    text = error.strerror or str(error)
-    if kind != "io_uring":
-        return text
-    setting = _setting()
-    if setting:
-        return f"{text}; kernel.io_uring_disabled is {setting}"
-    if error.errno == errno.EPERM:
-        return f"{text}; a filter of system calls (seccomp), such as containers have, forbids it"
-    return text
-
-
-def _setting() -> str:
-    """The value of kernel.io_uring_disabled; empty where it is 0 or not there."""
+def _open(kind: str, block_size: int, queue_depth: int, threads: int) -> _aio.Engine:
+    backend = next((name for name in _aio.backends() if (name == "io_uring") == (kind == "io_uring")), None)
+    if backend is None:
+        raise StorageError(f'this build has no {kind}; write another "engine" in the section aio, or "auto"')
     try:
-        value = _DISABLED.read_text().strip()
-    except OSError:
-        return ""
-    return "" if value == "0" else value
-
-
-def _instead(engine: str) -> str:
-    other = {"io_uring": "libaio", "libaio": "io_uring"}.get(engine)
-    return f'; write "engine": "{other}" or "auto" in the section aio' if other else ""
+        return _aio.Engine(block_size, queue_depth, threads, backend=backend)
+    except OSError as error:  # its text says which limit or setting is in the way
+        raise StorageError(error.strerror or str(error)) from error
