@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def engine_config(
     param: str = "nvme",
     optim: str = "nvme",
     *,
-    folder: str | Path | None = None,
+    folder: str | Path | Sequence[str | Path] | None = None,
     bf16: bool = False,
     accumulation: int = 1,
     clip: float = 0.0,
@@ -28,13 +29,14 @@ def engine_config(
     optimizer: str = "AdamW",
     unit_size: int | str = 100_000,
     debug: bool = True,
+    aio: Mapping[str, Any] | None = None,
     **infinity: Any,
 ) -> Config:
     """A config with `debug` on. `infinity`: more keys of that section (update, prefetch_bytes, tile_size, master, ...).
 
-    folder: where nvme files lie; the system's folder for temporary files by default.
+    folder: where nvme files lie, or several; the system's folder for temporary files by default. aio: that section.
     """
-    path = str(folder or tempfile.gettempdir())
+    path = folder or tempfile.gettempdir()
     section = {"unit_size": unit_size, "tile_size": 4096, "debug": debug, "adam_threads": 1, **infinity}
     return Config.load(
         {
@@ -48,6 +50,7 @@ def engine_config(
                 "offload_param": {"device": param, "nvme_path": path},
                 "offload_optimizer": {"device": optim, "nvme_path": path},
             },
+            "aio": dict(aio or {}),
             "infinity": section,
         }
     )

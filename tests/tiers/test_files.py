@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,7 @@ from infinity.tiers import files
 from infinity.tiers.files import open_swap_files
 
 MB = 1_000_000
-
-
-@pytest.fixture(autouse=True)
-def no_leaks(tmp_path: Path) -> Iterator[None]:
-    """Whatever happens, no descriptor stays open and nothing stays in the folder."""
-    before = os.listdir("/proc/self/fd")
-    yield
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-    assert os.listdir(tmp_path) == []
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, error: int, when: Callable[..., bool]) -> None:

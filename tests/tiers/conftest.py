@@ -1,0 +1,19 @@
+"""Fixtures for the tests of tiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def no_leaks(tmp_path: Path) -> Iterator[None]:
+    """Whatever happens, no descriptor stays open and nothing stays in the folder, or in the folders in it."""
+    before = os.listdir("/proc/self/fd")
+    yield
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert list(tmp_path.rglob("infinity-*")) == []

@@ -1,0 +1,310 @@
+"""Striping: where each byte lies, that training does not see it, that a path which fails leaves nothing on others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import OutOfSpaceError, StorageError
+from infinity.tiers import files
+from infinity.tiers.files import SwapFile, open_swap_files
+from infinity.tiers.io import open_engine
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, shares, stripe_chunk
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import Result, assert_same, parameters_of, train
+from support.loops import open_engine as open_training
+from support.models import Stack, seeded, token_batches
+from support.states import states_of
+
+MB = 1_000_000
+CHUNK = SMALLEST_CHUNK
+SAME = "ignore:.*are on one file system:RuntimeWarning"
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.filterwarnings(SAME)]
+
+
+def folders(parent: Path, count: int) -> list[Path]:
+    made = [parent / f"disk{number}" for number in range(count)]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+# -- the map -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 1 << 12).map(lambda pages: pages * 4096))
+def test_a_chunk_is_a_piece_within_bounds(block_size: int) -> None:
+    chunk = stripe_chunk(block_size)
+    assert SMALLEST_CHUNK <= chunk <= LARGEST_CHUNK and chunk % SMALLEST_CHUNK == 0
+    assert chunk >= min(block_size, LARGEST_CHUNK)
+    if block_size % SMALLEST_CHUNK == 0 and block_size <= LARGEST_CHUNK:
+        assert chunk == block_size
+
+
+@given(st.integers(1, 10_000_000), st.integers(1, 16).map(lambda n: n * CHUNK), st.integers(1, 5))
+def test_shares_are_what_the_chunks_need(nbytes: int, chunk: int, paths: int) -> None:
+    needed = [0] * paths
+    for number in range(-(-nbytes // chunk)):
+        needed[number % paths] += chunk
+    assert shares(nbytes, chunk, paths) == [max(share, chunk) for share in needed]
+
+
+class Model:
+    """A striped file with nothing in it but the map: byte o is in member (o // chunk) % n at the offset beside."""
+
+    def __init__(self, nbytes: int, members: int) -> None:
+        self.members = members
+        self.data = bytearray(nbytes)
+
+    def member(self, number: int, size: int) -> bytes:
+        held = bytearray(size)
+        for offset in range(0, len(self.data), CHUNK):
+            if offset // CHUNK % self.members == number:
+                piece = self.data[offset : offset + CHUNK]
+                place = offset // CHUNK // self.members * CHUNK
+                held[place : place + len(piece)] = piece
+        return bytes(held)
+
+
+def member_bytes(swap: SwapFile) -> list[bytes]:
+    """What each file of a striped one holds, by its buffered descriptor; all of them are direct."""
+    descriptors = swap._fds[1::2]
+    return [os.pread(fd, os.fstat(fd).st_size, 0) for fd in descriptors]
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 9 * CHUNK), st.integers(1, 4 * CHUNK)), min_size=1, max_size=6)
+"""(offset, length) of writes, one after the other."""
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ranges=RANGES,
+    members=st.integers(1, 4),
+    threads=st.integers(1, 3),
+    block_size=st.sampled_from([4096, 20_480, CHUNK, 4 * CHUNK]),
+    shift=st.sampled_from([0, 0, 100]),
+)
+def test_every_byte_is_where_the_map_says(
+    tmp_path: Path,
+    ranges: list[tuple[int, int]],
+    members: int,
+    threads: int,
+    block_size: int,
+    shift: int,
+) -> None:
+    """Aligned and unaligned requests of every length, against the model; `shift` bytes of memory are skipped."""
+    nbytes = 13 * CHUNK
+    model = Model(nbytes, members)
+    memory = host_tensor(nbytes + 4096)
+    at = memory[shift:]
+    with (
+        open_swap_files([tmp_path] * members, nbytes, name="x", chunk=CHUNK) as swap,
+        open_engine(block_size=block_size, queue_depth=4, threads=threads) as engine,
+    ):
+        for number, (offset, length) in enumerate(ranges):
+            data = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+            at[:length] = data
+            engine.write(swap.file, offset, at.data_ptr(), length).wait()
+            model.data[offset : offset + length] = data.numpy().tobytes()
+        if members > 1:
+            for number, held in enumerate(member_bytes(swap)):
+                assert held == model.member(number, len(held))
+        memory.fill_(0xFF)
+        engine.read(swap.file, 0, at.data_ptr(), nbytes).wait()
+        assert at[:nbytes].numpy().tobytes() == bytes(model.data)
+        for offset, length in ranges:
+            engine.read(swap.file, offset, at.data_ptr(), length).wait()
+            assert at[:length].numpy().tobytes() == bytes(model.data[offset : offset + length])
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_path_is_a_plain_file(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with open_swap_files([tmp_path], 5, name="x", chunk=CHUNK) as swap:
+            assert (swap.nbytes, swap.path, len(swap._fds)) == (4096, str(tmp_path / "x"), 2)
+
+
+def test_each_path_has_its_share(tmp_path: Path) -> None:
+    paths = folders(tmp_path, 3)
+    with open_swap_files(paths, 4 * CHUNK + 5, name="x", chunk=CHUNK) as swap:
+        assert swap.nbytes == 5 * CHUNK
+        assert swap.path == ", ".join(str(path / "x") for path in paths)
+        assert swap.direct and swap.file.direct
+        sizes = [os.fstat(fd).st_size for fd in swap._fds[1::2]]
+        assert sizes == [2 * CHUNK, 2 * CHUNK, CHUNK]
+        assert all(os.fstat(fd).st_blocks * 512 >= size for fd, size in zip(swap._fds[1::2], sizes, strict=True))
+        assert [os.listdir(path) for path in paths] == [[], [], []]
+    swap.close()
+
+
+def test_fewer_chunks_than_paths(tmp_path: Path) -> None:
+    with open_swap_files(folders(tmp_path, 3), 5, name="x", chunk=CHUNK) as swap:
+        assert swap.nbytes == CHUNK and [os.fstat(fd).st_size for fd in swap._fds[1::2]] == [CHUNK] * 3
+
+
+def test_not_direct_where_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = folders(tmp_path, 2)
+    real = files._open_direct
+
+    def refuse(fd: int, folder: Path) -> int:
+        return -1 if folder == second else real(fd, folder)
+
+    monkeypatch.setattr(files, "_open_direct", refuse)
+    memory = host_tensor(4 * CHUNK)
+    memory.copy_(torch.arange(4 * CHUNK) % 251)
+    expected = memory.clone()
+    with (
+        open_swap_files([first, second], 4 * CHUNK, name="x", chunk=CHUNK) as swap,
+        open_engine(block_size=CHUNK, queue_depth=4, threads=2) as engine,
+    ):
+        assert not swap.direct
+        engine.write(swap.file, 0, memory.data_ptr(), memory.numel()).wait()
+        memory.fill_(0xFF)
+        engine.read(swap.file, 0, memory.data_ptr(), memory.numel()).wait()
+        assert torch.equal(memory, expected)
+
+
+@pytest.mark.filterwarnings("default")
+def test_one_file_system_is_said_once(tmp_path: Path) -> None:
+    first, second = folders(tmp_path, 2)
+    said = f"{first} and {second} are on one file system: striping over them gains nothing"
+    with pytest.warns(RuntimeWarning, match=said) as caught, open_swap_files([first, second], MB, name="x"):
+        pass
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_no_path() -> None:
+    with pytest.raises(ValueError, match="at least one folder"):
+        open_swap_files([], MB, name="x")
+
+
+def test_space_on_one_file_system_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each share would fit alone."""
+    monkeypatch.setattr(files, "_open_anonymous", lambda *_: pytest.fail("something was created"))
+    paths = folders(tmp_path, 2)
+    status = os.statvfs(tmp_path)
+    nbytes = status.f_bavail * status.f_frsize * 3 // 2
+    with pytest.raises(OutOfSpaceError, match=f"in {paths[0]} and {paths[1]}: .* are missing; free") as caught:
+        open_swap_files(paths, nbytes, name="x")
+    assert nbytes <= caught.value.needed < nbytes + 2 * LARGEST_CHUNK
+
+
+# -- a path that fails -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_path_that_is_missing(tmp_path: Path) -> None:
+    first, _ = folders(tmp_path, 2)
+    with pytest.raises(StorageError, match=f"{tmp_path}/none does not exist"):
+        open_swap_files([first, tmp_path / "none"], MB, name="x")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "raised"),
+    [("posix_fallocate", errno.ENOSPC, OutOfSpaceError), ("posix_fallocate", errno.EFBIG, StorageError)],
+)
+@pytest.mark.parametrize("named", [False, True], ids=["anonymous", "named"])
+def test_a_second_path_that_is_full(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    error: int,
+    raised: type[Exception],
+    named: bool,
+) -> None:
+    """What was reserved on the first is given back."""
+    paths = folders(tmp_path, 2)
+    reserved: list[int] = []
+
+    def reserve(fd: int, offset: int, nbytes: int) -> None:
+        reserved.append(fd)
+        if len(reserved) == 2:
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(files.os, call, reserve)
+    if named:
+        monkeypatch.setattr(files.os, "O_TMPFILE", 0)  # opening a folder to write in it is refused
+    with pytest.raises(raised, match=str(paths[1])):
+        open_swap_files(paths, 4 * MB, name="x")
+    assert len(reserved) == 2
+    for fd in reserved:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB; skipped where one cannot be mounted."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", mount], check=False, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"this machine cannot mount a small file system: {done.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
+
+
+def test_a_second_path_that_is_small(tmp_path: Path, small_disk: Path) -> None:
+    """Two file systems: each has to hold its own share, no more, and there is nothing to warn of."""
+    (first,) = folders(tmp_path, 1)
+    with pytest.raises(OutOfSpaceError, match=f"too little space in {small_disk}: 5,242,880 bytes are needed"):
+        open_swap_files([first, small_disk], 10 << 20, name="x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*refuses direct I/O")  # older kernels have none on tmpfs
+        with open_swap_files([first, small_disk], 8 << 20, name="x"):
+            assert os.statvfs(small_disk).f_bavail == 0
+        assert os.statvfs(small_disk).f_bavail > 0
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def trained_on(paths: Sequence[Path], options: dict[str, Any], device: LateDevice | None = None) -> Result:
+    config = engine_config(folder=paths, prefetch_bytes=20_000, **options)
+    with open_training(seeded(Stack), config, device) as engine:
+        losses = train(engine, token_batches(4))
+        result = Result(losses, parameters_of(engine) | states_of(engine))
+        nvme = engine.parts.tiers["nvme"]
+        assert isinstance(nvme, NvmeTier)
+        if len(paths) > 1:
+            assert all(any(held) for held in member_bytes(nvme._file))
+            assert nvme._engine.threads == len(paths) * engine.config.aio.threads
+    return result
+
+
+AIO = {"block_size": CHUNK, "thread_count": 2}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "clip": 0.5}, {"param": "cpu"}, {"optim": "none"}], ids=str)
+def test_training_is_the_same(tmp_path: Path, options: dict[str, Any], late: bool) -> None:
+    """Bit for bit, whatever the number of paths."""
+    paths = folders(tmp_path, 3)
+    one, two, three = (
+        trained_on(paths[:count], {**options, "aio": AIO}, LateDevice(0.01) if late else None) for count in (1, 2, 3)
+    )
+    assert_same(two, one)
+    assert_same(three, one)
+
+
+def test_training_on_two_file_systems(tmp_path: Path, small_disk: Path) -> None:
+    (first,) = folders(tmp_path, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*refuses direct I/O")
+        assert_same(trained_on([first, small_disk], {"aio": AIO}), trained_on([first], {"aio": AIO}))
