@@ -25,7 +25,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import Placement, Policy, State, place, state_format, tiles
+from infinity.tiers.placement import Placement, Policy, State, checksum_block, place, state_format, tiles
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
@@ -206,7 +206,8 @@ def _open_tier(name: str, nbytes: int, config: Config, device: Device, ranks: Ra
     except BaseException:
         file.close()
         raise
-    return NvmeTier(file, nbytes, engine, device)
+    block = checksum_block(config.infinity.tile_size, aio.block_size, chunk) if aio.checksum else 0
+    return NvmeTier(file, nbytes, engine, device, block)
 
 
 def assemble(

@@ -2,7 +2,8 @@
 
 All derive from `InfinityError`, so a caller can tell "Infinity refused" from a bug, and most also derive from the
 built-in class a Python programmer would expect (`ValueError` for bad input, `MemoryError` for too little memory).
-Failed transfers are plain `OSError`s with errno, path, offset and size: they carry nothing that `OSError` lacks.
+Failed transfers are plain `OSError`s with errno, path, offset and size: they carry nothing that `OSError` lacks. One
+that failed its checksum is a `ChecksumError`, which is an `OSError` too.
 
 A message says what is wrong and what to do about it.
 """
@@ -70,6 +71,19 @@ class StorageError(InfinityError):
     """A folder for tier files or checkpoints does not exist, is no folder, or cannot be written; or the kernel gives no
     queues to read and write them with.
     """
+
+
+class ChecksumError(OSError, StorageError):
+    """A drive returned other bytes than were written (`aio.checksum`); none of them was used.
+
+    `errno` is EBADMSG, `filename` the file's path.
+    """
+
+    def __init__(self, errno: int, text: str, path: str) -> None:
+        super().__init__(errno, text, path)
+
+    def __str__(self) -> str:
+        return str(self.strerror)  # says where it was, the path included
 
 
 class LifetimeError(InfinityError):

@@ -1,4 +1,5 @@
-"""The nvme tier: one anonymous file per rank, laid out at start, read and written by the native I/O engine.
+"""The nvme tier: one anonymous file per rank, or one striped over several drives, laid out at start, read and written
+by the native I/O engine.
 
 Host memory is read into and written from directly. Device memory that the host cannot address goes through pinned
 staging buffers, two in flight, on a thread of the tier's own.
@@ -7,12 +8,15 @@ staging buffers, two in flight, on a thread of the tier's own.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from infinity import _aio
+from infinity.errors import ChecksumError
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
@@ -27,13 +31,16 @@ _STAGING_BUFFERS = 4
 class _Request:
     """A native request; keeps the tensor whose memory it uses until it is known to have ended."""
 
-    def __init__(self, request: _aio.Request, memory: torch.Tensor) -> None:
+    def __init__(self, request: _aio.Request, memory: torch.Tensor, extent: Extent) -> None:
         self._request = request
         self._memory: torch.Tensor | None = memory
+        self._extent = extent
 
     def wait(self) -> None:
         try:
             self._request.wait()
+        except OSError as error:
+            raise _with_name(error, self._extent) from None  # the native error says nothing that this one does not
         finally:
             self._memory = None
 
@@ -41,13 +48,33 @@ class _Request:
         return self._request.done()
 
 
+def _with_name(error: OSError, extent: Extent) -> OSError:
+    """The error of a request, with what its bytes are."""
+    if error.errno != errno.EBADMSG:
+        return OSError(error.errno, f"{error.strerror} ({extent.name})", error.filename)
+    where = str(error.strerror).removeprefix(f"{os.strerror(errno.EBADMSG)}: ")
+    text = (
+        f"checksum mismatch in the {extent.name}, in {error.filename}: {where}. The drive or its cable is failing: run "
+        "from the last checkpoint on another one"
+    )
+    return ChecksumError(error.errno, text, str(error.filename))
+
+
 class NvmeTier(Tier):
-    """Extents of `file`. Every transfer carries its own OSError with path, offset and size."""
+    """Extents of `file`. Every transfer carries its own OSError with path, offset and size, and what the bytes are.
+
+    checksum_block: bytes of a block whose checksum is kept, and verified at every read (`placement.checksum_block`); 0:
+    none are.
+    """
 
     name = "nvme"
     on_device = False
 
-    def __init__(self, file: SwapFile, nbytes: int, engine: _aio.Engine, device: Device) -> None:
+    def __init__(
+        self, file: SwapFile, nbytes: int, engine: _aio.Engine, device: Device, checksum_block: int = 0
+    ) -> None:
+        if checksum_block:
+            file.file.keep_checksums(file.nbytes, checksum_block)
         self.nbytes = nbytes
         self._file = file
         self._engine = engine
@@ -93,11 +120,11 @@ class NvmeTier(Tier):
 
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         request = self._engine.read(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
-        return _Request(request, memory)
+        return _Request(request, memory, extent)
 
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         request = self._engine.write(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
-        return _Request(request, memory)
+        return _Request(request, memory, extent)
 
     def _staged_read(self, extent: Extent, destination: torch.Tensor, offset: int, after: Transfer) -> None:
         reading: deque[tuple[Transfer, Lease, torch.Tensor]] = deque()

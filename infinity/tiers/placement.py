@@ -4,10 +4,14 @@ The optimizer states of a unit share one extent, tile after tile, so that the up
 request:
 
     [tile 0: master or remainder | exp_avg | exp_avg_sq] [tile 1: ...] ...
+
+Extents are read and written whole, or in ranges that start at a tile: so a checksum kept for every block of a file
+covers bytes that are always written together, if blocks divide what ranges start at (`checksum_block`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +19,11 @@ from enum import Enum
 import torch
 
 from infinity.units.layout import UnitLayout
+
+EXTENT_ALIGNMENT = 64 << 10
+"""Bytes that every extent starts at a multiple of: the largest block with a checksum of its own, and so a whole number
+of the blocks of any disk.
+"""
 
 
 class State(str, Enum):
@@ -25,13 +34,18 @@ class State(str, Enum):
     OPTIM = "optim"
 
 
+_CALLED = {State.PARAM: "parameters", State.GRAD: "gradient", State.OPTIM: "optimizer states"}
+
+
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` at `offset` of tier `tier`; every extent starts on a 4096-byte boundary."""
+    """`nbytes` at `offset` of tier `tier`; every extent starts at a multiple of `EXTENT_ALIGNMENT`."""
 
     tier: str
     offset: int
     nbytes: int
+    name: str
+    """What it holds, for messages: "optimizer states of unit blocks.3"."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +128,11 @@ class Placement:
     extents: dict[tuple[int, State], Extent] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
 
-    def add(self, unit: int, state: State, tier: str, nbytes: int) -> None:
+    def add(self, layout: UnitLayout, state: State, tier: str, nbytes: int) -> None:
         offset = self.nbytes.get(tier, 0)
-        self.extents[unit, state] = Extent(tier, offset, nbytes)
-        self.nbytes[tier] = offset + -(-nbytes // 4096) * 4096
+        name = f"{_CALLED[state]} of unit {layout.name}"
+        self.extents[layout.index, state] = Extent(tier, offset, nbytes, name)
+        self.nbytes[tier] = offset + -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
 
     def of(self, unit: int, state: State) -> Extent:
         return self.extents[unit, state]
@@ -130,12 +145,21 @@ def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
     """Extents of one rank's shards. Frozen units have a `param` only."""
     placement = Placement()
     for layout in layouts:
-        placement.add(layout.index, State.PARAM, policy.param_tier, layout.shard_nbytes)
+        placement.add(layout, State.PARAM, policy.param_tier, layout.shard_nbytes)
         if not layout.trainable:
             continue
         states = state_format(layout.dtype, policy.master)
-        placement.add(layout.index, State.OPTIM, policy.optim_tier, layout.shard_numel * states.bytes_per_element)
+        placement.add(layout, State.OPTIM, policy.optim_tier, layout.shard_numel * states.bytes_per_element)
         if policy.grad_tier is not None:
             width = (policy.grad_dtype or layout.dtype).itemsize
-            placement.add(layout.index, State.GRAD, policy.grad_tier, layout.shard_numel * width)
+            placement.add(layout, State.GRAD, policy.grad_tier, layout.shard_numel * width)
     return placement
+
+
+def checksum_block(tile_size: int, block_size: int, chunk: int) -> int:
+    """Bytes of a block with a checksum of its own: the most that extents, tiles, pieces of a request and chunks of a
+    stripe are whole numbers of.
+
+    tile_size: elements, of 2 bytes or a multiple of them. block_size, chunk: bytes. All are multiples of 4096.
+    """
+    return math.gcd(EXTENT_ALIGNMENT, 2 * tile_size, block_size, chunk)

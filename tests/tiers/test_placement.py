@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.tiers.placement import Policy, State, place, state_format, tiles
+from infinity.tiers.placement import EXTENT_ALIGNMENT, Policy, State, place, state_format, tiles
 from infinity.units.layout import UnitLayout, layout_unit
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
@@ -44,10 +44,10 @@ def test_extents_are_aligned_and_apart(
             assert placement.of(index, State.OPTIM).nbytes == layout.shard_numel * width
     for tier, nbytes in placement.nbytes.items():
         extents = sorted((e for e in placement.extents.values() if e.tier == tier), key=lambda e: e.offset)
-        assert all(extent.offset % 4096 == 0 for extent in extents)
+        assert all(extent.offset % EXTENT_ALIGNMENT == 0 for extent in extents)
         assert all(first.offset + first.nbytes <= second.offset for first, second in pairwise(extents))
         assert extents[-1].offset + extents[-1].nbytes <= nbytes
-        assert sum(-(-extent.nbytes // 4096) * 4096 for extent in extents) == nbytes
+        assert sum(-(-extent.nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT for extent in extents) == nbytes
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.sampled_from(FORMATS))
