@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
 import os
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity import _aio
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -38,8 +40,8 @@ HUGE = 1 << 21
 """Width of a linear layer of 4 Ti parameters: more than any disk or memory here holds."""
 
 
-def raw(folder: Path | str | None, param: str = "nvme", optim: str = "nvme", **top: Any) -> dict[str, Any]:
-    path = {} if folder is None else {"nvme_path": str(folder)}
+def raw(folder: Path | str | list[str] | None, param: str = "nvme", optim: str = "nvme", **top: Any) -> dict[str, Any]:
+    path = {} if folder is None else {"nvme_path": folder if isinstance(folder, list) else str(folder)}
     return {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {
@@ -116,6 +118,29 @@ def test_a_folder_that_takes_no_files(leaves_nothing: Path) -> None:
     refused(StorageError, "cannot create a file in /proc", seeded(Stack), raw("/proc"))
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("missing", "missing does not exist; create it"),
+        ("file", "is not a folder"),
+        ("/proc", "cannot create a file in"),
+    ],
+)
+def test_a_second_folder_that_takes_no_files(leaves_nothing: Path, tmp_path: Path, second: str, said: str) -> None:
+    """What was made in the first is gone; see `leaves_nothing`."""
+    (tmp_path / "file").write_text("")
+    refused(StorageError, said, seeded(Stack), raw([str(leaves_nothing), str(tmp_path / second)]))
+
+
+def test_one_folder_twice(leaves_nothing: Path) -> None:
+    folders = [str(leaves_nothing), f"{leaves_nothing}/../{leaves_nothing.name}"]
+    refused(ConfigError, "nvme_path: names one folder twice", seeded(Stack), raw(folders))
+
+
+def test_no_folders(leaves_nothing: Path) -> None:
+    refused(ConfigError, "nvme_path: must name at least one folder", seeded(Stack), raw([]))
+
+
 def mount(*arguments: str) -> Callable[[], None]:
     """Mount; the test is skipped where that is not allowed. Returns what unmounts."""
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
@@ -157,6 +182,17 @@ def test_a_file_system_that_is_too_small(leaves_nothing: Path, tmp_path: Path) -
         assert os.listdir(folder) == ["mine"]
     finally:
         unmount()
+
+
+@pytest.mark.parametrize("engine", ["auto", "libaio", "io_uring"])
+def test_a_kernel_that_gives_no_queues(leaves_nothing: Path, engine: str) -> None:
+    """AIO slots used up, io_uring forbidden: the reserved file is given back."""
+    _aio._inject([{"where": "setup", "error": errno.EPERM, "times": -1}])
+    try:
+        config = raw(leaves_nothing, aio={"engine": engine})
+        refused(StorageError, r"no I/O engine; .*(does not allow|io_uring)", seeded(Stack), config)
+    finally:
+        _aio._inject([])
 
 
 def huge() -> nn.Module:
@@ -352,6 +388,7 @@ LOOP = """
 import itertools, math, sys
 import torch
 import infinity
+from infinity import _aio
 from infinity.errors import UsageError
 from infinity.tiers.device import CpuDevice
 from support.models import Stack, seeded, token_batches

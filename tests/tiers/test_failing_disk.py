@@ -6,6 +6,7 @@ Faults are injected below the native I/O engine, where the kernel's completions 
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,7 @@ def test_the_error_reaches_the_caller(faults: Any, options: dict[str, Any], only
         assert error.errno == errno.EIO
         assert error.filename and "states of rank 0" in str(error.filename)
         assert "offset" in str(error) and "bytes" in str(error)
+        assert re.search(r"\((parameters|optimizer states|gradient) of unit \S+\)", str(error))
         for call in (lambda: engine(*BATCHES[0]), engine.step, engine.settle):
             with pytest.raises((UsageError, OSError), match=r"the engine stopped|Input/output error"):
                 call()
