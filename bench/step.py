@@ -158,13 +158,13 @@ def run_infinity(args: argparse.Namespace, clip: float) -> dict[str, Any]:
 
 def run_disk(args: argparse.Namespace) -> dict[str, Any]:
     """GB/s of 10 MB reads and 10 MB writes, both in flight, over a file laid out before; read + written."""
-    from infinity import _aio
     from infinity.tiers.files import open_swap_files
+    from infinity.tiers.io import open_engine
     from infinity.tiers.memory import host_tensor
 
     tile, count = 10 << 20, 200
     buffers = [host_tensor(tile) for _ in range(8)]
-    engine = _aio.Engine(1 << 20, 32, 1)
+    engine = open_engine(block_size=1 << 20, queue_depth=32, threads=1)
     rates = []
     with open_swap_files([args.nvme_path], tile * count, name="disk bandwidth") as file:
         for position in range(count):
