@@ -113,9 +113,9 @@ def counted(engine: Engine) -> dict[str, int]:
 
 
 def extents(rank: int, *, folder: str, param: str, optim: str) -> dict[str, Any]:
-    """What this rank's tiers hold, by (unit, state)."""
+    """What this rank's tiers hold, by (unit, state). Units are large beside what extents are rounded up to."""
     config = engine_config(param, optim, folder=folder, micro=SAMPLES)
-    with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
+    with open_engine(seeded(lambda: Stack(width=128, depth=4)), config) as engine:
         placed = engine.parts.placement
         return {
             "extents": {(unit, state.value): (e.tier, e.nbytes) for (unit, state), e in placed.extents.items()},
