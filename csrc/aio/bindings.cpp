@@ -7,8 +7,9 @@
 #include <optional>
 #include <system_error>
 
+#include "checksum.h"
 #include "engine.h"
-#include "inject.h"
+#include "faulty_queue.h"
 
 namespace py = pybind11;
 
@@ -67,7 +68,7 @@ uint64_t wait(Request& request, std::optional<double> timeout) {
         }
     }
     if (const auto failure = request.failure()) {
-        raise_os_error(failure->error, failure->what, fs_decode(request.file->path()));
+        raise_os_error(failure->error, failure->what, fs_decode(failure->path));
     }
     return request.bytes_done();
 }
@@ -76,7 +77,7 @@ std::unique_ptr<Engine, WithoutGil> make_engine(int64_t block_size, int64_t queu
                                                 const std::string& backend) {
     try {
         return std::unique_ptr<Engine, WithoutGil>(
-            new Engine(Options{block_size, queue_depth, threads}, with_faults(find_calls(backend))));
+            new Engine(Options{block_size, queue_depth, threads}, find_backend(backend)));
     } catch (const std::system_error& error) {
         raise_os_error(error.code().value(), error.what(), py::none());
     }
@@ -94,6 +95,7 @@ Fault fault_of(const py::dict& from) {
     fault.accept = get(from, "accept", fault.accept);
     fault.bytes = get(from, "bytes", fault.bytes);
     fault.hold = get(from, "hold", fault.hold);
+    fault.flip = get(from, "flip", fault.flip);
     fault.above = get(from, "above", fault.above);
     fault.after = get(from, "after", fault.after);
     fault.times = get(from, "times", fault.times);
@@ -106,7 +108,7 @@ Fault fault_of(const py::dict& from) {
 }  // namespace
 
 PYBIND11_MODULE(_aio, m) {
-    m.doc() = "Asynchronous file I/O on Linux AIO.";
+    m.doc() = "Asynchronous file I/O on Linux AIO or io_uring.";
 
     py::class_<File, std::shared_ptr<File>>(m, "File")
         .def(py::init([](int direct_fd, int buffered_fd, const py::str& path, int64_t alignment) {
@@ -114,6 +116,13 @@ PYBIND11_MODULE(_aio, m) {
              }),
              py::arg("direct_fd"), py::arg("buffered_fd"), py::arg("path"), py::arg("alignment") = 4096)
         .def_property_readonly("path", [](const File& file) { return fs_decode(file.path()); })
+        .def_static(
+            "striped",
+            [](const std::vector<std::shared_ptr<File>>& files, int64_t chunk) {
+                return std::make_shared<File>(files, chunk);
+            },
+            py::arg("files"), py::arg("chunk"))
+        .def("keep_checksums", &File::keep_checksums, py::arg("nbytes"), py::arg("block"))
         .def_property_readonly("direct", &File::has_direct)
         .def_property_readonly("alignment", &File::alignment);
 
@@ -136,6 +145,14 @@ PYBIND11_MODULE(_aio, m) {
              py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
         .def("write", starts(Direction::kWrite), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+        .def("register", &Engine::pin, py::arg("address"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+        .def("unregister", &Engine::unpin, py::arg("address"), py::call_guard<py::gil_scoped_release>())
+        .def("take_latencies",
+             [](Engine& engine) {
+                 auto found = engine.counters().latencies.take();
+                 for (auto& [time, count] : found) time /= 1e6;
+                 return found;
+             })
         .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
         .def("__enter__", [](py::object self) { return self; })
         .def("__exit__",
@@ -143,21 +160,29 @@ PYBIND11_MODULE(_aio, m) {
                  const py::gil_scoped_release release;
                  engine.close();
              })
-        .def_property_readonly("backend", [](const Engine& engine) { return engine.calls().name; })
+        .def_property_readonly("backend", [](const Engine& engine) { return engine.backend().name; })
         .def_property_readonly("block_size", [](const Engine& engine) { return engine.options().block_size; })
         .def_property_readonly("queue_depth", [](const Engine& engine) { return engine.options().queue_depth; })
         .def_property_readonly("threads", [](const Engine& engine) { return engine.options().threads; })
-        .def_property_readonly("bytes_read", [](const Engine& engine) { return engine.counters().bytes_read.load(); })
-        .def_property_readonly("bytes_written",
-                               [](const Engine& engine) { return engine.counters().bytes_written.load(); })
+        .def_property_readonly("bytes_read", [](Engine& engine) { return engine.counters().bytes_read.load(); })
+        .def_property_readonly("bytes_written", [](Engine& engine) { return engine.counters().bytes_written.load(); })
         .def_property_readonly("bytes_buffered",
-                               [](const Engine& engine) { return engine.counters().bytes_buffered.load(); });
+                               [](Engine& engine) { return engine.counters().bytes_buffered.load(); });
 
     m.def("backends", [] {
         std::vector<std::string> names;
-        for (const Calls* calls : available_calls()) names.emplace_back(calls->name);
+        for (const Backend& backend : available_backends()) names.emplace_back(backend.name);
         return names;
     });
+
+    const auto sum = [](auto function) {
+        return [function](uint64_t address, int64_t nbytes) {
+            return function(reinterpret_cast<const void*>(address), static_cast<size_t>(nbytes));
+        };
+    };
+    m.def("checksum", sum(&checksum), py::arg("address"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
+    m.def("_portable_checksum", sum(&portable_checksum), py::arg("address"), py::arg("nbytes"));
+    m.def("checksum_kind", &checksum_kind);
 
     m.def(
         "_inject",

@@ -4,9 +4,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <stdexcept>
-#include <string>
-
 #ifdef INFINITY_LIBAIO
 // libaio and the kernel's header give two structs of one layout the same name.
 #define iocb libaio_iocb
@@ -35,9 +32,6 @@ int kernel_getevents(aio_context_t context, long min, long max, io_event* events
 
 int kernel_destroy(aio_context_t context) { return result_of(syscall(SYS_io_destroy, context)); }
 
-constexpr unsigned kPatience = 500;  // about 5 seconds
-constexpr Calls kKernel{"kernel aio", kernel_setup, kernel_submit, kernel_getevents, kernel_destroy, kPatience};
-
 #ifdef INFINITY_LIBAIO
 io_context_t as_libaio(aio_context_t context) { return reinterpret_cast<io_context_t>(context); }
 
@@ -57,29 +51,13 @@ int libaio_getevents(aio_context_t context, long min, long max, io_event* events
 }
 
 int libaio_destroy(aio_context_t context) { return ::io_destroy(as_libaio(context)); }
-
-constexpr Calls kLibaio{INFINITY_LIBAIO, libaio_setup, libaio_submit, libaio_getevents, libaio_destroy, kPatience};
 #endif
 
 }  // namespace
 
-const std::vector<const Calls*>& available_calls() {
-    static const std::vector<const Calls*> calls{
+const Calls kKernelCalls{kernel_setup, kernel_submit, kernel_getevents, kernel_destroy};
 #ifdef INFINITY_LIBAIO
-        &kLibaio,
+const Calls kLibaioCalls{libaio_setup, libaio_submit, libaio_getevents, libaio_destroy};
 #endif
-        &kKernel,
-    };
-    return calls;
-}
-
-const Calls& find_calls(std::string_view name) {
-    std::string names;
-    for (const Calls* calls : available_calls()) {
-        if (name.empty() || name == calls->name) return *calls;
-        names += std::string(names.empty() ? "'" : ", '") + calls->name + "'";
-    }
-    throw std::invalid_argument("no AIO backend is called '" + std::string(name) + "'; this build has " + names);
-}
 
 }  // namespace infinity::aio

@@ -1,11 +1,17 @@
 #include "engine.h"
 
+#include <errno.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <system_error>
+#include <utility>
+
+#include "faulty_queue.h"
 
 namespace infinity::aio {
 namespace {
@@ -31,15 +37,37 @@ Options checked(const Options& options) {
 
 }  // namespace
 
-Engine::Engine(const Options& options, const Calls& calls)
-    : calls_(calls), options_(checked(options)), owner_(getpid()) {
-    for (int64_t i = 0; i < options_.threads; ++i) {
-        workers_.push_back(std::make_unique<Worker>(calls_, static_cast<unsigned>(options_.queue_depth),
+Engine::Engine(const Options& options, const Backend& backend)
+    : backend_(backend), options_(checked(options)), owner_(getpid()) {
+    open_workers();
+}
+
+// Where the system has too little room for all (fs.aio-max-nr), every thread gets half as much, down to one operation.
+void Engine::open_workers() {
+    std::vector<std::unique_ptr<Queue>> queues;
+    const auto threads = static_cast<size_t>(options_.threads);
+    while (queues.size() < threads) {
+        try {
+            queues.push_back(open_queue(backend_, static_cast<unsigned>(options_.queue_depth)));
+        } catch (const std::system_error& error) {
+            if (error.code().value() != EAGAIN || options_.queue_depth == 1) {
+                throw std::system_error(error.code(), backend_.explain(error.code().value()));
+            }
+            queues.clear();
+            options_.queue_depth /= 2;
+        }
+    }
+    for (size_t i = 0; i < threads; ++i) {
+        workers_.push_back(std::make_unique<Worker>(std::move(queues[i]), static_cast<unsigned>(options_.queue_depth),
                                                     "infinity-aio-" + std::to_string(i), counters_));
     }
-    for (const auto& worker : workers_) {
-        options_.queue_depth = std::min<int64_t>(options_.queue_depth, worker->depth());
-    }
+}
+
+Worker& Engine::worker(size_t member, size_t members, size_t turn) {
+    const size_t threads = workers_.size();
+    if (members >= threads) return *workers_[member % threads];
+    const size_t own = (threads - member + members - 1) / members;  // of the numbers that are `member` modulo `members`
+    return *workers_[member + turn % own * members];
 }
 
 std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<const File> file, int64_t offset,
@@ -56,15 +84,44 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
 
     const auto begin = static_cast<uint64_t>(offset), size = static_cast<uint64_t>(nbytes), end = begin + size;
     auto request = std::make_shared<Request>(direction, std::move(file), begin, address, size);
-    const uint64_t alignment = request->file->alignment();
-    const uint64_t block_size = round_up(static_cast<uint64_t>(options_.block_size), alignment);
-    const uint64_t share = round_up((size + workers_.size() - 1) / workers_.size(), block_size);
-    for (uint64_t from = begin; from < end; next_ = (next_ + 1) % workers_.size()) {
-        const uint64_t to = std::min(end, round_down(from, alignment) + share);
-        workers_[next_]->push(Job(request, from, to, block_size));
+    const File& target = *request->file;
+    const size_t members = target.members().size();
+    if (target.checksums() && begin % target.checksums()->block() != 0) {
+        throw std::invalid_argument("offset is " + std::to_string(begin) +
+                                    "; with checksums it must be a multiple of " +
+                                    std::to_string(target.checksums()->block()));
+    }
+    // Each member's threads get contiguous shares of what it has.
+    const uint64_t block_size = round_up(static_cast<uint64_t>(options_.block_size), target.alignment());
+    const size_t parts = std::max<size_t>(1, workers_.size() / members);
+    const uint64_t grain = members > 1 ? std::lcm(block_size, target.stripe()) : block_size;
+    const uint64_t share = round_up((size + parts - 1) / parts, grain);
+    for (uint64_t from = begin; from < end; ++turn_) {
+        const uint64_t to = std::min(end, round_down(from, grain) + share);
+        for (size_t member = 0; member < members; ++member) {
+            Job job(request, member, from, to, block_size);
+            if (job.remaining() > 0) worker(member, members, turn_).push(std::move(job));
+        }
         from = to;
     }
     return request;
+}
+
+bool Engine::pin(uint64_t address, int64_t nbytes) {
+    check_range("nbytes", nbytes, 1, std::numeric_limits<int64_t>::max());
+    const std::lock_guard lock(mutex_);
+    if (closed_ || getpid() != owner_) return false;
+    bool all = true;
+    for (const auto& worker : workers_) {
+        worker->call([&](Queue& queue) { all = queue.pin(address, static_cast<uint64_t>(nbytes)) && all; });
+    }
+    return all;
+}
+
+void Engine::unpin(uint64_t address) {
+    const std::lock_guard lock(mutex_);
+    if (closed_ || getpid() != owner_) return;
+    for (const auto& worker : workers_) worker->call([&](Queue& queue) { queue.unpin(address); });
 }
 
 void Engine::close() {

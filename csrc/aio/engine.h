@@ -15,14 +15,14 @@ namespace infinity::aio {
 struct Options {
     int64_t block_size = 1 << 20;  // bytes of one piece
     int64_t queue_depth = 32;      // pieces in flight per thread
-    int64_t threads = 1;
+    int64_t threads = 1;           // in all; a striped file's members share them out
 };
 
 // Thread safe.
 class Engine {
   public:
     // Throws std::invalid_argument, std::system_error.
-    Engine(const Options& options, const Calls& calls);
+    Engine(const Options& options, const Backend& backend);
     ~Engine() { close(); }
 
     // Throws std::invalid_argument for numbers that mean nothing, std::logic_error after close().
@@ -31,12 +31,21 @@ class Engine {
     // Completes what was started, then ends the threads. In a forked child, where there are no threads, does nothing.
     void close();
 
-    const Calls& calls() const { return calls_; }
+    // Memory that requests use again and again, which io_uring can pin once (elsewhere nothing happens). It must be
+    // given up before it is unmapped. Returns whether it was pinned; what is not works as well.
+    bool pin(uint64_t address, int64_t nbytes);
+    void unpin(uint64_t address);
+
+    const Backend& backend() const { return backend_; }
     const Options& options() const { return options_; }  // queue_depth as it was granted
-    const Counters& counters() const { return counters_; }
+    Counters& counters() { return counters_; }
 
   private:
-    const Calls& calls_;
+    void open_workers();
+    // The thread that gets the `turn`th part of what a member has.
+    Worker& worker(size_t member, size_t members, size_t turn);
+
+    const Backend& backend_;
     Options options_;
     const pid_t owner_;
     Counters counters_;
@@ -44,7 +53,7 @@ class Engine {
     std::mutex mutex_;  // guards what follows
     bool closed_ = false;
     std::vector<std::unique_ptr<Worker>> workers_;
-    size_t next_ = 0;  // the thread that gets the next request, or its first part
+    size_t turn_ = 0;  // parts of requests go to the threads in turn
 };
 
 }  // namespace infinity::aio

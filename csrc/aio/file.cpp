@@ -2,16 +2,18 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
 namespace infinity::aio {
 
 File::File(int direct_fd, int buffered_fd, std::string path, int64_t alignment)
-    : direct_fd_(direct_fd < 0 ? -1 : direct_fd),
-      buffered_fd_(buffered_fd),
-      path_(std::move(path)),
-      alignment_(static_cast<uint64_t>(alignment)) {
+    : members_{Member{direct_fd < 0 ? -1 : direct_fd, buffered_fd, std::move(path)}},
+      chunk_(std::numeric_limits<uint64_t>::max()),
+      alignment_(static_cast<uint64_t>(alignment)),
+      direct_(direct_fd >= 0) {
     if (buffered_fd < 0) {
         throw std::invalid_argument(
             "buffered_fd must be an open descriptor: unaligned edges and short transfers need it");
@@ -21,7 +23,56 @@ File::File(int direct_fd, int buffered_fd, std::string path, int64_t alignment)
                                     "; it must be a power of two of at least 512");
     }
     // Advice only: a descriptor that takes none works as well.
-    if (has_direct()) (void)posix_fadvise(buffered_fd_, 0, 0, POSIX_FADV_RANDOM);
+    if (has_direct()) (void)posix_fadvise(buffered_fd, 0, 0, POSIX_FADV_RANDOM);
+}
+
+File::File(const std::vector<std::shared_ptr<File>>& files, int64_t chunk)
+    : chunk_(static_cast<uint64_t>(chunk)), alignment_(0), direct_(true) {
+    if (files.empty()) throw std::invalid_argument("a striped file needs at least one file");
+    for (const auto& file : files) {
+        if (!file || file->members_.size() != 1 || file->checksums_) {
+            throw std::invalid_argument("a striped file is made of plain files, without checksums of their own");
+        }
+        members_.push_back(file->members_[0]);
+        alignment_ = std::max(alignment_, file->alignment_);
+        direct_ = direct_ && file->direct_;
+    }
+    if (chunk <= 0 || chunk_ % alignment_ != 0) {
+        throw std::invalid_argument("chunk is " + std::to_string(chunk) + "; it must be a positive multiple of " +
+                                    std::to_string(alignment_));
+    }
+}
+
+File::Place File::locate(uint64_t offset) const {
+    const uint64_t chunk = offset / chunk_, within = offset % chunk_;
+    return {chunk % members_.size(), chunk / members_.size() * chunk_ + within, chunk_ - within};
+}
+
+uint64_t File::owned(size_t member, uint64_t offset) const {
+    if (members_.size() == 1) return offset;
+    const uint64_t before = offset / stripe() * chunk_, within = offset % stripe(), start = member * chunk_;
+    return before + std::min(chunk_, within - std::min(within, start));
+}
+
+uint64_t File::next_owned(size_t member, uint64_t offset) const {
+    if (members_.size() == 1 || locate(offset).member == member) return offset;
+    const uint64_t start = offset / stripe() * stripe() + member * chunk_;
+    return start > offset ? start : start + stripe();
+}
+
+std::string File::path() const {
+    std::string all = members_[0].path;
+    for (size_t i = 1; i < members_.size(); ++i) all += " + " + members_[i].path;
+    return all;
+}
+
+void File::keep_checksums(int64_t nbytes, int64_t block) {
+    if (nbytes < 0 || block <= 0) throw std::invalid_argument("checksums need a size and a block, in bytes");
+    if (members_.size() > 1 && chunk_ % static_cast<uint64_t>(block) != 0) {
+        throw std::invalid_argument("a checksum's block (" + std::to_string(block) + ") must divide the chunk (" +
+                                    std::to_string(chunk_) + ")");
+    }
+    checksums_ = std::make_unique<Checksums>(static_cast<uint64_t>(nbytes), static_cast<uint64_t>(block));
 }
 
 }  // namespace infinity::aio

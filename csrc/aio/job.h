@@ -15,42 +15,44 @@ constexpr uint64_t round_down(uint64_t value, uint64_t multiple) { return value 
 constexpr uint64_t round_up(uint64_t value, uint64_t multiple) { return round_down(value + multiple - 1, multiple); }
 
 struct Piece {
-    uint64_t offset = 0;   // bytes into the file
-    uint64_t address = 0;  // of its first byte in memory
-    uint64_t left = 0;     // bytes still to move
+    uint64_t first = 0;   // byte of the file that it began with
+    uint64_t offset = 0;  // byte of the file that it goes on with
+    uint64_t left = 0;    // bytes still to move
     bool direct = false;
     unsigned retries = 0;  // in a row, without progress
 
     void advance(uint64_t bytes) {
         offset += bytes;
-        address += bytes;
         left -= bytes;
         retries = 0;
     }
 };
 
-// The bytes [begin, end) of a request's file, given to one thread, which cuts them into pieces one by one. Whole blocks
-// come first, so that they are in flight when the buffered edges, which block, are served.
+// Those of the bytes [begin, end) of a request's file that are in one member of it, given to one thread, which cuts
+// them into pieces one by one. Whole blocks come first, so that they are in flight when the buffered edges, which may
+// block, are served.
 class Job {
   public:
-    Job(std::shared_ptr<Request> request, uint64_t begin, uint64_t end, uint64_t block_size)
-        : request_(std::move(request)), block_size_(block_size) {
+    Job(std::shared_ptr<Request> request, size_t member, uint64_t begin, uint64_t end, uint64_t block_size)
+        : request_(std::move(request)), member_(member), block_size_(block_size) {
         const File& file = *request_->file;
         const uint64_t alignment = file.alignment();
         if (!file.has_direct() || (request_->address - request_->offset) % alignment != 0) {
             parts_ = {Part{begin, begin, true}, Part{begin, end, false}, Part{end, end, false}};
-            return;
+        } else {
+            const uint64_t head = std::min(end, round_up(begin, alignment));
+            const uint64_t tail = std::max(head, round_down(end, alignment));
+            parts_ = {Part{head, tail, true}, Part{begin, head, false}, Part{tail, end, false}};
         }
-        const uint64_t head = std::min(end, round_up(begin, alignment));
-        const uint64_t tail = std::max(head, round_down(end, alignment));
-        parts_ = {Part{head, tail, true}, Part{begin, head, false}, Part{tail, end, false}};
+        for (Part& part : parts_) skip(part);
     }
 
     const std::shared_ptr<Request>& request() const { return request_; }
 
     uint64_t remaining() const {
+        const File& file = *request_->file;
         uint64_t bytes = 0;
-        for (const Part& part : parts_) bytes += part.end - part.begin;
+        for (const Part& part : parts_) bytes += file.owned(member_, part.end) - file.owned(member_, part.begin);
         return bytes;
     }
 
@@ -58,8 +60,10 @@ class Job {
     Piece next() {
         Part& part = *std::find_if(parts_.begin(), parts_.end(), [](const Part& p) { return p.begin < p.end; });
         const uint64_t begin = part.begin;
-        part.begin = std::min(part.end, begin + block_size_);
-        return Piece{begin, request_->address + (begin - request_->offset), part.begin - begin, part.direct};
+        const uint64_t bytes = std::min({block_size_, part.end - begin, request_->file->locate(begin).bytes});
+        part.begin += bytes;
+        skip(part);
+        return Piece{begin, begin, bytes, part.direct};
     }
 
   private:
@@ -68,7 +72,13 @@ class Job {
         bool direct = false;
     };
 
+    // To the next byte that is the member's, or the end.
+    void skip(Part& part) const {
+        if (part.begin < part.end) part.begin = std::min(part.end, request_->file->next_owned(member_, part.begin));
+    }
+
     std::shared_ptr<Request> request_;
+    size_t member_;
     uint64_t block_size_;  // a multiple of the file's alignment
     std::array<Part, 3> parts_;
 };

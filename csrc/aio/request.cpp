@@ -1,7 +1,8 @@
 #include "request.h"
 
-#include <string.h>
+#include <errno.h>
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -28,20 +29,41 @@ void Request::transferred(uint64_t bytes) {
 }
 
 void Request::fail(int error, uint64_t at, uint64_t size, const std::string& hint) {
-    std::string what = std::generic_category().message(error) + ": " + describe(direction, size, at);
-    if (size != nbytes || at != offset) what += ", part of a " + describe(direction, nbytes, offset);
+    const File::Place place = file->locate(at);
+    const bool striped = file->members().size() > 1;
+    std::string what = std::generic_category().message(error) + ": " + describe(direction, size, place.offset);
+    if (size != nbytes || at != offset || striped) what += ", part of a " + describe(direction, nbytes, offset);
+    if (striped) what += " of " + file->path();
     if (!hint.empty()) what += "; " + hint;
     const std::lock_guard lock(mutex_);
     if (failure_) return;
-    failure_ = Failure{error, std::move(what)};
+    failure_ = Failure{error, std::move(what), file->members()[place.member].path};
     failed_.store(true, std::memory_order_release);
 }
 
 void Request::end(uint64_t bytes) {
     if (unfinished_.fetch_sub(bytes, std::memory_order_acq_rel) != bytes) return;
+    verify_end();
     const std::lock_guard lock(mutex_);
     done_.store(true, std::memory_order_release);
     changed_.notify_all();
+}
+
+void Request::verify(uint64_t from, uint64_t to) {
+    const Checksums* sums = file->checksums();
+    if (!sums || direction != Direction::kRead || failed()) return;
+    const uint64_t end = offset + nbytes;
+    if (const auto wrong = sums->find_wrong(from, to, end, memory(from))) {
+        fail(EBADMSG, *wrong, std::min(sums->block(), end - *wrong),
+             "its checksum says that these bytes are not those that were written there");
+    }
+}
+
+// A last block that is not whole may come in two pieces, a direct and a buffered one: it is verified when all is there.
+void Request::verify_end() {
+    const Checksums* sums = file->checksums();
+    const uint64_t end = offset + nbytes;
+    if (sums && end % sums->block() != 0) verify(std::max(offset, end / sums->block() * sums->block()), end);
 }
 
 bool Request::wait_for(std::chrono::duration<double> timeout) {

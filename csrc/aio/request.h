@@ -11,14 +11,14 @@
 #include <string>
 
 #include "file.h"
+#include "queue.h"
 
 namespace infinity::aio {
-
-enum class Direction { kRead, kWrite };
 
 struct Failure {
     int error;         // errno
     std::string what;  // what failed, where, of which request
+    std::string path;  // of the file
 };
 
 // Done means that no byte of the buffer is, or will be, under the kernel any more: a request that failed is done only
@@ -38,7 +38,11 @@ class Request {
     void transferred(uint64_t bytes);
     void fail(int error, uint64_t at, uint64_t size, const std::string& hint);  // the first failure counts
     void end(uint64_t bytes);
+    // Whether the bytes [from, to), which were read, are those that were written; fails if not.
+    void verify(uint64_t from, uint64_t to);
 
+    // Where byte `at` of the file is in memory.
+    char* memory(uint64_t at) const { return reinterpret_cast<char*>(address + (at - offset)); }
     bool failed() const { return failed_.load(std::memory_order_acquire); }
     bool done() const { return done_.load(std::memory_order_acquire); }
     uint64_t bytes_done() const { return bytes_done_.load(std::memory_order_relaxed); }
@@ -51,6 +55,8 @@ class Request {
     static std::string describe(Direction direction, uint64_t nbytes, uint64_t offset);
 
   private:
+    void verify_end();
+
     std::atomic<uint64_t> unfinished_;
     std::atomic<uint64_t> bytes_done_{0};
     std::atomic<bool> failed_{false};

@@ -1,14 +1,13 @@
 #include "worker.h"
 
 #include <errno.h>
-#include <linux/fs.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
+#include <future>
 #include <utility>
 
 namespace infinity::aio {
@@ -19,11 +18,19 @@ void back_off(unsigned times) { std::this_thread::sleep_for(std::chrono::millise
 std::string why_short(const Request& request, uint64_t offset) {
     if (request.direction == Direction::kWrite) return "the file system took no bytes and gave no reason";
     struct stat status{};
-    std::string text = "the file ended at or before offset " + std::to_string(offset);
-    if (fstat(request.file->fd(false), &status) == 0) {
+    std::string text = "the file ended at or before offset " + std::to_string(request.file->locate(offset).offset);
+    const int fd = request.file->members()[request.file->locate(offset).member].buffered_fd;
+    if (fstat(fd, &status) == 0) {
         text += " (its size is now " + std::to_string(status.st_size) + " bytes)";
     }
     return text;
+}
+
+// What is about to be written is what is read later.
+void record(const Request& request, const Piece& piece) {
+    Checksums* sums = request.file->checksums();
+    if (!sums || request.direction != Direction::kWrite) return;
+    sums->record(piece.first, piece.first + piece.left, request.offset + request.nbytes, request.memory(piece.first));
 }
 
 // Signals belong to the threads of the program, not to ours.
@@ -44,11 +51,14 @@ std::thread start_without_signals(auto&& body, const std::string& name) {
 
 }  // namespace
 
-Worker::Worker(const Calls& calls, unsigned depth, const std::string& name, Counters& counters)
-    : context_(calls, depth), counters_(counters), slots_(context_.depth()), events_(context_.depth()) {
-    for (Slot& slot : slots_) free_.push_back(&slot);
-    ready_.reserve(slots_.size());
-    blocks_.reserve(slots_.size());
+Worker::Worker(std::unique_ptr<Queue> queue, unsigned depth, const std::string& name, Counters& counters)
+    : queue_(std::move(queue)), counters_(counters), slots_(depth), completions_(depth) {
+    for (Slot& slot : slots_) {
+        slot.index = static_cast<unsigned>(free_.size());
+        free_.push_back(&slot);
+    }
+    ready_.reserve(depth);
+    operations_.reserve(depth);
     thread_ = start_without_signals([this] { run(); }, name);
 }
 
@@ -57,7 +67,20 @@ void Worker::push(Job job) {
         const std::lock_guard lock(mutex_);
         inbox_.push_back(std::move(job));
     }
-    context_.wake();
+    queue_->wake();
+}
+
+void Worker::call(const std::function<void(Queue&)>& work) {
+    std::promise<void> done;
+    {
+        const std::lock_guard lock(mutex_);
+        calls_.push_back([&] {
+            work(*queue_);
+            done.set_value();
+        });
+    }
+    queue_->wake();
+    done.get_future().wait();
 }
 
 void Worker::stop() {
@@ -66,7 +89,7 @@ void Worker::stop() {
         const std::lock_guard lock(mutex_);
         stopping_ = true;
     }
-    context_.wake();
+    queue_->wake();
     thread_.join();
 }
 
@@ -74,22 +97,25 @@ void Worker::run() {
     while (collect()) {
         fill();
         submit();
-        if (in_flight_ == 0) continue;
-        context_.sleep();
-        reap();
+        if (in_flight_ > 0) reap();
     }
 }
 
 bool Worker::collect() {
     while (true) {
+        std::vector<std::function<void()>> calls;
+        bool stopping = false;
         {
             const std::lock_guard lock(mutex_);
             for (Job& job : inbox_) jobs_[job.request()->direction == Direction::kWrite].push_back(std::move(job));
             inbox_.clear();
-            if (!jobs_[0].empty() || !jobs_[1].empty() || !ready_.empty() || in_flight_ > 0) return true;
-            if (stopping_) return false;
+            calls.swap(calls_);
+            stopping = stopping_;
         }
-        context_.sleep();
+        for (const auto& call : calls) call();
+        if (busy()) return true;
+        if (stopping) return false;
+        reap();
     }
 }
 
@@ -104,6 +130,8 @@ void Worker::fill() {
         free_.pop_back();
         slot.piece = job->next();
         slot.request = job->request();
+        slot.begun = Clock::now();
+        record(*slot.request, slot.piece);
         prepare(slot);
     }
 }
@@ -124,44 +152,39 @@ Job* Worker::next_job() {
 }
 
 void Worker::prepare(Slot& slot) {
-    const Piece& piece = slot.piece;
-    const bool write = slot.request->direction == Direction::kWrite;
-    std::memset(&slot.block, 0, sizeof slot.block);
-    slot.block.aio_data = reinterpret_cast<uint64_t>(&slot);
-    slot.block.aio_lio_opcode = write ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
-    slot.block.aio_fildes = static_cast<uint32_t>(slot.request->file->fd(piece.direct));
-    slot.block.aio_buf = piece.address;
-    slot.block.aio_nbytes = piece.left;
-    slot.block.aio_offset = static_cast<int64_t>(piece.offset);
-    if (write && !piece.direct) slot.block.aio_rw_flags = RWF_DSYNC;  // see file.h
-    context_.attach(slot.block);
+    const File::Place place = slot.request->file->locate(slot.piece.offset);
+    slot.direction = slot.request->direction;
+    slot.durable = slot.direction == Direction::kWrite && !slot.piece.direct;  // see file.h
+    slot.fd = slot.request->file->members()[place.member].fd(slot.piece.direct);
+    slot.offset = place.offset;
+    slot.address = reinterpret_cast<uint64_t>(slot.request->memory(slot.piece.offset));
+    slot.bytes = slot.piece.left;
     ready_.push_back(&slot);
 }
 
 void Worker::submit() {
     while (!ready_.empty()) {
         if (broken_ != 0) {
-            fail_first(broken_, "this I/O thread lost its kernel context earlier (io_getevents); create a new engine");
+            fail_first(broken_, "this I/O thread lost its queue in the kernel earlier; create a new engine");
             continue;
         }
-        blocks_.clear();
-        for (Slot* slot : ready_) blocks_.push_back(&slot->block);
-        const int taken = context_.submit(blocks_);
+        operations_.assign(ready_.begin(), ready_.end());
+        const int taken = queue_->submit(operations_);
         if (taken > 0) {
             in_flight_ += static_cast<size_t>(taken);
             ready_.erase(ready_.begin(), ready_.begin() + taken);
             stalls_ = 0;
         } else if (taken == 0 || taken == -EAGAIN || taken == -EINTR) {
             if (in_flight_ > 0) return;  // a completion will make room
-            if (stalls_ < context_.patience()) {
+            if (stalls_ < queue_->patience()) {
                 ++stalls_;
                 if (taken != -EINTR) back_off(stalls_);
                 continue;
             }
             stalls_ = 0;
-            fail_first(taken == 0 ? EAGAIN : -taken, "the kernel would not take it (io_submit)");
+            fail_first(taken == 0 ? EAGAIN : -taken, "the kernel would not take it (submission)");
         } else {  // the first block is the one it objects to
-            fail_first(-taken, "the kernel would not take it (io_submit)");
+            fail_first(-taken, "the kernel would not take it (submission)");
         }
     }
 }
@@ -175,7 +198,7 @@ void Worker::fail_first(int error, const std::string& hint) {
 void Worker::reap() {
     int count = 0;
     do {
-        count = context_.reap(events_);
+        count = queue_->reap(completions_, /*wait=*/true);
     } while (count == -EINTR);
     if (count < 0) {
         break_down(-count);
@@ -183,7 +206,8 @@ void Worker::reap() {
     }
     for (int i = 0; i < count; ++i) {
         --in_flight_;
-        finish(*reinterpret_cast<Slot*>(events_[i].data), events_[i].res);
+        const Completion& completion = completions_[static_cast<size_t>(i)];
+        finish(*static_cast<Slot*>(completion.operation), completion.result);
     }
 }
 
@@ -198,6 +222,10 @@ void Worker::finish(Slot& slot, int64_t result) {
         piece.advance(bytes);
         const bool whole = piece.left == 0;
         if (!whole && bytes % request.file->alignment() != 0) piece.direct = false;  // the rest begins inside a block
+        if (whole) {
+            counters_.latencies.add(Clock::now() - slot.begun);
+            request.verify(piece.first, piece.offset);
+        }
         request.transferred(bytes);
         if (whole) {
             release(slot);
@@ -207,7 +235,7 @@ void Worker::finish(Slot& slot, int64_t result) {
         } else {
             prepare(slot);
         }
-    } else if ((result == -EINTR || result == -EAGAIN) && ++piece.retries <= context_.patience()) {
+    } else if ((result == -EINTR || result == -EAGAIN) && ++piece.retries <= queue_->patience()) {
         if (result == -EAGAIN) back_off(piece.retries);
         prepare(slot);
     } else if (result < 0) {
@@ -231,15 +259,14 @@ void Worker::release(Slot& slot) {
     free_.push_back(&slot);
 }
 
-// The completions cannot be read any more. When io_destroy returns, nothing is in flight, and what has become of it is
-// unknown.
+// The completions cannot be read any more, and what has become of what is in flight is unknown.
 void Worker::break_down(int error) {
-    context_.destroy();
+    queue_->abandon(static_cast<unsigned>(in_flight_));
     broken_ = error;
     in_flight_ = 0;
     ready_.clear();
     for (Slot& slot : slots_) {
-        if (slot.request) fail(slot, error, "its result could not be read (io_getevents)");
+        if (slot.request) fail(slot, error, "its result could not be read");
     }
 }
 

@@ -77,7 +77,7 @@ def test_short_direct_transfers(store: Any, memory: Any, scramble: Any, engine: 
         {"where": "submit", "accept": 0, "times": 2},
         {"where": "submit", "accept": 1, "times": -1},
         {"where": "submit", "accept": 3, "times": -1},
-        {"where": "getevents", "error": errno.EINTR, "times": 5},
+        {"where": "reap", "error": errno.EINTR, "times": 5},
         {"where": "event", "error": errno.EINTR, "after": 2, "times": 5},
         {"where": "event", "error": errno.EAGAIN, "after": 2, "times": 5},
     ],
@@ -134,7 +134,7 @@ def test_errors_are_the_requests_own(
 def test_refused_at_submission(store: Any, memory: Any, engine: Any, faults: Any) -> None:
     faults({"where": "submit", "error": errno.EBADF})
     disk, buffer, io = store(NBYTES), memory(NBYTES), engine()
-    with pytest.raises(OSError, match=rf"io_submit.*{disk.path.name}") as caught:
+    with pytest.raises(OSError, match=rf"submission.*{disk.path.name}") as caught:
         io.read(disk.file, 0, buffer.address, NBYTES).wait(10)
     assert caught.value.errno == errno.EBADF
     assert io.read(disk.file, 0, buffer.address, NBYTES).wait(10) == NBYTES
@@ -156,10 +156,10 @@ def test_done_only_when_nothing_is_in_flight(store: Any, memory: Any, engine: An
 
 
 def test_completions_that_cannot_be_read(store: Any, memory: Any, engine: Any, faults: Any) -> None:
-    faults({"where": "getevents", "error": errno.EINVAL})
+    faults({"where": "reap", "error": errno.EINVAL})
     disk, buffer, io = store(NBYTES), memory(NBYTES), engine(queue_depth=4, own=True)
     first, second = (io.read(disk.file, 0, buffer.address, NBYTES) for _ in range(2))
-    with pytest.raises(OSError, match="io_getevents") as caught:
+    with pytest.raises(OSError, match="could not be read") as caught:
         first.wait(10)
     assert caught.value.errno == errno.EINVAL
     for request in (second, io.write(disk.file, 0, buffer.address, NBYTES)):
@@ -179,14 +179,25 @@ def test_fewer_slots_than_asked_for(store: Any, memory: Any, scramble: Any, engi
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
-    [(errno.EAGAIN, "fs.aio-max-nr"), (errno.ENOSYS, "does not allow AIO"), (errno.ENOMEM, "io_setup")],
+    ("error", "of_aio", "of_uring"),
+    [
+        (errno.EAGAIN, "fs.aio-max-nr", "no memory for its rings"),
+        (errno.ENOSYS, "does not allow AIO", "no io_uring.*or use libaio"),
+        (errno.EPERM, "does not allow AIO", "does not allow io_uring|io_uring_disabled is"),
+        (errno.ENOMEM, "io_setup", "no memory for its rings"),
+    ],
 )
-def test_no_context_at_all(engine: Any, faults: Any, error: int, message: str) -> None:
+def test_no_queue_at_all(engine: Any, backend: str, faults: Any, error: int, of_aio: str, of_uring: str) -> None:
     faults({"where": "setup", "error": error, "after": 1, "times": -1})  # the second thread's
-    with pytest.raises(OSError, match=message) as caught:
+    with pytest.raises(OSError, match=of_uring if backend == "io_uring" else of_aio) as caught:
         engine(threads=2, own=True)
     assert caught.value.errno == error
+
+
+def test_all_threads_get_as_much(engine: Any, faults: Any) -> None:
+    """The first thread must not take what the second then lacks."""
+    faults({"where": "setup", "error": errno.EAGAIN, "after": 1})
+    assert engine(queue_depth=32, threads=2, own=True).queue_depth == 16
 
 
 def test_beyond_what_the_system_has(store: Any, memory: Any, engine: Any) -> None:

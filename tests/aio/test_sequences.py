@@ -107,7 +107,7 @@ def test_with_faults(
         {"where": "block", "bytes": 4096, "after": often, "times": 3},
         {"where": "submit", "accept": 1, "times": 4},
         {"where": "submit", "error": 4, "after": 5, "times": 2},
-        {"where": "getevents", "error": 4, "times": 2},
+        {"where": "reap", "error": 4, "times": 2},
         {"where": "event", "error": 4, "after": often, "times": 2},
     )
     play(ops, engine(8192, 4, 2), disk, memory, scramble)
