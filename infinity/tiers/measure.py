@@ -1,0 +1,300 @@
+"""Measures what folders give through the engine that training uses, and checks the bytes.
+
+A bench opens its swap file and lays it out once, since training overwrites laid-out files; buffers are allocated once,
+too.  Each run keeps so many requests in flight that the engine's queues stay full.  Writes go straight from the
+`Pattern` of what belongs in the file, so that no copy is measured with them.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity import _aio
+from infinity.errors import OutOfMemoryError
+from infinity.tiers.available import available_memory
+from infinity.tiers.files import open_swap_files
+from infinity.tiers.io import open_engine
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.pattern import PAGE, PERIOD, Pattern
+from infinity.tiers.stripe import LARGEST_CHUNK
+
+Op = Literal["read", "write", "mixed"]
+OPS: tuple[Op, ...] = ("read", "write", "mixed")
+
+_SMALLEST_REQUEST = 2 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one run does. Bytes, and counts; `threads` are those of each folder, as in the configuration."""
+
+    op: Op
+    block_size: int = 1 << 20
+    queue_depth: int = 32
+    threads: int = 1
+    engine: str = "auto"
+    request_bytes: int = 0
+    """Of one call of the engine; 0: the larger of a block and 2 MiB."""
+
+    @property
+    def request(self) -> int:
+        """Bytes of one call of the engine."""
+        return self.request_bytes or max(self.block_size, _SMALLEST_REQUEST)
+
+    def outstanding(self, folders: int) -> int:
+        """Requests that keep the queues of all threads full: twice what these hold, and never so few that all others
+        are done while the oldest, for which room is waited, is not."""
+        return max(4, -(-2 * self.block_size * self.queue_depth * self.threads * folders // self.request))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run: bytes moved, seconds on the clock, and CPU seconds of all threads of the process, kernel included.
+
+    `latencies`: (milliseconds from submission to completion, number of pieces), ascending; a piece is a block, or what
+    remains of a request. `backend`: the engine's name of what it ran on.
+    """
+
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+    latencies: tuple[tuple[float, int], ...]
+    backend: str
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / 1e9 / self.seconds
+
+    @property
+    def iops(self) -> float:
+        """Pieces a second."""
+        return sum(count for _, count in self.latencies) / self.seconds
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.cpu_seconds / (self.nbytes / 1e9)
+
+
+_PASS = Workload("write")
+"""How a whole file is laid out and read back, outside of what is measured."""
+
+
+def percentile(latencies: Iterable[tuple[float, int]], fraction: float) -> float:
+    """The milliseconds within which `fraction` of the pieces were done; NaN without any. Buckets of several runs can
+    be given one after the other."""
+    buckets = sorted(latencies)
+    wanted = fraction * sum(count for _, count in buckets)
+    done = 0
+    for milliseconds, count in buckets:
+        done += count
+        if count and done >= wanted:
+            return milliseconds
+    return math.nan
+
+
+class Bench:
+    """A laid-out swap file over `paths`, and buffers for all of `workloads`. Close it, or use it in `with`: nothing is
+    left on disk, as nothing is when the process ends.
+
+    Raises what `open_swap_files` and `open_engine` raise, OutOfMemoryError where the buffers do not fit, and OSError
+    with path and offset where a transfer fails or a byte is not what was written.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        size: int,
+        workloads: Iterable[Workload],
+        *,
+        chunk: int = LARGEST_CHUNK,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`size`: bytes of the file, two pages at least. `chunk`: bytes that go to a folder before it is the next one's
+        turn. `clock`: seconds; for tests."""
+        self.paths = [Path(path) for path in paths]
+        self.nbytes = size // PAGE * PAGE
+        if self.nbytes < 2 * PAGE:
+            raise ValueError(f"at least {2 * PAGE} bytes are needed to measure with, not {size}")
+        self._chunk = chunk
+        self._clock = clock
+        self.verified_bytes = 0
+        """How many bytes have been read and found right so far."""
+
+        works = [_PASS, *workloads]
+        longest = max(self._request(work) for work in works)
+        ring = max(self._request(work) * self._outstanding(work) for work in works)
+        if available_memory() < ring + PERIOD + longest:
+            hint = "lower the block size, the queue depth or the number of threads"
+            raise OutOfMemoryError("host memory", ring + PERIOD + longest, available_memory(), hint)
+        with ExitStack() as undo:
+            self._swap = undo.enter_context(open_swap_files(self.paths, self.nbytes, name="measurement", chunk=chunk))
+            self._pattern = Pattern(longest)
+            self._ring = host_tensor(ring)
+            self._generations = np.zeros(self.nbytes // PAGE, dtype=np.int32)  # of each page, as last written
+            self._generation = 0
+            self.layout = self._lay_out()
+            undo.pop_all()
+
+    @property
+    def direct(self) -> bool:
+        """False where a file system refuses `O_DIRECT`: then the page cache is measured, too."""
+        return self._swap.direct
+
+    def run(self, workload: Workload, *, seconds: float | None = None, nbytes: int | None = None) -> Sample:
+        """Moves `nbytes` bytes, or as many as requests started within `seconds` move; at least one request.
+
+        Reads and writes go through the file in order and begin again at its end. Of a mixed workload every second
+        request writes: reads stay in the first half of the file, writes in the second one.
+        """
+        self._generation += 1
+        request, slots = self._request(workload), self._outstanding(workload)
+        ring = self._ring[: request * slots].numpy()
+        ring[::512] = 0xEE  # what a read that did not happen would leave
+        held: dict[int, int] = {}
+        started = 0
+        with self._open(workload) as engine:
+            begin, cpu = self._clock(), time.process_time()
+
+            def more() -> bool:
+                if nbytes is not None:
+                    return started < nbytes
+                return seconds is not None and self._clock() - begin < seconds
+
+            pending: deque[_aio.Request] = deque()
+            turns = self._turns(workload.op, request)
+            while not started or more():
+                if len(pending) == slots:
+                    pending.popleft().wait()
+                writes, number, offset = next(turns)
+                if writes:
+                    pending.append(self._write(engine, offset, request))
+                else:
+                    slot = number % slots
+                    pending.append(self._read(engine, offset, slot * request, request))
+                    held[slot] = offset
+                started += request
+            for each in pending:
+                each.wait()
+            spent = self._clock() - begin, time.process_time() - cpu
+            sample = Sample(started, *spent, tuple(engine.take_latencies()), engine.backend)
+        for slot, offset in held.items():
+            self._check(offset, ring[slot * request : (slot + 1) * request])
+        return sample
+
+    def verify(self) -> int:
+        """Reads the whole file and compares it with what was written; returns its bytes."""
+        request = self._request(_PASS)
+        slots = min(8, self._ring.numel() // request)
+        pending: deque[tuple[_aio.Request, int, NDArray[np.uint8]]] = deque()
+        with self._open(_PASS) as engine:
+            for number, offset in enumerate(range(0, self.nbytes, request)):
+                if len(pending) == slots:
+                    self._land(*pending.popleft())
+                start, length = number % slots * request, min(request, self.nbytes - offset)
+                reading = self._read(engine, offset, start, length)
+                pending.append((reading, offset, self._ring[start : start + length].numpy()))
+            while pending:
+                self._land(*pending.popleft())
+        return self.nbytes
+
+    def close(self) -> None:
+        self._swap.close()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lay_out(self) -> Sample:
+        """Write the file from its first byte to its last."""
+        request, slots = self._request(_PASS), self._outstanding(_PASS)
+        pending: deque[_aio.Request] = deque()
+        with self._open(_PASS) as engine:
+            begin, cpu = self._clock(), time.process_time()
+            for offset in range(0, self.nbytes, request):
+                if len(pending) == slots:
+                    pending.popleft().wait()
+                pending.append(self._write(engine, offset, min(request, self.nbytes - offset)))
+            for each in pending:
+                each.wait()
+            spent = self._clock() - begin, time.process_time() - cpu
+            return Sample(self.nbytes, *spent, tuple(engine.take_latencies()), engine.backend)
+
+    def _turns(self, op: Op, request: int) -> Iterator[tuple[bool, int, int]]:
+        """Without end: (whether it writes, how many of its kind came before, its offset) of each request."""
+        half = self.nbytes // 2 // PAGE * PAGE
+        regions = {"read": [(False, 0, self.nbytes)], "write": [(True, 0, self.nbytes)]}
+        regions["mixed"] = [(False, 0, half), (True, half, self.nbytes - half)]
+        number = 0
+        while True:
+            for writes, start, length in regions[op]:
+                yield writes, number, start + number % (length // request) * request
+            number += 1
+
+    def _request(self, workload: Workload) -> int:
+        """Bytes of a request, no more than the file, or the half of it that is read or written, holds."""
+        return min(workload.request, max(PAGE, self._room(workload.op) // PAGE * PAGE))
+
+    def _outstanding(self, workload: Workload) -> int:
+        """Requests in flight; so few that no two of them move the same bytes."""
+        fitting = self._room(workload.op) // self._request(workload) * (2 if workload.op == "mixed" else 1)
+        return max(1, min(workload.outstanding(len(self.paths)), fitting))
+
+    def _room(self, op: Op) -> int:
+        return self.nbytes // 2 if op == "mixed" else self.nbytes
+
+    def _open(self, workload: Workload) -> _aio.Engine:
+        threads = workload.threads * len(self.paths)
+        return open_engine(
+            workload.engine, block_size=workload.block_size, queue_depth=workload.queue_depth, threads=threads
+        )
+
+    def _read(self, engine: _aio.Engine, offset: int, start: int, nbytes: int) -> _aio.Request:
+        """`start`: where in the ring."""
+        return engine.read(self._swap.file, offset, self._ring.data_ptr() + start, nbytes)
+
+    def _write(self, engine: _aio.Engine, offset: int, nbytes: int) -> _aio.Request:
+        self._generations[offset // PAGE : (offset + nbytes) // PAGE] = self._generation
+        source = self._pattern.address + self._pattern.position(offset, self._generation)
+        return engine.write(self._swap.file, offset, source, nbytes)
+
+    def _land(self, reading: _aio.Request, offset: int, found: NDArray[np.uint8]) -> None:
+        reading.wait()
+        self._check(offset, found)
+
+    def _check(self, offset: int, found: NDArray[np.uint8]) -> None:
+        """Raises OSError (EIO) unless `found` is what was last written at `offset`."""
+        pages = self._generations[offset // PAGE : (offset + len(found)) // PAGE]
+        edges = [0, *(np.flatnonzero(np.diff(pages)) + 1).tolist(), len(pages)]
+        for first, last in itertools.pairwise(edges):
+            part = found[first * PAGE : last * PAGE]
+            wanted = self._pattern.expected(offset + first * PAGE, len(part), int(pages[first]))
+            if not np.array_equal(part.view(np.uint64), wanted.view(np.uint64)):
+                raise self._wrong(offset + first * PAGE, part, wanted)
+        self.verified_bytes += len(found)
+
+    def _wrong(self, offset: int, found: NDArray[Any], wanted: NDArray[Any]) -> OSError:
+        where = int(np.argmax(found != wanted))
+        at = offset + where
+        folder = self.paths[at // self._chunk % len(self.paths)]
+        text = (
+            f"byte {at:,} of {self.nbytes:,} was read as {found[where]:#04x}, but {wanted[where]:#04x} was written: "
+            "have this drive checked (kernel log, smartctl) before data is kept on it"
+        )
+        return OSError(errno.EIO, text, str(folder))
