@@ -1,0 +1,35 @@
+"""The heat map is drawn, whatever part of the sweep was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from infinity.observe.heatmap import Cell, plot_sweep
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("engines", [["libaio"], ["libaio", "io_uring"]])
+def test_draws_a_png_with_the_best_marked(tmp_path: Path, engines: list[str]) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    figures = {
+        Cell(engine, threads, depth, block): 1.0 + threads + depth / 16
+        for engine in engines
+        for threads in (1, 2)
+        for depth in (4, 8, 16)
+        for block in (MIB // 4, MIB, 4 * MIB)
+        if threads * depth * block <= 32 * MIB
+    }
+    path = tmp_path / "new" / "sweep.png"
+    plot_sweep(path, figures, best=Cell("libaio", 1, 8, MIB), title="Mixed", subtitle="/mnt")
+    pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
+    assert pixels.shape[1] >= 1000 and pixels.shape[0] >= 400
+    assert (pixels == (0xE4, 0x57, 0x2E)).all(-1).sum() > 300  # the frame of the best
+    assert (pixels == (0x12, 0x3A, 0x86)).all(-1).sum() > 1000  # the fastest
+
+
+def test_a_single_figure_is_drawn_too(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    only = Cell("io_uring", 1, 32, 123 * 4096)
+    plot_sweep(tmp_path / "sweep.png", {only: 12.34}, best=only, title="Mixed")
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
