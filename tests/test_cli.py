@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from infinity.cli.main import app
 from infinity.cli.report import broken, collect
+from infinity.tiers import io
 
 
 def run(*arguments: str) -> Any:
@@ -23,7 +25,7 @@ def test_report_is_one_json_object() -> None:
     result = run("report", "--json")
     facts = json.loads(result.output)
     assert result.exit_code == 0, facts
-    assert list(facts) == ["infinity", "machine", "adam", "aio", "torch", "cuda"]
+    assert list(facts) == ["infinity", "machine", "adam", "aio", "torch", "cuda", "folders"]
     assert facts["adam"]["in use"] in facts["adam"]["available"]
     assert facts["aio"]["in use"] in facts["aio"]["available"]
     assert facts["torch"]["version"] and facts["cuda"]["state"] and facts["machine"]["pinnable"]
@@ -53,6 +55,50 @@ def test_report_shows_the_loaders_own_error(monkeypatch: pytest.MonkeyPatch, par
     }
     result = run("report")
     assert result.exit_code == 1 and "cannot open shared object file" in result.output
+
+
+def test_report_of_folders(tmp_path: Path) -> None:
+    good, bad = tmp_path, tmp_path / "none"
+    facts = collect([good])
+    assert not broken(facts)
+    assert list(facts["folders"]) == [str(good)]
+    assert list(facts["folders"][str(good)]) == ["file system", "O_DIRECT", "anonymous files", "free"]
+    assert list(tmp_path.iterdir()) == []
+
+    facts = collect([good, bad])
+    assert broken(facts)
+    assert "does not exist" in facts["folders"][str(bad)]["error"]
+    result = run("report", "--path", str(bad))
+    assert result.exit_code == 1 and f"{bad} does not exist" in result.output
+
+
+def test_report_looks_at_the_usual_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "gone"))
+    facts = collect()
+    assert list(facts["folders"]) == [str(tmp_path / "gone"), str(tmp_path)]
+    assert "does not exist" in facts["folders"][str(tmp_path / "gone")]["not usable"]
+    assert not broken(facts)  # training need not use that folder
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert list(collect()["folders"]) == [str(tmp_path)]
+
+
+def test_report_says_why_io_uring_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "Operation not permitted: kernel.io_uring_disabled is 2"
+    monkeypatch.setattr(io, "AUTO", ("libaio",))
+    monkeypatch.setattr(io, "io_uring_state", lambda: reason)
+    facts = collect()
+    assert facts["aio"]["io_uring"] == f"not usable: {reason}" and facts["aio"]["libaio"] == "usable"
+    assert facts["aio"]["in use"] != "io_uring" and not broken(facts)
+
+
+def test_report_says_what_updates_on_the_device() -> None:
+    assert "fused AdamW" in collect()["cuda"]["own kernels"]
+
+
+def test_every_command_names_what_it_is_called_elsewhere() -> None:
+    for command, name in (("report", "ds_report"), ("aio-bench", "ds_io"), ("tune", "ds_nvme_tune")):
+        assert name in run(command, "--help").output
 
 
 def test_without_a_command_the_help_is_shown() -> None:

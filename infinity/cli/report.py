@@ -9,22 +9,29 @@ import importlib
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from infinity import __version__
+from infinity.errors import InfinityError, StorageError
 from infinity.sizes import format_size
 
 Facts = dict[str, dict[str, Any]]
-"""Section → name → value, of JSON types. A section that failed has the key "error"."""
+"""Section → name → value, of JSON types. A section that failed has the key "error", or a value that has it."""
 
 _PACKAGES = ("numpy", "pydantic", "safetensors", "psutil", "typer", "rich")
 
 
-def collect() -> Facts:
-    """All sections, in the order in which they are shown."""
+def collect(paths: Sequence[Path] | None = None) -> Facts:
+    """All sections, in the order in which they are shown.
+
+    `paths`: the folders to look at, of which each has to work; by default the one for temporary files and the current
+    one, which training need not use.
+    """
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "infinity": _versions,
         "machine": _machine,
@@ -32,21 +39,30 @@ def collect() -> Facts:
         "aio": _aio,
         "torch": _torch,
         "cuda": _cuda,
+        "folders": lambda: _folders(paths),
     }
     return {name: _guarded(section) for name, section in sections.items()}
 
 
 def broken(facts: Facts) -> bool:
     """Whether a part that training needs does not work."""
-    return any("error" in section for section in facts.values())
+    values = [value for section in facts.values() for value in (section, *section.values())]
+    return any("error" in value for value in values if isinstance(value, dict))
 
 
 def lines(facts: Facts) -> Iterator[str]:
     """`facts` for people: a line for each, never wrapped, so that paths and errors can be copied whole."""
     for name, section in facts.items():
         for row, (key, value) in enumerate(section.items()):
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            yield f"{'' if row else name:<10}{key:<13}{text}"
+            yield f"{'' if row else name:<10}{key:<12} {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_text(each)}" for name, each in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _guarded(section: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -115,13 +131,24 @@ def _adam() -> dict[str, Any]:
 
 def _aio() -> dict[str, Any]:
     native = importlib.import_module("infinity._aio")
-    with native.Engine() as engine:  # asks the kernel for its queues, as training does
-        return {
-            "in use": engine.backend,
-            "available": native.backends(),
-            "queue_depth": f"{engine.queue_depth} granted",
-            "file": native.__file__,
-        }
+    from infinity.config import Aio
+    from infinity.tiers.io import io_uring_state, open_engine
+
+    aio = Aio()
+    depth = {"block_size": aio.block_size, "queue_depth": aio.queue_depth, "threads": aio.threads}
+    with open_engine(aio.engine, **depth) as engine:  # asks the kernel for its queues, as training does
+        found = {"in use": engine.backend, "queue_depth": f"{engine.queue_depth} granted"}
+    try:
+        open_engine("libaio", **depth).close()
+        libaio = "usable"
+    except StorageError as error:  # io_uring serves then
+        libaio = f"not usable: {error}"
+    return found | {
+        "libaio": libaio,
+        "io_uring": f"not usable: {reason}" if (reason := io_uring_state()) else "usable",
+        "available": native.backends(),
+        "file": native.__file__,
+    }
 
 
 def _torch() -> dict[str, Any]:
@@ -136,16 +163,18 @@ def _torch() -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     import torch
 
+    kernels = {"own kernels": "not built: there are none yet; torch's fused AdamW updates on the device"}
     if torch.version.cuda is None:
-        return {"state": "none: this torch is built without CUDA"}
+        return {"state": "none: this torch is built without CUDA", **kernels}
     count = torch.cuda.device_count()
     if not count:
-        return {"built for": torch.version.cuda, "state": f"none: {_why_no_cuda()}"}
+        return {"built for": torch.version.cuda, "state": f"none: {_why_no_cuda()}", **kernels}
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
     return {
         "built for": torch.version.cuda,
         "state": f"{count} device(s)",
         "devices": [f"{d.name}, {d.total_memory / 1e9:.1f} GB, sm_{d.major}{d.minor}" for d in devices],
+        **kernels,
     }
 
 
@@ -158,3 +187,48 @@ def _why_no_cuda() -> str:
     except Exception as error:  # noqa: BLE001 - shown
         return str(error).splitlines()[0]
     return "no device is visible"
+
+
+def _folders(paths: Sequence[Path] | None) -> dict[str, Any]:
+    shown = paths or dict.fromkeys(path.resolve() for path in (Path(tempfile.gettempdir()), Path.cwd()))
+    return {str(path): _folder(path, needed=bool(paths)) for path in shown}
+
+
+def _folder(path: Path, *, needed: bool) -> dict[str, Any]:
+    """What a swap file in `path` would get, tried with one of a page; that there is none is an error if `needed`."""
+    from infinity.tiers.files import open_swap_files
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it would say is in the facts
+            with open_swap_files([path], 1, name="report") as swap:
+                direct = swap.direct
+        status = os.statvfs(path)
+        return {
+            "file system": _file_system(path),
+            "O_DIRECT": direct,
+            "anonymous files": _anonymous(path),
+            "free": f"{status.f_bavail * status.f_frsize / 1e9:.1f} GB",
+        }
+    except (OSError, InfinityError) as error:
+        return {"error" if needed else "not usable": str(error).replace("(nvme_path)", "(--path)")}
+
+
+def _anonymous(path: Path) -> bool:
+    """Whether files there can be without a name; else they have one for a moment."""
+    try:
+        os.close(os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system mounted where `path` is, such as "ext4"."""
+    import psutil
+
+    at = path.resolve()
+    around = {at, *at.parents}
+    found = [part for part in psutil.disk_partitions(all=True) if Path(part.mountpoint) in around]
+    # The innermost, and of several mounted at one place the last, which hides the others.
+    return max(enumerate(found), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype if found else "unknown"

@@ -1,0 +1,215 @@
+"""`infinity aio-bench` and `infinity tune`, in this process: what they print, what they refuse, what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity.cli import tune as tuning
+from infinity.cli.main import app
+from infinity.cli.search import Setting, Space
+from infinity.config import Config
+from infinity.tiers.io import io_uring_state
+from infinity.tiers.measure import Bench, Workload
+
+SMALL = ["--size", "16MiB", "--block-size", "256KiB", "--queue-depth", "4"]
+FACTS = [
+    "op",
+    "size",
+    "block_size",
+    "queue_depth",
+    "threads",
+    "engine",
+    "gb_per_s",
+    "iops",
+    "cpu_s_per_gb",
+    "latency_ms",
+]
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "80"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In it nothing is left, and nothing stays open."""
+    made = tmp_path / "drive"
+    made.mkdir()
+    yield made
+    assert os.listdir(made) == []
+    assert [target for target in open_files() if target.startswith(str(made))] == []
+
+
+def open_files() -> Iterator[str]:
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def refused(code: int, said: str, *arguments: str | Path) -> None:
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert [line for line in result.stderr.splitlines() if said in line] == result.stderr.splitlines()[-1:]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("op", ["read", "write", "mixed"])
+def test_bench_is_one_json_object(folder: Path, op: str) -> None:
+    result = run("aio-bench", "--path", folder, "--op", op, *SMALL, "--runs", "3", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert list(facts)[: len(FACTS)] == FACTS
+    assert result.stderr == ""
+    assert facts["op"] == op and facts["size"] == 16 << 20 and facts["block_size"] == 256 << 10
+    assert 0 < facts["gb_per_s"]["min"] <= facts["gb_per_s"]["median"] <= facts["gb_per_s"]["max"]
+    assert 0 < facts["latency_ms"]["p50"] <= facts["latency_ms"]["p99"]
+    assert facts["iops"] > 0 and facts["cpu_s_per_gb"] >= 0 and facts["runs"] == 3
+    assert facts["verified_bytes"] >= 16 << 20
+    assert facts["engine"] == "io_uring" if not io_uring_state() else facts["engine"] != "io_uring"
+
+
+def test_bench_is_a_table(folder: Path) -> None:
+    result = run("aio-bench", "--path", folder, *SMALL, "--runs", "1", "--engine", "libaio")
+    assert result.exit_code == 0, result.output
+    for words in ("GB/s median", "IOPS", "CPU s per GB", "p99", "1 run", "verified", "256KiB, 4 in flight on 1 thread"):
+        assert words in result.stdout
+    assert "…" not in result.stdout
+    assert result.stderr.splitlines() == ["laying out 16MiB", "measuring", "verifying"]
+
+
+def test_bench_over_two_folders(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    result = run("aio-bench", "--path", folder, "--path", other, *SMALL, "--runs", "1", "--op", "mixed", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["paths"] == [str(folder), str(other)]
+    assert "one file system" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert os.listdir(other) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ("--block-size must be a multiple of 4096, such as 4096", ["--block-size", "5000"]),
+        ("--block-size must be a multiple of 4096", ["--block-size", "0"]),
+        ("--block-size: '1 MiB of' is not a size", ["--block-size", "1 MiB of"]),
+        ("--size must be two blocks at least (2MiB)", ["--size", "1MiB"]),
+        ("--size: a size cannot be negative", ["--size", "-1"]),
+        ("--runs must be between 1", ["--runs", "0"]),
+        ("--queue-depth must be between 1", ["--queue-depth", "0"]),
+        ("--threads must be between 1", ["--threads", "65"]),
+        ("--op must be one of read, write, mixed", ["--op", "sideways"]),
+        ("--engine must be one of auto, libaio, io_uring", ["--engine", "posix"]),
+    ],
+)
+def test_bench_refuses_bad_options(folder: Path, said: str, options: list[str]) -> None:
+    refused(2, said, "aio-bench", "--path", folder, *options)
+
+
+@pytest.mark.parametrize("command", ["aio-bench", "tune"])
+def test_bad_folders_are_refused(command: str, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    refused(2, "none does not exist: name a folder", command, "--path", tmp_path / "none")
+    refused(2, "file is not a folder", command, "--path", file)
+    refused(2, "names one folder twice", command, "--path", folder, "--path", folder / ".." / folder.name)
+    refused(1, "too little space in", command, "--path", folder, "--size", "1PiB")
+
+
+def test_a_wrong_byte_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_once = Bench.run
+
+    def run_and_damage(bench: Bench, workload: Workload, **how: Any) -> Any:
+        sample = run_once(bench, workload, **how)
+        descriptor = bench._swap._fds[-1]
+        os.pwrite(descriptor, bytes(8), 8 << 20)
+        os.fdatasync(descriptor)
+        return sample
+
+    monkeypatch.setattr(Bench, "run", run_and_damage)
+    refused(1, f"{folder}: byte 8,388,608 of", "aio-bench", "--path", folder, *SMALL, "--runs", "1")
+
+
+@pytest.mark.parametrize("command", ["aio-bench", "tune"])
+def test_an_interrupt_is_one_line(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(bench: Bench, workload: Workload, **how: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "run", interrupt)
+    refused(130, "interrupted; nothing is left", command, "--path", folder, "--size", "16MiB")
+
+
+@pytest.fixture
+def small_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few settings: what is measured does not matter here."""
+    few = Space(blocks=(1 << 18, 1 << 20), depths=(4, 8), threads=(1,), engines=("libaio",))
+    monkeypatch.setattr(tuning, "space", lambda engine, cores: few)
+
+
+@pytest.mark.usefixtures("small_space")
+def test_tune_writes_what_the_configuration_takes(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "aio.json"
+    result = run("tune", "--path", folder, "--size", "16MiB", "--seconds", "1", "--out", out)
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert list(written) == ["aio"]
+    assert list(written["aio"]) == ["block_size", "queue_depth", "intra_op_parallelism", "engine"]
+    aio = Config.load(out).aio
+    assert aio.threads == 1 and aio.engine == "libaio" and aio.block_size in (1 << 18, 1 << 20)
+    assert result.stdout.count("← best") == 1 and "…" not in result.stdout
+    assert json.loads(result.stdout[result.stdout.index("\n{") :]) == written
+
+
+@pytest.mark.usefixtures("small_space")
+def test_tune_is_one_json_object_and_a_picture(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "sweep.png"
+    result = run("tune", "--path", folder, "--size", "16MiB", "--seconds", "1", "--plot", plot, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert list(facts) == ["aio", "sweep", "verified_bytes"]
+    assert facts["sweep"][0]["gb_per_s"]["mixed"] > 0 and facts["verified_bytes"] >= 16 << 20
+    assert 10_000 < plot.stat().st_size < 1_000_000
+
+
+@pytest.mark.usefixtures("small_space")
+def test_tune_goes_on_without_matplotlib(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    plot = tmp_path / "sweep.png"
+    result = run("tune", "--path", folder, "--size", "16MiB", "--seconds", "0.2", "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.stderr.splitlines() if "matplotlib is missing" in line]
+    assert '"aio"' in result.stdout and not plot.exists()
+
+
+def test_tune_refuses_bad_options(folder: Path, tmp_path: Path) -> None:
+    tune = ("tune", "--path", folder)
+    refused(2, "--seconds must be between", *tune, "--seconds", "0")
+    refused(2, "--size must be 16MiB at least", *tune, "--size", "1MiB")
+    refused(2, "--engine must be one of", *tune, "--engine", "posix")
+    refused(2, "cannot be written", *tune, "--out", tmp_path / "none" / "aio.json")
+    refused(2, "cannot be written", *tune, "--plot", tmp_path)
+
+
+def test_the_space_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "io_uring_state", lambda: "")
+    assert tuning.space("auto", 2).engines == ("libaio", "io_uring") and tuning.space("auto", 2).threads == (1, 2)
+    monkeypatch.setattr(tuning, "io_uring_state", lambda: "Operation not permitted")
+    assert tuning.space("auto", 1).engines == ("libaio",) and tuning.space("auto", 1).threads == (1,)
+    assert tuning.space("io_uring", 16).engines == ("io_uring",) and tuning.space("auto", 16).threads == (1, 2, 4)
+
+
+def test_the_section_says_the_setting() -> None:
+    section = tuning.aio_section(Setting(2, 16, 1 << 19, "io_uring"))
+    assert list(section) == ["aio"]
+    assert list(section["aio"].values()) == [1 << 19, 16, 2, "io_uring"]
