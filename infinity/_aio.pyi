@@ -55,8 +55,8 @@ class File:
     def keep_checksums(self, nbytes: int, block: int) -> None:
         """From now on every write records a checksum for each `block` bytes (a multiple of 4096; 4 bytes of memory for
         each) of the first `nbytes`, and every read verifies what was written: a mismatch is `EBADMSG`.  Requests then
-        start at multiples of `block`, and end at one or at the end of what is in their last block.  Before any
-        request."""
+        start at multiples of `block`, which divides the engine's `block_size`, and end at one or at the end of what is
+        in their last block.  Before any request."""
 
     @property
     def path(self) -> str:

@@ -28,6 +28,11 @@ constexpr std::array<uint32_t, 256> byte_table() {
     return table;
 }
 
+// Lanes are spread over 64 bits by an odd factor (2^64 / golden ratio) before they are put together. Without it a bit
+// that changes in a lane and the one that changes beside it a row later would cancel out: to a CRC both are the same
+// place.
+constexpr uint64_t kSpread = 0x9E3779B97F4A7C15U;
+
 uint64_t word_at(const char* memory) {
     uint64_t word = 0;
     std::memcpy(&word, memory, sizeof word);
@@ -80,7 +85,7 @@ struct Instruction : Portable {
             for (int i = 0; i < 4; ++i) lane[i] = CRC::word(lane[i], word_at(at + 8 * i)); \
         }                                                                                  \
         uint32_t crc = ~0U;                                                                \
-        for (int i = 0; i < 4; ++i) crc = CRC::word(crc, lane[i]);                         \
+        for (int i = 0; i < 4; ++i) crc = CRC::word(crc, lane[i] * kSpread);               \
         for (; bytes > 0; --bytes, ++at) crc = CRC::byte(crc, static_cast<uint8_t>(*at));  \
         return ~crc;                                                                       \
     }

@@ -9,8 +9,9 @@
 
 namespace infinity::aio {
 
-// Four CRC-32C (Castagnoli) over the words of memory by turns, and one over the four: as many as the processor's CRC
-// instruction needs to be busy, so that it runs at the speed of memory. Every machine gives the same value.
+// Four CRC-32C (Castagnoli) over the words of memory by turns, and one over the four, spread: as many as the
+// processor's CRC instruction needs to be busy, so that it runs at the speed of memory. Every machine gives the same
+// value.
 uint32_t checksum(const void* memory, size_t bytes);
 // The same, without that instruction. For tests.
 uint32_t portable_checksum(const void* memory, size_t bytes);

@@ -70,6 +70,15 @@ Worker& Engine::worker(size_t member, size_t members, size_t turn) {
     return *workers_[member + turn % own * members];
 }
 
+// Pieces are verified one by one: each must consist of whole blocks of the checksums.
+void Engine::check_blocks(uint64_t block, uint64_t offset) const {
+    for (const auto& [what, value] : {std::pair{"offset", offset}, {"block_size", uint64_t(options_.block_size)}}) {
+        if (value % block == 0) continue;
+        throw std::invalid_argument(std::string(what) + " is " + std::to_string(value) +
+                                    "; with checksums it must be a multiple of " + std::to_string(block));
+    }
+}
+
 std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<const File> file, int64_t offset,
                                        uint64_t address, int64_t nbytes) {
     if (!file) throw std::invalid_argument("file is None; open one first");
@@ -86,11 +95,7 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
     auto request = std::make_shared<Request>(direction, std::move(file), begin, address, size);
     const File& target = *request->file;
     const size_t members = target.members().size();
-    if (target.checksums() && begin % target.checksums()->block() != 0) {
-        throw std::invalid_argument("offset is " + std::to_string(begin) +
-                                    "; with checksums it must be a multiple of " +
-                                    std::to_string(target.checksums()->block()));
-    }
+    if (target.checksums()) check_blocks(target.checksums()->block(), begin);
     // Each member's threads get contiguous shares of what it has.
     const uint64_t block_size = round_up(static_cast<uint64_t>(options_.block_size), target.alignment());
     const size_t parts = std::max<size_t>(1, workers_.size() / members);

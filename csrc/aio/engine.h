@@ -42,6 +42,7 @@ class Engine {
 
   private:
     void open_workers();
+    void check_blocks(uint64_t block, uint64_t offset) const;
     // The thread that gets the `turn`th part of what a member has.
     Worker& worker(size_t member, size_t members, size_t turn);
 

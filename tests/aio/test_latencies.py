@@ -1,0 +1,37 @@
+"""How long pieces took: all are counted, in buckets that are close to what was measured."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from infinity import _aio
+
+BLOCK = 4096
+
+
+def test_every_piece_is_counted_once(store: Any, memory: Any, engine: Any) -> None:
+    disk, buffer, io = store(64 * BLOCK), memory(64 * BLOCK), engine(own=True)
+    io.write(disk.file, 0, buffer.address, 64 * BLOCK).wait(10)
+    io.read(disk.file, 0, buffer.address, 10 * BLOCK).wait(10)
+    found = io.take_latencies()
+    assert sum(count for _, count in found) == 74
+    assert [time for time, _ in found] == sorted(time for time, _ in found)
+    assert io.take_latencies() == []
+
+
+def test_times_are_milliseconds(store: Any, memory: Any, engine: Any, faults: Any) -> None:
+    """A piece that is kept back for a while took that while, within the buckets' 2 %."""
+    faults({"where": "event", "hold": True})
+    disk, buffer, io = store(BLOCK), memory(BLOCK), engine(own=True)
+    began = time.perf_counter()
+    request = io.read(disk.file, 0, buffer.address, BLOCK)
+    time.sleep(0.05)
+    at_least = time.perf_counter() - began
+    while _aio._release_held() == 0:
+        pass
+    request.wait(10)
+    at_most = time.perf_counter() - began
+    ((milliseconds, count),) = io.take_latencies()
+    assert count == 1
+    assert 0.9 * (at_least - 0.01) * 1e3 <= milliseconds <= 1.02 * at_most * 1e3
