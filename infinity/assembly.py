@@ -257,7 +257,15 @@ class _Assembly:
 
     def pool(self, name: str, sizes: dict[int, int], *, on_device: bool) -> Pool:
         debug = self.config.infinity.debug
-        make = self.device.empty if on_device else self.device.host_buffer
+        allocate = self.device.empty if on_device else self.device.host_buffer
+
+        def make(nbytes: int) -> torch.Tensor:
+            memory = allocate(nbytes)
+            if self.device.is_host(memory):
+                for tier in self.tiers.values():
+                    tier.register(memory)
+            return memory
+
         made = Pool(make, sizes, name=name, poison=debug, fifo=debug)
         self.pools.append(made)
         if on_device:

@@ -57,5 +57,8 @@ class Tier(ABC):
     def store(self, window: Window) -> Transfer:
         """Write a changed window back. The window is released by its owner, after the transfer."""
 
+    def register(self, memory: torch.Tensor) -> None:  # noqa: B027 - most tiers gain nothing by it
+        """Tell of a buffer (from `memory.host_tensor`) that will be read into and written from again and again."""
+
     def close(self) -> None:  # noqa: B027 - memory has nothing to give back
         """Give the tier's resources back. Nothing may be in flight."""

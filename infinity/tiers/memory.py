@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -37,9 +38,19 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
             mapping.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=length)[:nbytes]
+    _mappings[tensor.data_ptr()] = mapping
     if pin:
         _pin(mapping, tensor.data_ptr(), length)
     return tensor
+
+
+_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""The mappings of all host tensors there are, by address; what keeps one is the storage of its tensors."""
+
+
+def when_unmapped(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+    """Call `callback` just before the memory of `tensor`, which `host_tensor` made, is given back to the system."""
+    weakref.finalize(_mappings[tensor.data_ptr()], callback).atexit = False
 
 
 _pin_refused = False

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -20,6 +22,7 @@ from infinity.errors import ChecksumError
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
+from infinity.tiers.memory import when_unmapped
 from infinity.tiers.placement import Extent
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer, run_on
@@ -83,7 +86,12 @@ class NvmeTier(Tier):
         if not device.host_addressable:
             # Reads and writes on a thread each: a queue of writes must not delay a fetch.
             self._mover = ThreadPoolExecutor(2, thread_name_prefix="infinity-staging")
-            self._staging = Pool(device.host_buffer, {STAGING_BYTES: _STAGING_BUFFERS}, name="staging")
+            self._staging = Pool(self._staging_buffer, {STAGING_BYTES: _STAGING_BUFFERS}, name="staging")
+
+    def _staging_buffer(self, nbytes: int) -> torch.Tensor:
+        memory = self._device.host_buffer(nbytes)
+        self.register(memory)
+        return memory
 
     @property
     def bytes_read(self) -> int:
@@ -111,6 +119,12 @@ class NvmeTier(Tier):
 
     def store(self, window: Window) -> Transfer:
         return self._write(window.extent, window.tensor, window.offset)
+
+    def register(self, memory: torch.Tensor) -> None:
+        address = memory.data_ptr()
+        # The kernel would go on using pages that are no longer ours: it must let go of them first.
+        if self._engine.register(address, memory.numel()):
+            when_unmapped(memory, partial(_unregister, weakref.ref(self._engine), address))
 
     def close(self) -> None:
         if self._mover is not None:
@@ -164,6 +178,11 @@ class NvmeTier(Tier):
             for transfer, lease in writing:
                 _settle(transfer)
                 lease.release()
+
+
+def _unregister(engine: weakref.ref[_aio.Engine], address: int) -> None:
+    if (alive := engine()) is not None:
+        alive.unregister(address)
 
 
 def _finish(transfer: Transfer, lease: Lease) -> None:

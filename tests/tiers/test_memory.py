@@ -1,0 +1,57 @@
+"""Host memory knows when it is given back to the system: the kernel must not use its pages any longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from infinity.tiers.device import CpuDevice
+from infinity.tiers.files import open_swap_files
+from infinity.tiers.io import open_engine
+from infinity.tiers.memory import host_tensor, when_unmapped
+from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.placement import Extent
+
+NBYTES = 4 << 20
+
+
+def test_told_once_when_the_last_view_is_gone() -> None:
+    told: list[str] = []
+    memory = host_tensor(NBYTES)
+    when_unmapped(memory, lambda: told.append("gone"))
+    view = memory[10:20].view(torch.int16)
+    del memory
+    assert told == []
+    del view
+    assert told == ["gone"]
+
+
+def test_empty_tensors_too() -> None:
+    told: list[str] = []
+    memory = host_tensor(0)
+    when_unmapped(memory, lambda: told.append("gone"))
+    del memory
+    assert told == ["gone"]
+
+
+def test_registered_buffers_come_and_go(tmp_path: Path) -> None:
+    """New memory often gets the address of what was just unmapped; what the disk holds must arrive in the new."""
+    engine = open_engine(block_size=1 << 20, queue_depth=4, threads=1)
+    tier = NvmeTier(open_swap_files([tmp_path], NBYTES, name="x"), NBYTES, engine, CpuDevice())
+    extent = Extent("nvme", 0, NBYTES, "test")
+    addresses = set()
+    for turn in range(6):
+        memory = host_tensor(NBYTES)
+        addresses.add(memory.data_ptr())
+        tier.register(memory)
+        memory.fill_(turn)
+        tier.write(extent, memory).wait()
+        memory.fill_(0xFF)
+        tier.read(extent, memory).wait()
+        assert bool((memory == turn).all())
+        del memory
+    assert len(addresses) < 6  # or nothing was tested
+    tier.close()
+    kept = host_tensor(NBYTES)
+    tier.register(kept)  # too late to matter
