@@ -232,6 +232,17 @@ def assemble(
         raise
 
 
+def _registered(
+    allocate: Callable[[int], torch.Tensor], device: Device, tiers: Sequence[Tier], nbytes: int
+) -> torch.Tensor:
+    """A buffer that the tiers know of. Refers to no model: pools must not keep one."""
+    memory = allocate(nbytes)
+    if device.is_host(memory):
+        for tier in tiers:
+            tier.register(memory)
+    return memory
+
+
 class _Assembly:
     """The steps of `assemble` that need most of its results."""
 
@@ -258,14 +269,7 @@ class _Assembly:
     def pool(self, name: str, sizes: dict[int, int], *, on_device: bool) -> Pool:
         debug = self.config.infinity.debug
         allocate = self.device.empty if on_device else self.device.host_buffer
-
-        def make(nbytes: int) -> torch.Tensor:
-            memory = allocate(nbytes)
-            if self.device.is_host(memory):
-                for tier in self.tiers.values():
-                    tier.register(memory)
-            return memory
-
+        make = partial(_registered, allocate, self.device, list(self.tiers.values()))
         made = Pool(make, sizes, name=name, poison=debug, fifo=debug)
         self.pools.append(made)
         if on_device:
