@@ -166,6 +166,8 @@ class Bench:
         held: dict[int, int] = {}
         started = 0
         with self._open(workload) as engine:
+            for memory in (self._ring, self._pattern.memory):  # as training does with its pools
+                engine.register(memory.data_ptr(), memory.numel())
             begin, cpu = self._clock(), time.process_time()
 
             def more() -> bool:

@@ -24,20 +24,20 @@ class Pattern:
 
     def __init__(self, longest: int) -> None:
         """`longest`: bytes of the longest stretch that is asked for at once."""
-        self._memory = host_tensor(PERIOD + longest)
-        self.nbytes = self._memory.numel()
-        words = self._memory.numpy().view(np.uint64)
+        self.memory = host_tensor(PERIOD + longest)
+        self.nbytes = self.memory.numel()
+        words = self.memory.numpy().view(np.uint64)
         index = np.arange(PERIOD // 8, dtype=np.uint64)
         index += np.uint64(1)
         index *= np.uint64(0x9E3779B97F4A7C15)  # odd, and the next step can be undone: no word comes twice
         index ^= index >> np.uint64(29)
         for start in range(0, len(words), len(index)):
             words[start : start + len(index)] = index[: len(words) - start]
-        self._bytes = self._memory.numpy()
+        self._bytes = self.memory.numpy()
 
     @property
     def address(self) -> int:
-        return self._memory.data_ptr()
+        return self.memory.data_ptr()
 
     @staticmethod
     def position(offset: int, generation: int) -> int:
