@@ -146,6 +146,7 @@ def _aio() -> dict[str, Any]:
     return found | {
         "libaio": libaio,
         "io_uring": f"not usable: {reason}" if (reason := io_uring_state()) else "usable",
+        "checksums": native.checksum_kind(),
         "available": native.backends(),
         "file": native.__file__,
     }
