@@ -17,7 +17,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test lint format run bench clean
+.PHONY: help install test sanitize lint format run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -26,6 +26,10 @@ install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, 
 
 test: install ## run the test suite
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+sanitize: build/sanitize/address/.installed build/sanitize/thread/.installed ## test the natives under sanitizers
+	CXX="$(CXX)" tests/sanitize/run address build/sanitize/address $(ARGS)
+	CXX="$(CXX)" tests/sanitize/run thread build/sanitize/thread $(ARGS)
 
 lint: install ## check style and types
 	$(VENV)/bin/ruff check
@@ -73,4 +77,22 @@ $(VENV)/.build-deps: $(VENV)/.torch
 # Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
 $(VENV)/.installed: $(VENV)/.build-deps pyproject.toml $(NATIVE)
 	$(PIP_INSTALL) --quiet --no-build-isolation --editable '.[test,plots,lint]'
+	@touch $@
+
+SANITIZERS_address = address,undefined
+SANITIZERS_thread = thread
+
+# Sanitized modules, each kind in an environment of its own, which sees the packages of $(VENV) but not ours there: a
+# folder that a .pth file adds does not have its own .pth files run, and one of those is how an editable install works.
+build/sanitize/%/.installed: $(VENV)/.installed pyproject.toml $(NATIVE)
+	@for library in libasan libubsan libtsan; do \
+		test -e "$$($(CXX) -print-file-name=$$library.so)" || { echo "$$library is missing: apt install g++ (it comes" \
+			"with GCC; for another compiler, make sanitize CXX=g++)" >&2; exit 1; }; done
+	$(VENV)/bin/python -m venv --without-pip $(@D)/venv
+	for packages in $(@D)/venv/lib/python*/site-packages; do \
+		$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$packages/packages.pth; done
+	$(PIP) --python $(@D)/venv/bin/python install --quiet --no-build-isolation --no-deps --editable . \
+		--config-settings=build-dir=$(@D)/build --config-settings=cmake.build-type=RelWithDebInfo \
+		--config-settings=install.strip=false \
+		--config-settings=cmake.define.INFINITY_SANITIZE=$(SANITIZERS_$*)
 	@touch $@

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from infinity import _aio
 
 BLOCK = 4096
+
+hypothesis.settings.register_profile("few", max_examples=4)  # of 100: for sanitized modules (tests/sanitize/run)
 
 
 class Memory:
