@@ -24,7 +24,7 @@ def test_short_by_every_remainder(
     size = 3 * BLOCK
     disk, buffer, io = store(size, "seam", ram), memory(size), engine(block_size=size)
     old, new = scramble(size, 1), scramble(size, 2)
-    for remainder in range(1 - whole_blocks, BLOCK, 1 if whole_blocks else 7):
+    for remainder in range(1 - whole_blocks, BLOCK):
         disk.path.write_bytes(old if write else new)
         buffer[:] = new if write else old
         faults({"where": "block", "bytes": whole_blocks * BLOCK + remainder})

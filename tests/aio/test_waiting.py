@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
+import pickle
 import signal
 import threading
 import time
@@ -39,6 +41,44 @@ def test_twice(store: Any, memory: Any, engine: Any) -> None:
     assert [request.wait(), request.wait(), request.wait(0)] == [NBYTES] * 3
 
 
+def test_for_nothing(store: Any, engine: Any) -> None:
+    """An empty request is done before anyone waits, also on an engine that has ended since."""
+    disk, io = store(NBYTES), engine(own=True)
+    requests = [io.read(disk.file, 0, 0, 0), io.write(disk.file, NBYTES, 0, 0)]
+    io.close()
+    with ThreadPoolExecutor(8) as pool:
+        for request in requests:
+            assert request.done()
+            assert [*pool.map(request.wait, [None, 0, -1, 0.0, 10] * 4)] == [0] * 20
+
+
+def test_for_what_is_no_request(store: Any, memory: Any, engine: Any) -> None:
+    """Requests come from an engine only; what is none is a TypeError."""
+    disk, buffer, io = store(4096), memory(4096), engine()
+    request = io.read(disk.file, 0, buffer.address, 4096)
+    for bad in (
+        lambda: _aio.Request(),
+        lambda: _aio.Request(request),
+        lambda: copy.copy(request),
+        lambda: pickle.dumps(io),
+        lambda: _aio.Request.wait(None),
+        lambda: _aio.Request.wait(disk.file),
+        lambda: _aio.Request.done(7),
+        lambda: request.wait("soon"),
+        lambda: io.read("a path", 0, buffer.address, 4096),
+        lambda: io.read(disk.file, 0.5, buffer.address, 4096),
+        lambda: io.read(disk.file, 0, buffer, 4096),
+        lambda: io.write(request, 0, buffer.address, 4096),
+        lambda: _aio.File.striped([disk.path], 65_536),
+        lambda: type("Mine", (_aio.Request,), {})(),
+    ):
+        with pytest.raises(TypeError):
+            bad()
+    with pytest.raises(ValueError, match="file is None"):
+        io.read(None, 0, buffer.address, 4096)
+    assert request.wait(10) == 4096
+
+
 def test_an_error_twice(store: Any, memory: Any, engine: Any) -> None:
     disk, buffer, io = store(4096), memory(NBYTES), engine()
     request = io.read(disk.file, 0, buffer.address, NBYTES)
@@ -59,6 +99,27 @@ def test_from_many_threads(held: Any) -> None:
         assert not any(wait.done() for wait in waits)
         assert _aio._release_held() == 1
         assert [wait.result(10) for wait in waits] == [NBYTES] * 8
+
+
+def test_from_many_threads_as_it_ends(store: Any, memory: Any, engine: Any, faults: Any) -> None:
+    """Waits that begin before, while and after each of many short requests ends, well or badly: all say the same."""
+    faults({"where": "event", "error": errno.EIO, "after": 99})
+    disk, buffer, io = store(NBYTES), memory(NBYTES), engine(threads=2)
+
+    def said(request: Any) -> int:
+        try:
+            return int(request.wait(10))
+        except OSError as error:
+            return -int(error.errno or 0)
+
+    failed = 0
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(50):
+            request = io.read(disk.file, 0, buffer.address, NBYTES)
+            answers = set(pool.map(said, [request] * 8))
+            assert answers in ({NBYTES}, {-errno.EIO})
+            failed += answers == {-errno.EIO}
+    assert failed == 1
 
 
 def test_many_threads_start_and_wait(store: Any, memory: Any, scramble: Any, engine: Any, mode: str) -> None:
