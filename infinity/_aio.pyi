@@ -22,8 +22,13 @@ class Request:
         Raises `OSError(errno, text, path)` if it failed, the same at every call; the text holds the offset and the
         size of the piece that failed and of the request.  A file that ends inside a read is `EIO`.  Raises
         `TimeoutError` when it is not done after `timeout` seconds; it goes on, and can be waited for again.  The GIL
-        is released meanwhile, and signal handlers run.
+        is released meanwhile, and signal handlers run.  Raises `RuntimeError` in a forked child: nobody serves it
+        there.
         """
+
+    @property
+    def mismatch(self) -> bool:
+        """Whether it failed because what was read is not what was written, by the checksums of its file."""
 
     def done(self) -> bool:
         """Whether it has ended, also when it failed: then no byte of the buffer is under the kernel any more."""

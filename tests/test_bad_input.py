@@ -190,7 +190,7 @@ def test_a_kernel_that_gives_no_queues(leaves_nothing: Path, engine: str) -> Non
     _aio._inject([{"where": "setup", "error": errno.EPERM, "times": -1}])
     try:
         config = raw(leaves_nothing, aio={"engine": engine})
-        refused(StorageError, r"no I/O engine; .*(does not allow|io_uring)", seeded(Stack), config)
+        refused(StorageError, r"(libaio|io_uring): .*(does not allow|io_uring)", seeded(Stack), config)
     finally:
         _aio._inject([])
 

@@ -27,6 +27,8 @@ std::string AioQueue::explain(int error) {
     if (error == EAGAIN) {
         what += ": the system's AIO slots are used up (fs.aio-nr is " + number_in("/proc/sys/fs/aio-nr") + " of " +
                 number_in("/proc/sys/fs/aio-max-nr") + "); raise fs.aio-max-nr with sysctl, or end what uses them";
+    } else if (error == EMFILE || error == ENFILE) {
+        what += ": too many files are open; raise the limit (ulimit -n)";
     } else if (error == ENOSYS || error == EPERM) {
         what += ": this kernel, or the container's system call filter, does not allow AIO";
     }

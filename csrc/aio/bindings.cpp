@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -48,6 +50,9 @@ py::str fs_decode(const std::string& path) {
 
 // Sleeps without the GIL. A signal's handler (Ctrl-C) runs in slices, since nothing interrupts the wait itself.
 uint64_t wait(Request& request, std::optional<double> timeout) {
+    if (!request.done() && getpid() != request.owner) {
+        throw std::logic_error("this request belongs to the process that started it, not to its forked children");
+    }
     const auto start = std::chrono::steady_clock::now();
     while (!request.done()) {
         Seconds left(0.25);
@@ -129,6 +134,11 @@ PYBIND11_MODULE(_aio, m) {
     py::class_<Request, std::shared_ptr<Request>>(m, "Request")
         .def("wait", &wait, py::arg("timeout") = py::none())
         .def("done", &Request::done)
+        .def_property_readonly("mismatch",
+                               [](const Request& request) {
+                                   const auto failure = request.failure();
+                                   return failure && failure->checksum;
+                               })
         .def_readonly("nbytes", &Request::nbytes)
         .def_property_readonly("bytes_done", &Request::bytes_done);
 

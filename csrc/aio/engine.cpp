@@ -31,7 +31,7 @@ Options checked(const Options& options) {
                                     "; it must be a multiple of 4096");
     }
     check_range("queue_depth", options.queue_depth, 1, 1 << 16);
-    check_range("threads", options.threads, 1, 256);
+    check_range("threads", options.threads, 1, 1024);
     return options;
 }
 
@@ -112,20 +112,28 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
     return request;
 }
 
+// All threads or none: who is told that it was not pinned will not take it back, and what a thread went on using then
+// would be memory that is gone.
 bool Engine::pin(uint64_t address, int64_t nbytes) {
     check_range("nbytes", nbytes, 1, std::numeric_limits<int64_t>::max());
+    if (getpid() != owner_) return false;
     const std::lock_guard lock(mutex_);
-    if (closed_ || getpid() != owner_) return false;
+    if (closed_) return false;
     bool all = true;
     for (const auto& worker : workers_) {
-        worker->call([&](Queue& queue) { all = queue.pin(address, static_cast<uint64_t>(nbytes)) && all; });
+        if (!all) break;
+        worker->call([&](Queue& queue) { all = queue.pin(address, static_cast<uint64_t>(nbytes)); });
+    }
+    if (!all) {
+        for (const auto& worker : workers_) worker->call([&](Queue& queue) { queue.unpin(address); });
     }
     return all;
 }
 
 void Engine::unpin(uint64_t address) {
+    if (getpid() != owner_) return;
     const std::lock_guard lock(mutex_);
-    if (closed_ || getpid() != owner_) return;
+    if (closed_) return;
     for (const auto& worker : workers_) worker->call([&](Queue& queue) { queue.unpin(address); });
 }
 

@@ -1,6 +1,7 @@
 #include "request.h"
 
 #include <errno.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <system_error>
@@ -15,6 +16,7 @@ Request::Request(Direction direction, std::shared_ptr<const File> file, uint64_t
       offset(offset),
       address(address),
       nbytes(nbytes),
+      owner(getpid()),
       unfinished_(nbytes),
       done_(nbytes == 0) {}
 
@@ -28,7 +30,7 @@ void Request::transferred(uint64_t bytes) {
     end(bytes);
 }
 
-void Request::fail(int error, uint64_t at, uint64_t size, const std::string& hint) {
+void Request::fail(int error, uint64_t at, uint64_t size, const std::string& hint, bool checksum) {
     const File::Place place = file->locate(at);
     const bool striped = file->members().size() > 1;
     std::string what = std::generic_category().message(error) + ": " + describe(direction, size, place.offset);
@@ -37,7 +39,7 @@ void Request::fail(int error, uint64_t at, uint64_t size, const std::string& hin
     if (!hint.empty()) what += "; " + hint;
     const std::lock_guard lock(mutex_);
     if (failure_) return;
-    failure_ = Failure{error, std::move(what), file->members()[place.member].path};
+    failure_ = Failure{error, std::move(what), file->members()[place.member].path, checksum};
     failed_.store(true, std::memory_order_release);
 }
 
@@ -55,7 +57,7 @@ void Request::verify(uint64_t from, uint64_t to) {
     const uint64_t end = offset + nbytes;
     if (const auto wrong = sums->find_wrong(from, to, end, memory(from))) {
         fail(EBADMSG, *wrong, std::min(sums->block(), end - *wrong),
-             "its checksum says that these bytes are not those that were written there");
+             "its checksum says that these bytes are not those that were written there", /*checksum=*/true);
     }
 }
 

@@ -1,6 +1,8 @@
 // One transfer between memory and a file, and what became of it.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,6 +21,7 @@ struct Failure {
     int error;         // errno
     std::string what;  // what failed, where, of which request
     std::string path;  // of the file
+    bool checksum;     // what was read is not what was written
 };
 
 // Done means that no byte of the buffer is, or will be, under the kernel any more: a request that failed is done only
@@ -36,7 +39,8 @@ class Request {
     // For the I/O threads. Every byte of the request is ended exactly once: transferred, failed, or never tried after a
     // failure.
     void transferred(uint64_t bytes);
-    void fail(int error, uint64_t at, uint64_t size, const std::string& hint);  // the first failure counts
+    // The first failure counts.
+    void fail(int error, uint64_t at, uint64_t size, const std::string& hint, bool checksum = false);
     void end(uint64_t bytes);
     // Whether the bytes [from, to), which were read, are those that were written; fails if not.
     void verify(uint64_t from, uint64_t to);
@@ -51,6 +55,8 @@ class Request {
     bool wait_for(std::chrono::duration<double> timeout);
     // Why it failed, if it did; for requests that are done.
     std::optional<Failure> failure() const;
+    // The process whose threads serve it; a forked child would wait for ever.
+    const pid_t owner;
     // "read of 4096 bytes at offset 0"
     static std::string describe(Direction direction, uint64_t nbytes, uint64_t offset);
 

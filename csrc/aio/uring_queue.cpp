@@ -90,6 +90,8 @@ std::string UringQueue::explain(int error) {
         std::ifstream("/proc/sys/kernel/io_uring_disabled") >> disabled;
         what += disabled == "0" ? ": the container's system call filter does not allow io_uring"
                                 : ": kernel.io_uring_disabled is " + disabled + "; set it to 0 with sysctl";
+    } else if (error == EMFILE || error == ENFILE) {
+        return what + ": too many files are open; raise the limit (ulimit -n)";
     } else if (error == ENOSYS) {
         what += ": this kernel has no io_uring, or the container's system call filter hides it";
     } else if (error == EINVAL) {
@@ -200,9 +202,12 @@ int UringQueue::reap(std::span<Completion> completions, bool wait) {
     wait = wait && load(cq_tail_) == *cq_head_;
     const int result = enter(wait);
     if (result == -EAGAIN || result == -EBUSY) {  // short of memory, or of room for completions
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (++refusals_ > patience()) return result;
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
     } else if (result < 0) {
         return result;
+    } else {
+        refusals_ = 0;
     }
     return static_cast<int>(collect(completions));
 }

@@ -76,6 +76,7 @@ class UringQueue final : public Queue {
     io_uring_cqe* completions_ = nullptr;
     unsigned sq_mask_ = 0, cq_mask_ = 0, sq_size_ = 0;
     unsigned unsubmitted_ = 0;  // entries that the kernel was not told of yet
+    unsigned refusals_ = 0;     // of the kernel to enter, in a row
 
     std::vector<Pinned> pinned_;        // by address
     std::vector<unsigned> free_slots_;  // of the kernel's table of buffers; empty where it has none

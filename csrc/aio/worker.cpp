@@ -115,7 +115,11 @@ bool Worker::collect() {
         for (const auto& call : calls) call();
         if (busy()) return true;
         if (stopping) return false;
-        reap();
+        if (broken_ == 0) {
+            reap();
+        } else {  // nothing can wake us any more
+            back_off(10);
+        }
     }
 }
 

@@ -92,7 +92,8 @@ def _expected(kind: str, context: Mapping[str, Any]) -> str | None:
     bounds["less_than_equal"] = "at most"
     for name, words in bounds.items():
         if kind == name:
-            return f"{words} {next(iter(context.values())):g}"
+            bound = next(iter(context.values()))
+            return f"{words} {bound if isinstance(bound, int) else format(bound, 'g')}"
     if kind in ("literal_error", "union_tag_invalid"):
         names = str(context.get("expected") or context["expected_tags"]).replace("'", '"')
         return names if " or " in names else " or ".join(names.rsplit(", ", 1))

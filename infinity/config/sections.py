@@ -85,8 +85,8 @@ class ZeroOptimization(Section):
 class Aio(Section):
     """Reading and writing files."""
 
-    block_size: Size = 1 << 20
-    """Largest single request in bytes, a multiple of 4096; longer transfers are split."""
+    block_size: Size = Field(default=1 << 20, le=1 << 30)
+    """Largest single request in bytes, a multiple of 4096 up to 1 GiB; longer transfers are split."""
 
     queue_depth: Count = Field(default=32, le=65536)
     """Requests in flight per thread."""

@@ -156,8 +156,12 @@ def _alignment() -> int:
 
 
 def _check_folder(folder: Path) -> None:
-    if not folder.exists():
-        raise StorageError(f"{folder} does not exist; create it, or name another folder (nvme_path)")
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        raise StorageError(f"{folder} does not exist; create it, or name another folder (nvme_path)") from None
+    except OSError as error:
+        raise StorageError(f"{folder}: {error.strerror}; name another folder (nvme_path)") from error
     if not folder.is_dir():
         raise StorageError(f"{folder} is not a folder; name one (nvme_path)")
 

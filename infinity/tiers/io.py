@@ -30,7 +30,7 @@ def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, thre
         except StorageError as error:
             _log.debug("no I/O engine of the kind %s: %s", kind, error)
             refused.append(f"{kind}: {error}")
-    raise StorageError("no I/O engine; " + "; ".join(refused))
+    raise StorageError(refused[0] if len(refused) == 1 else "no I/O engine; " + "; ".join(refused))
 
 
 def io_uring_state() -> str:
@@ -47,6 +47,16 @@ def _open(kind: str, block_size: int, queue_depth: int, threads: int) -> _aio.En
     if backend is None:
         raise StorageError(f'this build has no {kind}; write another "engine" in the section aio, or "auto"')
     try:
-        return _aio.Engine(block_size, queue_depth, threads, backend=backend)
+        engine = _aio.Engine(block_size, queue_depth, threads, backend=backend)
     except OSError as error:  # its text says which limit or setting is in the way
         raise StorageError(error.strerror or str(error)) from error
+    except ValueError as error:  # more threads, over all paths, than an engine takes
+        raise StorageError(f"{error} (section aio; threads are intra_op_parallelism × the number of paths)") from error
+    if engine.queue_depth < queue_depth:
+        _log.warning(
+            "aio.queue_depth is %d instead of %d: the system's slots for asynchronous I/O are short (raise "
+            "fs.aio-max-nr with sysctl)",
+            engine.queue_depth,
+            queue_depth,
+        )
+    return engine

@@ -11,6 +11,7 @@ import mmap
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -28,7 +29,7 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     """
     length = max(nbytes, 1)
     try:
-        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         hint = "lower infinity.unit_size or infinity.prefetch_bytes, or keep fewer states on cpu"
         raise OutOfMemoryError("host memory", length, available_memory(), hint) from error
@@ -40,29 +41,41 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=length)[:nbytes]
     _mappings[tensor.data_ptr()] = mapping
     if pin:
-        _pin(mapping, tensor.data_ptr(), length)
+        _pin(tensor, length)
     return tensor
 
 
-_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+class _Mapping(mmap.mmap):
+    """Tells those who gave its address away before its memory is given back; a weak reference would tell them after."""
+
+    users: tuple[Callable[[], None], ...] = ()
+
+    def __del__(self) -> None:
+        users, self.users = self.users, ()
+        for let_go in users:
+            let_go()
+
+
+_mappings: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
 """The mappings of all host tensors there are, by address; what keeps one is the storage of its tensors."""
 
 
-def when_unmapped(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+def before_unmapping(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     """Call `callback` just before the memory of `tensor`, which `host_tensor` made, is given back to the system."""
-    weakref.finalize(_mappings[tensor.data_ptr()], callback).atexit = False
+    mapping = _mappings[tensor.data_ptr()]
+    mapping.users = (*mapping.users, callback)
 
 
 _pin_refused = False
 
 
-def _pin(mapping: mmap.mmap, address: int, length: int) -> None:
-    """Register the mapping with CUDA for as long as it lives; the storage of its tensors keeps it alive."""
+def _pin(tensor: torch.Tensor, length: int) -> None:
+    """Register the memory of `tensor` with CUDA for as long as it is mapped."""
     global _pin_refused
     cudart = torch.cuda.cudart()
-    result = cudart.cudaHostRegister(address, length, 0)
+    result = cudart.cudaHostRegister(tensor.data_ptr(), length, 0)
     if int(result) == 0:
-        weakref.finalize(mapping, cudart.cudaHostUnregister, address).atexit = False
+        before_unmapping(tensor, partial(cudart.cudaHostUnregister, tensor.data_ptr()))
     elif not _pin_refused:
         _pin_refused = True
         warnings.warn(

@@ -22,7 +22,7 @@ from infinity.errors import ChecksumError
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
-from infinity.tiers.memory import when_unmapped
+from infinity.tiers.memory import before_unmapping
 from infinity.tiers.placement import Extent
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer, run_on
@@ -43,24 +43,26 @@ class _Request:
         try:
             self._request.wait()
         except OSError as error:
-            raise _with_name(error, self._extent) from None  # the native error says nothing that this one does not
+            # The native error says nothing that this one does not.
+            raise _with_name(error, self._extent, mismatch=self._request.mismatch) from None
         finally:
-            self._memory = None
+            if self._request.done():  # it goes on when Ctrl-C ends the wait
+                self._memory = None
 
     def done(self) -> bool:
         return self._request.done()
 
 
-def _with_name(error: OSError, extent: Extent) -> OSError:
-    """The error of a request, with what its bytes are."""
-    if error.errno != errno.EBADMSG:
+def _with_name(error: OSError, extent: Extent, *, mismatch: bool) -> OSError:
+    """The error of a request, with what its bytes are. mismatch: they are not those that were written."""
+    if not mismatch:
         return OSError(error.errno, f"{error.strerror} ({extent.name})", error.filename)
     where = str(error.strerror).removeprefix(f"{os.strerror(errno.EBADMSG)}: ")
     text = (
         f"checksum mismatch in the {extent.name}, in {error.filename}: {where}. The drive or its cable is failing: run "
         "from the last checkpoint on another one"
     )
-    return ChecksumError(error.errno, text, str(error.filename))
+    return ChecksumError(errno.EBADMSG, text, str(error.filename))
 
 
 class NvmeTier(Tier):
@@ -124,7 +126,7 @@ class NvmeTier(Tier):
         address = memory.data_ptr()
         # The kernel would go on using pages that are no longer ours: it must let go of them first.
         if self._engine.register(address, memory.numel()):
-            when_unmapped(memory, partial(_unregister, weakref.ref(self._engine), address))
+            before_unmapping(memory, partial(_unregister, weakref.ref(self._engine), address))
 
     def close(self) -> None:
         if self._mover is not None:

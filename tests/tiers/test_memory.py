@@ -9,7 +9,7 @@ import torch
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
-from infinity.tiers.memory import host_tensor, when_unmapped
+from infinity.tiers.memory import before_unmapping, host_tensor
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.placement import Extent
 
@@ -19,7 +19,7 @@ NBYTES = 4 << 20
 def test_told_once_when_the_last_view_is_gone() -> None:
     told: list[str] = []
     memory = host_tensor(NBYTES)
-    when_unmapped(memory, lambda: told.append("gone"))
+    before_unmapping(memory, lambda: told.append("gone"))
     view = memory[10:20].view(torch.int16)
     del memory
     assert told == []
@@ -27,10 +27,26 @@ def test_told_once_when_the_last_view_is_gone() -> None:
     assert told == ["gone"]
 
 
+def test_told_while_it_is_still_mapped() -> None:
+    """Later, its address may be another's."""
+    seen: list[bool] = []
+    memory = host_tensor(NBYTES)
+    address = memory.data_ptr()
+
+    def look() -> None:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in lines]
+        seen.append(any(low <= address < high for low, high in ranges))
+
+    before_unmapping(memory, look)
+    del memory
+    assert seen == [True]
+
+
 def test_empty_tensors_too() -> None:
     told: list[str] = []
     memory = host_tensor(0)
-    when_unmapped(memory, lambda: told.append("gone"))
+    before_unmapping(memory, lambda: told.append("gone"))
     del memory
     assert told == ["gone"]
 
