@@ -322,7 +322,8 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         "in turn; buffers in huge pages on both sides."
     )
     machine = f"Linux {platform.release()}, {os.cpu_count()} cores"
-    return {"command": "python bench/aio.py", "machine": machine, "note": note}
+    options = [argument for argument in sys.argv[1:] if not argument.startswith("--redraw")]
+    return {"command": " ".join(["python bench/aio.py", *options]), "machine": machine, "note": note}
 
 
 if __name__ == "__main__":
