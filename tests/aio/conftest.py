@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import random
@@ -69,9 +70,22 @@ class Store:
             os.close(self._fds.pop())
 
 
+@functools.cache
+def io_uring_refused() -> str:
+    """Why the kernel or a container forbids it; empty where it does not."""
+    try:
+        _aio.Engine(backend="io_uring").close()
+    except PermissionError as error:
+        return str(error.strerror)
+    return ""
+
+
 @pytest.fixture(params=_aio.backends())
 def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    name = str(request.param)
+    if name == "io_uring" and (reason := io_uring_refused()):
+        pytest.skip(f"this machine does not allow io_uring: {reason}")
+    return name
 
 
 @pytest.fixture(params=["direct", "buffered"])
