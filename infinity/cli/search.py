@@ -25,7 +25,7 @@ TILE_BYTES = 10 << 20
 
 _WEIGHTS: Mapping[Op, float] = {"mixed": 2, "read": 1, "write": 1}
 _OVERHEAD_S = 0.05
-"""Of a measurement: opening and closing an engine, and the check of what was read."""
+"""Of a measurement: opening and closing an engine, and computing what will be read."""
 _SMALLEST_LIMIT = 8 << 20
 
 
@@ -56,11 +56,18 @@ class Space:
     depths: tuple[int, ...] = (4, 8, 16, 32, 64)
     threads: tuple[int, ...] = (1, 2)
     engines: tuple[str, ...] = ("libaio",)
+    grants: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
+    """Of engine, threads and queue depth: the depth that the system grants where that is less; 0: no engine at all."""
 
     def settings(self, limit: int) -> list[Setting]:
-        """All of them, but none with more than `limit` bytes in flight."""
+        """All of them as the system grants them, each once, but none with more than `limit` bytes in flight."""
         every = itertools.product(self.threads, self.depths, self.blocks, self.engines)
-        return [setting for setting in itertools.starmap(Setting, every) if setting.in_flight <= limit]
+        granted = dict.fromkeys(self.granted(setting) for setting in itertools.starmap(Setting, every))
+        return [setting for setting in granted if 0 < setting.in_flight <= limit]
+
+    def granted(self, setting: Setting) -> Setting:
+        asked = setting.engine, setting.threads, setting.queue_depth
+        return replace(setting, queue_depth=self.grants.get(asked, setting.queue_depth))
 
 
 @dataclass
@@ -122,6 +129,7 @@ class Outcome:
     best: Setting
     results: list[Result]
     first: list[Result]
+    baseline: Setting
 
 
 Measure = Callable[[Setting, Op, float], Sample]
@@ -167,7 +175,7 @@ def search(
                 new = [setting for setting in dict.fromkeys(near) if setting not in tried][: room // 2]
                 entered = entered[: room - len(new)] + new
     ordered = sorted(latest.values(), key=lambda each: (-each[0], -each[1].speed))
-    return Outcome(best, [result for _, result in ordered], list(first.values()))
+    return Outcome(best, [result for _, result in ordered], list(first.values()), baseline)
 
 
 def choose(results: Sequence[Result], tolerance: float = TOLERANCE) -> Result:

@@ -2,13 +2,14 @@
 
 A bench opens its swap file and lays it out once, since training overwrites laid-out files; buffers are allocated once,
 too.  Each run keeps so many requests in flight that the engine's queues stay full.  Writes go straight from the
-`Pattern` of what belongs in the file, so that no copy is measured with them.
+`Pattern` of what belongs in the file, so that no copy is measured with them.  What is read is compared as it is waited
+for, before its buffer is used again, while the requests behind it keep the queues full; the time it takes is no part of
+the CPU seconds.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import math
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +26,24 @@ from numpy.typing import NDArray
 from infinity import _aio
 from infinity.errors import OutOfMemoryError
 from infinity.tiers.available import available_memory
+from infinity.tiers.contents import Contents, WrongByte
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.pattern import PAGE, PERIOD, Pattern
+from infinity.tiers.pattern import PAGE, PERIOD
 from infinity.tiers.stripe import LARGEST_CHUNK
 
 Op = Literal["read", "write", "mixed"]
 OPS: tuple[Op, ...] = ("read", "write", "mixed")
 
+LARGEST_BLOCK = 1 << 30
+MOST_THREADS = 256
+"""Of all folders together; these two are the engine's own limits (csrc/aio/engine.cpp)."""
+
 _SMALLEST_REQUEST = 2 << 20
+_SECTOR = 512
+_UNREAD = 0xEE
+"""What a read that did not happen leaves in each sector of its buffer."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sample:
-    """One run: bytes moved, seconds on the clock, and CPU seconds of all threads of the process, kernel included.
+    """One run: bytes moved, seconds on the clock, and CPU seconds of all threads of the process, kernel included, but
+    not those of comparing what was read.
 
     `latencies`: (milliseconds from submission to completion, number of pieces), ascending; a piece is a block, or what
-    remains of a request. `backend`: the engine's name of what it ran on.
+    remains of a request. `backend`: the engine's name of what it ran on. `queue_depth`: as the system granted it.
     """
 
     nbytes: int
@@ -73,6 +83,7 @@ class Sample:
     cpu_seconds: float
     latencies: tuple[tuple[float, int], ...]
     backend: str
+    queue_depth: int
 
     @property
     def gb_per_s(self) -> float:
@@ -86,6 +97,15 @@ class Sample:
     @property
     def cpu_s_per_gb(self) -> float:
         return self.cpu_seconds / (self.nbytes / 1e9)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A request under way; `found`: the buffer that it reads into, whose bytes belong at `offset`."""
+
+    request: _aio.Request
+    offset: int
+    found: NDArray[np.uint8] | None = None
 
 
 _PASS = Workload("write")
@@ -141,11 +161,10 @@ class Bench:
             raise OutOfMemoryError("host memory", ring + PERIOD + longest, available_memory(), hint)
         with ExitStack() as undo:
             self._swap = undo.enter_context(open_swap_files(self.paths, self.nbytes, name="measurement", chunk=chunk))
-            self._pattern = Pattern(longest)
+            self.contents = Contents(self.nbytes, longest)
             self._ring = host_tensor(ring)
-            self._generations = np.zeros(self.nbytes // PAGE, dtype=np.int32)  # of each page, as last written
-            self._generation = 0
             self.layout = self._lay_out()
+            self._fastest = self.layout.gb_per_s
             undo.pop_all()
 
     @property
@@ -154,19 +173,22 @@ class Bench:
         return self._swap.direct
 
     def run(self, workload: Workload, *, seconds: float | None = None, nbytes: int | None = None) -> Sample:
-        """Moves `nbytes` bytes, or as many as requests started within `seconds` move; at least one request.
+        """Moves `nbytes` bytes, or as many as requests started within `seconds` move; whole requests, one at least.
 
         Reads and writes go through the file in order and begin again at its end. Of a mixed workload every second
         request writes: reads stay in the first half of the file, writes in the second one.
         """
-        self._generation += 1
         request, slots = self._request(workload), self._outstanding(workload)
-        ring = self._ring[: request * slots].numpy()
-        ring[::512] = 0xEE  # what a read that did not happen would leave
-        held: dict[int, int] = {}
+        if workload.op != "read":
+            self.contents.begin_generation()
+        self._expect(workload, nbytes if nbytes is not None else 2e9 * self._fastest * (seconds or 0))
+        buffers = self._ring[: request * slots].numpy().reshape(slots, request)
+        buffers[:, ::_SECTOR] = _UNREAD
+        held: dict[int, int | None] = {}  # the checksum of what each buffer was last read for
+        comparing = 0.0
         started = 0
         with self._open(workload) as engine:
-            for memory in (self._ring, self._pattern.memory):  # as training does with its pools
+            for memory in (self._ring, self.contents.pattern.memory):  # as training does with its pools
                 engine.register(memory.data_ptr(), memory.numel())
             begin, cpu = self._clock(), time.process_time()
 
@@ -175,41 +197,50 @@ class Bench:
                     return started < nbytes
                 return seconds is not None and self._clock() - begin < seconds
 
-            pending: deque[_aio.Request] = deque()
+            pending: deque[_Pending] = deque()
             turns = self._turns(workload.op, request)
             while not started or more():
                 if len(pending) == slots:
-                    pending.popleft().wait()
+                    oldest = pending.popleft()
+                    oldest.request.wait()
+                    comparing += self._compare(oldest)
                 writes, number, offset = next(turns)
                 if writes:
-                    pending.append(self._write(engine, offset, request))
+                    pending.append(_Pending(self._write(engine, offset, request), offset))
                 else:
-                    slot = number % slots
-                    pending.append(self._read(engine, offset, slot * request, request))
-                    held[slot] = offset
+                    slot, since = number % slots, time.thread_time()
+                    wanted = self.contents.checksum(offset, request)
+                    if slot in held and (wanted is None or wanted == held[slot]):
+                        buffers[slot, ::_SECTOR] = _UNREAD  # or a read that did not happen would look right
+                    held[slot] = wanted
+                    comparing += time.thread_time() - since
+                    reading = self._read(engine, offset, slot * request, request)
+                    pending.append(_Pending(reading, offset, buffers[slot]))
                 started += request
             for each in pending:
-                each.wait()
-            spent = self._clock() - begin, time.process_time() - cpu
-            sample = Sample(started, *spent, tuple(engine.take_latencies()), engine.backend)
-        for slot, offset in held.items():
-            self._check(offset, ring[slot * request : (slot + 1) * request])
+                each.request.wait()
+            spent = self._clock() - begin, max(0.0, time.process_time() - cpu - comparing)
+            latencies = tuple(engine.take_latencies())
+            sample = Sample(started, *spent, latencies, engine.backend, engine.queue_depth)
+        for each in pending:
+            self._compare(each)
+        self._fastest = max(self._fastest, sample.gb_per_s)
         return sample
 
     def verify(self) -> int:
         """Reads the whole file and compares it with what was written; returns its bytes."""
         request = self._request(_PASS)
         slots = min(8, self._ring.numel() // request)
-        pending: deque[tuple[_aio.Request, int, NDArray[np.uint8]]] = deque()
+        pending: deque[_Pending] = deque()
         with self._open(_PASS) as engine:
             for number, offset in enumerate(range(0, self.nbytes, request)):
                 if len(pending) == slots:
-                    self._land(*pending.popleft())
+                    self._land(pending.popleft())
                 start, length = number % slots * request, min(request, self.nbytes - offset)
                 reading = self._read(engine, offset, start, length)
-                pending.append((reading, offset, self._ring[start : start + length].numpy()))
+                pending.append(_Pending(reading, offset, self._ring[start : start + length].numpy()))
             while pending:
-                self._land(*pending.popleft())
+                self._land(pending.popleft())
         return self.nbytes
 
     def close(self) -> None:
@@ -236,7 +267,8 @@ class Bench:
             for each in pending:
                 each.wait()
             spent = self._clock() - begin, time.process_time() - cpu
-            return Sample(self.nbytes, *spent, tuple(engine.take_latencies()), engine.backend)
+            latencies = tuple(engine.take_latencies())
+            return Sample(self.nbytes, *spent, latencies, engine.backend, engine.queue_depth)
 
     def _turns(self, op: Op, request: int) -> Iterator[tuple[bool, int, int]]:
         """Without end: (whether it writes, how many of its kind came before, its offset) of each request."""
@@ -272,31 +304,39 @@ class Bench:
         return engine.read(self._swap.file, offset, self._ring.data_ptr() + start, nbytes)
 
     def _write(self, engine: _aio.Engine, offset: int, nbytes: int) -> _aio.Request:
-        self._generations[offset // PAGE : (offset + nbytes) // PAGE] = self._generation
-        source = self._pattern.address + self._pattern.position(offset, self._generation)
-        return engine.write(self._swap.file, offset, source, nbytes)
+        return engine.write(self._swap.file, offset, self.contents.written(offset, nbytes), nbytes)
 
-    def _land(self, reading: _aio.Request, offset: int, found: NDArray[np.uint8]) -> None:
-        reading.wait()
-        self._check(offset, found)
+    def _expect(self, workload: Workload, nbytes: float) -> None:
+        """Computes what a run that moves `nbytes` needs to know of what it reads, so that it need not do so itself."""
+        request = self._request(workload)
+        laps = self._room(workload.op) // request
+        for _, number, offset in self._turns(workload.op, request):
+            if number >= min(laps, nbytes / request) or workload.op == "write":
+                break
+            self.contents.checksum(offset, request)
 
-    def _check(self, offset: int, found: NDArray[np.uint8]) -> None:
-        """Raises OSError (EIO) unless `found` is what was last written at `offset`."""
-        pages = self._generations[offset // PAGE : (offset + len(found)) // PAGE]
-        edges = [0, *(np.flatnonzero(np.diff(pages)) + 1).tolist(), len(pages)]
-        for first, last in itertools.pairwise(edges):
-            part = found[first * PAGE : last * PAGE]
-            wanted = self._pattern.expected(offset + first * PAGE, len(part), int(pages[first]))
-            if not np.array_equal(part.view(np.uint64), wanted.view(np.uint64)):
-                raise self._wrong(offset + first * PAGE, part, wanted)
+    def _compare(self, done: _Pending) -> float:
+        """CPU seconds that it took. Raises OSError (EIO) unless what was read is what was last written."""
+        begin = time.thread_time()
+        if done.found is not None:
+            self._check(done.offset, done.found)
+        return time.thread_time() - begin
+
+    def _land(self, reading: _Pending) -> None:
+        reading.request.wait()
+        if reading.found is not None:
+            self._check(reading.offset, reading.found, exactly=True)
+
+    def _check(self, offset: int, found: NDArray[np.uint8], *, exactly: bool = False) -> None:
+        wrong = self.contents.wrong_byte(offset, found, exactly=exactly)
+        if wrong is not None:
+            raise self._error(wrong)
         self.verified_bytes += len(found)
 
-    def _wrong(self, offset: int, found: NDArray[Any], wanted: NDArray[Any]) -> OSError:
-        where = int(np.argmax(found != wanted))
-        at = offset + where
-        folder = self.paths[at // self._chunk % len(self.paths)]
+    def _error(self, wrong: WrongByte) -> OSError:
+        folder = self.paths[wrong.offset // self._chunk % len(self.paths)]
         text = (
-            f"byte {at:,} of {self.nbytes:,} was read as {found[where]:#04x}, but {wanted[where]:#04x} was written: "
-            "have this drive checked (kernel log, smartctl) before data is kept on it"
+            f"byte {wrong.offset:,} of {self.nbytes:,} was read as {wrong.found:#04x}, but {wrong.wanted:#04x} was "
+            "written: have this drive checked (kernel log, smartctl) before data is kept on it"
         )
         return OSError(errno.EIO, text, str(folder))

@@ -30,7 +30,7 @@ NO_LIMIT = 1 << 40
 
 
 def sample(gb_per_s: float, cpu: float = 0.01) -> Sample:
-    return Sample(10**9, 1 / gb_per_s, cpu, (), "libaio (static)")
+    return Sample(10**9, 1 / gb_per_s, cpu, (), "libaio (static)", 32)
 
 
 def result(
@@ -144,6 +144,16 @@ def test_neighbours_are_one_step_away() -> None:
     assert len(near) == 8 and {setting.threads for setting in near} == {1}
     assert len(neighbours(Setting(1, 4, 128 << 10, "libaio"), space, everything)) == 3
     assert neighbours(Setting(1, 1000, 12288, "libaio"), space, everything) == []
+
+
+def test_settings_that_are_granted_alike_are_one() -> None:
+    space = Space(
+        depths=(4, 8, 16), threads=(1, 2), grants={("libaio", 1, 16): 8, ("libaio", 2, 16): 4, ("libaio", 2, 8): 4}
+    )
+    assert {(each.threads, each.queue_depth) for each in space.settings(NO_LIMIT)} == {(1, 4), (1, 8), (2, 4)}
+    assert len(space.settings(NO_LIMIT)) == 3 * len(space.blocks)
+    assert space.granted(Setting(2, 16, MIB, "libaio")) == Setting(2, 4, MIB, "libaio")
+    assert Space(threads=(1,), grants={("libaio", 1, depth): 0 for depth in Space().depths}).settings(NO_LIMIT) == []
 
 
 def test_the_limit_follows_the_drive_and_the_file() -> None:

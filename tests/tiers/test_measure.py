@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import time
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from infinity import _aio
 from infinity.errors import OutOfMemoryError, OutOfSpaceError, StorageError
 from infinity.tiers import measure
 from infinity.tiers.measure import OPS, Bench, Op, Workload, percentile
@@ -70,7 +73,7 @@ def test_a_run_finds_a_wrong_byte_in_what_it_read(bench: Bench) -> None:
 
 
 def test_a_write_that_did_not_happen_is_found(bench: Bench) -> None:
-    bench._generations[100] += 1  # as if page 100 had been overwritten
+    bench.contents.generations[100] += 1  # as if page 100 had been overwritten
     with pytest.raises(OSError, match=f"byte {100 * PAGE:,} of"):
         bench.verify()
 
@@ -80,6 +83,72 @@ def test_a_read_that_did_not_happen_is_found(bench: Bench, monkeypatch: pytest.M
     monkeypatch.setattr(Bench, "_read", lambda *_: SimpleNamespace(wait=lambda: 0))
     with pytest.raises(OSError, match="was written"):
         bench.run(WORKS[0], nbytes=SIZE)
+
+
+@pytest.mark.parametrize("op", ["read", "mixed"])
+def test_bytes_that_are_wrong_once_early_in_a_run_are_found(op: Op, bench: Bench) -> None:
+    _aio._inject([{"where": "event", "only": "read", "flip": True, "after": 20}])
+    try:
+        with pytest.raises(OSError, match="was written"):
+            bench.run(Workload(op, 256 << 10, 4), nbytes=8 * SIZE)
+    finally:
+        _aio._inject([])
+    bench.verify()
+
+
+def test_a_read_that_does_not_happen_in_a_later_lap_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Workload("read", block_size=256 << 10, queue_depth=32)
+    assert bench._outstanding(work) * work.request == SIZE  # each buffer is for one and the same place again and again
+    real, calls = Bench._read, count()
+    monkeypatch.setattr(
+        Bench, "_read", lambda *how: real(*how) if next(calls) < 16 else SimpleNamespace(wait=lambda: 0)
+    )
+    with pytest.raises(OSError, match="was read as 0xee"):
+        bench.run(work, nbytes=4 * SIZE)
+
+
+def test_reads_of_pages_of_several_generations_are_compared(bench: Bench) -> None:
+    bench.run(Workload("write", block_size=MIB, request_bytes=3 * MIB), nbytes=6 * MIB)
+    work = Workload("read", block_size=MIB, request_bytes=4 * MIB)
+    assert bench.contents.checksum(4 * MIB, 4 * MIB) is None
+    verified = bench.verified_bytes
+    assert bench.run(work, nbytes=SIZE).nbytes == bench.verified_bytes - verified == SIZE
+    flip_byte(bench, 7 * MIB)
+    with pytest.raises(OSError, match=f"byte {7 * MIB:,} of"):
+        bench.run(work, nbytes=SIZE)
+
+
+def test_comparing_is_not_in_the_cpu_seconds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent, check = [100.0], Bench._check
+
+    def dear(*what: object, **how: object) -> None:
+        spent[0] += 5.0
+        check(*what, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Bench, "_check", dear)
+    for clock in ("thread_time", "process_time"):
+        monkeypatch.setattr(time, clock, lambda: spent[0])
+    assert bench.run(WORKS[0], nbytes=4 * SIZE).cpu_seconds == 0
+    assert spent[0] == 100 + 5 * 4 * SIZE // WORKS[0].request
+
+
+def test_what_is_read_is_known_before_the_time_runs(bench: Bench) -> None:
+    ops: tuple[Op, ...] = ("read", "mixed")
+    for op in ops:
+        bench._expect(Workload(op), SIZE)
+    known = len(bench.contents._checksums)
+    for op in ops:
+        bench.run(Workload(op), nbytes=2 * SIZE)
+    assert known == len(bench.contents._checksums) == SIZE // Workload("read").request
+
+
+def test_the_queue_depth_is_the_granted_one(bench: Bench) -> None:
+    assert bench.run(WORKS[0], nbytes=SIZE).queue_depth == 4
+    _aio._inject([{"where": "setup", "error": errno.EAGAIN, "above": 2, "times": -1}])
+    try:
+        assert bench.run(WORKS[0], nbytes=SIZE).queue_depth == 2
+    finally:
+        _aio._inject([])
 
 
 def test_seconds_are_those_of_the_clock(tmp_path: Path) -> None:
@@ -124,7 +193,7 @@ def test_striped_over_two_folders(tmp_path: Path) -> None:
     with bench:
         bench.run(work, nbytes=SIZE)
         bench.verify()
-        bench._generations[33] += 1  # the second chunk's second page
+        bench.contents.generations[33] += 1  # the second chunk's second page
         with pytest.raises(OSError, match=f"byte {33 * PAGE:,} of") as failure:
             bench.verify()
         assert failure.value.filename == str(folders[1])
