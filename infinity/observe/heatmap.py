@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,20 @@ class Cell:
     block_size: int
 
 
+def picture_formats() -> list[str]:
+    """What names of pictures may end in, without the dot; nothing where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        return []
+    return sorted(FigureCanvasAgg.get_supported_filetypes())
+
+
 def plot_sweep(
     path: str | os.PathLike[str], gb_per_s: Mapping[Cell, float], *, best: Cell, title: str, subtitle: str = ""
 ) -> None:
-    """Write a PNG of `gb_per_s`; cells that are not there stay empty, and `best` is marked. Needs matplotlib
-    (ImportError without it)."""
+    """Write a picture of `gb_per_s`, of the format that `path` ends in; cells that are not there stay empty, and `best`
+    is marked. `title` and `subtitle` are text as it is. Needs matplotlib (ImportError without it)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display is looked for
     from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
@@ -66,10 +76,12 @@ def plot_sweep(
     _key(
         figure, (width - right + 0.3) / width, bottom / height, 0.14 / width, 1 - (top + bottom) / height, shades, scale
     )
-    figure.text(left / width, 1 - 0.45 / height, title, color=INK, fontsize=13, weight="bold")
-    figure.text(left / width, 1 - 0.73 / height, subtitle, color=MUTED, fontsize=9.5)
+    figure.text(left / width, 1 - 0.45 / height, title, color=INK, fontsize=13, weight="bold", parse_math=False)
+    figure.text(left / width, 1 - 0.73 / height, subtitle, color=MUTED, fontsize=9.5, parse_math=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a letter that no font has is drawn as a box
+        figure.savefig(path)
 
 
 def _draw(axes: Any, figures: Mapping[tuple[int, int], float], shape: tuple[int, int], shades: Any, scale: Any) -> None:

@@ -1,10 +1,11 @@
 """The heat map is drawn, whatever part of the sweep was measured."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from infinity.observe.heatmap import Cell, plot_sweep
+from infinity.observe.heatmap import Cell, picture_formats, plot_sweep
 
 MIB = 1 << 20
 
@@ -26,6 +27,20 @@ def test_draws_a_png_with_the_best_marked(tmp_path: Path, engines: list[str]) ->
     assert pixels.shape[1] >= 1000 and pixels.shape[0] >= 400
     assert (pixels == (0xE4, 0x57, 0x2E)).all(-1).sum() > 300  # the frame of the best
     assert (pixels == (0x12, 0x3A, 0x86)).all(-1).sum() > 1000  # the fastest
+
+
+def test_titles_are_text_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    only = Cell("io_uring", 1, 32, MIB)
+    plot_sweep(tmp_path / "sweep.svg", {only: 1.0}, best=only, title="$x_{$", subtitle="$\\frac{$ 漢字")
+    assert (tmp_path / "sweep.svg").stat().st_size > 5000
+
+
+def test_the_formats_are_those_of_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    assert {"png", "svg", "pdf"} < set(picture_formats())
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert picture_formats() == []
 
 
 def test_a_single_figure_is_drawn_too(tmp_path: Path) -> None:
