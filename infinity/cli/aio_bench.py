@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-import typer
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from infinity.cli.console import (
     USAGE,
     Step,
-    check_folders,
     check_one_of,
     check_range,
     fail,
+    note,
     one_line_errors,
+    printable,
     progress,
+    say,
+    say_json,
     size_of,
     warnings_as_notes,
 )
+from infinity.cli.paths import check_folders, note_what_is_memory
 from infinity.observe.units import show_bytes
 from infinity.sizes import format_size
-from infinity.tiers.io import ENGINES
-from infinity.tiers.measure import OPS, Bench, Op, Sample, Workload, percentile
+from infinity.tiers.io import ENGINES, open_engine
+from infinity.tiers.measure import LARGEST_BLOCK, MOST_THREADS, OPS, Bench, Op, Sample, Workload, percentile
 from infinity.tiers.pattern import PAGE
 from infinity.tiers.stripe import stripe_chunk
 
@@ -56,19 +58,29 @@ def run(
     as_json: bool,
 ) -> None:
     """The command, as its help describes it."""
-    task = _checked(paths, op, size, block_size, queue_depth, threads, engine, runs)
     with one_line_errors(), warnings_as_notes():
+        task = _checked(paths, op, size, block_size, queue_depth, threads, engine, runs)
+        note_what_is_memory(task.paths)
         with progress(shown=not as_json) as step:
             facts = measure(task, step)
         if as_json:
-            typer.echo(json.dumps(facts, indent=2))
+            say_json(facts)
         else:
-            Console().print(table(facts), _verified(facts), sep="")
+            say(*shown(facts))
 
 
 def measure(task: Task, step: Step) -> dict[str, Any]:
     """All runs of `task`, and a look at every byte of the file after them; of JSON types."""
     work = task.workload
+    threads = work.threads * len(task.paths)
+    # Whether the engine is to be had shows before the file is laid out.
+    with open_engine(work.engine, block_size=work.block_size, queue_depth=work.queue_depth, threads=threads) as engine:
+        work = replace(work, queue_depth=engine.queue_depth)
+    if work.queue_depth < task.workload.queue_depth:
+        note(
+            f"the system granted a queue depth of {work.queue_depth}, not {task.workload.queue_depth}, and that is "
+            "measured: raise fs.aio-max-nr with sysctl"
+        )
     chunk = stripe_chunk(work.block_size)
     steps = task.runs + 2
     step(0, f"laying out {format_size(task.size)}")
@@ -83,42 +95,46 @@ def measure(task: Task, step: Step) -> dict[str, Any]:
         return _facts(task, samples, bench)
 
 
-def table(facts: dict[str, Any]) -> Table:
+def shown(facts: dict[str, Any]) -> list[RenderableType]:
     """`facts` for people."""
     threads, runs, paths = facts["threads"], facts["runs"], facts["paths"]
     where = f"on each of {threads} threads" if threads > 1 else "on 1 thread"
     where += " for each folder" if len(paths) > 1 else ""
-    title = (
-        f"[bold]{facts['op']}, {format_size(facts['size'])} in {', '.join(paths)}[/bold]\n"
-        f"blocks of {format_size(facts['block_size'])}, {facts['queue_depth']} in flight {where}\n"
-        f"{facts['engine']}, {'direct' if facts['direct'] else 'buffered'}, "
-        f"{runs} run{'s' * (runs > 1)}"
+    asked = f" ({facts['queue_depth_asked']} asked for)" if "queue_depth_asked" in facts else ""
+    title = Text(f"{facts['op']}, {format_size(facts['size'])} in {printable(', '.join(paths))}", style="bold")
+    how = Text(
+        f"blocks of {format_size(facts['block_size'])}, {facts['queue_depth']} in flight{asked} {where}\n"
+        f"{facts['engine']}, {'direct' if facts['direct'] else 'buffered'}, {runs} run{'s' * (runs > 1)}\n"
     )
-    shown = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
-    names = ("GB/s median", "min", "max", "IOPS", "CPU s per GB", "p50 of a block", "p99")
-    for name in names:
-        shown.add_column(name, justify="right", style="bold cyan" if name == names[0] else "", no_wrap=True)
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(justify="right", no_wrap=True)
+    rows.add_column(no_wrap=True)
     speed, latency = facts["gb_per_s"], facts["latency_ms"]
-    cells = [f"{speed[key]:.2f}" for key in ("median", "min", "max")]
-    cells += [f"{facts['iops']:,.0f}", f"{facts['cpu_s_per_gb']:.3f}"]
-    cells += [f"{latency[key]:.3g} ms" if latency[key] is not None else "–" for key in ("p50", "p99")]
-    shown.add_row(*cells)
-    return shown
-
-
-def _verified(facts: dict[str, Any]) -> str:
-    return f"[green]verified[/green]: {show_bytes(facts['verified_bytes'])} read back, each byte as it was written"
+    rows.add_row(
+        "GB/s median", f"{speed['median']:.2f}", f"{speed['min']:.2f} to {speed['max']:.2f}", style="bold cyan"
+    )
+    rows.add_row("IOPS", f"{facts['iops']:,.0f}")
+    rows.add_row("CPU s per GB", f"{facts['cpu_s_per_gb']:.3f}")
+    for name in ("p50", "p99"):
+        found = latency[name]
+        rows.add_row(f"{name} of a block", f"{found:.3g} ms" if found is not None else "–")
+    verified = Text("\nverified", style="green")
+    verified.append(f": {show_bytes(facts['verified_bytes'])} read back, each byte as it was written", style="default")
+    return [title, how, rows, verified]
 
 
 def _facts(task: Task, samples: Sequence[Sample], bench: Bench) -> dict[str, Any]:
     work, speeds = task.workload, [sample.gb_per_s for sample in samples]
     latencies = [bucket for sample in samples for bucket in sample.latencies]
     found = {name: percentile(latencies, fraction) for name, fraction in (("p50", 0.5), ("p99", 0.99))}
+    granted = min(sample.queue_depth for sample in samples)
     return {
         "op": work.op,
         "size": task.size,
         "block_size": work.block_size,
-        "queue_depth": work.queue_depth,
+        "queue_depth": granted,
+        **({"queue_depth_asked": work.queue_depth} if granted != work.queue_depth else {}),
         "threads": work.threads,
         "engine": samples[0].backend,
         "gb_per_s": {"min": min(speeds), "median": median(speeds), "max": max(speeds)},
@@ -140,11 +156,19 @@ def _checked(
     total, block = size_of("--size", size), size_of("--block-size", block_size)
     if block <= 0 or block % PAGE:
         fail(f"--block-size must be a multiple of {PAGE}, such as {max(1, block // PAGE) * PAGE}, not {block}", USAGE)
+    if block > LARGEST_BLOCK:
+        fail(f"--block-size must be {format_size(LARGEST_BLOCK)} at most, not {format_size(block)}", USAGE)
     least = 2 * block
     if total < least:
         fail(f"--size must be two blocks at least ({format_size(least)}), not {format_size(total)}", USAGE)
     check_range("--queue-depth", depth, 1, 65536)
     check_range("--threads", threads, 1, 64)
+    if threads * len(paths) > MOST_THREADS:
+        fail(
+            f"--threads {threads} for each of {len(paths)} folders are {threads * len(paths)}, and an engine has at "
+            f"most {MOST_THREADS}: lower it, or name fewer folders",
+            USAGE,
+        )
     check_range("--runs", runs, 1, 10_000)
     check_folders(paths)
     return Task(paths, total, runs, Workload(cast(Op, op), block, depth, threads, engine))

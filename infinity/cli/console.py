@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
+import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from infinity.errors import InfinityError
 from infinity.sizes import parse_size
@@ -18,14 +25,26 @@ from infinity.sizes import parse_size
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
 
+_WIDEST = 10_000
+
 Step = Callable[[float, str], None]
 """How much of the whole is done, from 0 to 1, and what goes on."""
+
+
+def printable(text: object) -> str:
+    """A path or message as any terminal, file and font can take it: in one line, and "�" for what is no character."""
+    return "".join(letter if letter.isprintable() else "�" for letter in str(text))
+
+
+def note(text: object) -> None:
+    """One line on stderr."""
+    typer.echo(f"note: {printable(text)}", err=True)
 
 
 def fail(message: object, code: int = FAILED) -> NoReturn:
     """End the command with one line on stderr."""
     text = " ".join(str(message).split()).replace("(nvme_path)", "(--path)")
-    typer.echo(f"infinity: {text}", err=True)
+    typer.echo(f"infinity: {printable(text)}", err=True)
     raise typer.Exit(code)
 
 
@@ -44,18 +63,62 @@ def one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """A warning in the block is one line on stderr, once."""
+    """A warning in the block is one line on stderr, once. The package's log is silent: commands say it themselves."""
     said: set[str] = set()
+    log = logging.getLogger("infinity")
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         if str(message) not in said:
             said.add(str(message))
-            typer.echo(f"note: {message}", err=True)
+            note(message)
+
+    def silence(_: logging.LogRecord) -> bool:
+        return False
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", RuntimeWarning)
         warnings.showwarning = show
-        yield
+        log.addFilter(silence)
+        try:
+            yield
+        finally:
+            log.removeFilter(silence)
+
+
+def say(*results: str | RenderableType) -> None:
+    """Write to stdout, text as it is: paths are never taken for markup, and no figure is cut, however narrow it is.
+
+    Where it cannot be written, ends the command with one line; without any where a pipe was closed (`| head`)."""
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+    shown = console.width
+    try:
+        for each in results:
+            if isinstance(each, str):
+                typer.echo(each)
+            else:
+                if isinstance(each, Table):
+                    needed = Measurement.get(console, console.options.update(width=_WIDEST), each).maximum
+                    console.width = max(shown, needed)
+                console.print(each, crop=False)
+        sys.stdout.flush()
+    except OSError as error:
+        stdout_failed(error)
+
+
+def say_json(facts: Any) -> None:
+    say(json.dumps(facts, indent=2))
+
+
+def stdout_failed(error: OSError) -> NoReturn:
+    """End the command with one line, or without any where it was a pipe that was closed."""
+    # What is left in the buffer would fail once more when the interpreter ends.
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    if error.errno == errno.EPIPE:
+        raise typer.Exit(FAILED)
+    fail(f"the result cannot be written to stdout: {error.strerror or error}")
 
 
 @contextmanager
@@ -65,20 +128,20 @@ def progress(shown: bool) -> Iterator[Step]:
     if not shown:
         yield lambda done, what: None
     elif console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True, expand=True) as bar:
             task = bar.add_task("", total=1.0)
             yield lambda done, what: bar.update(task, completed=done, description=what)
     else:
         said: list[str] = []
 
-        def say(done: float, what: str) -> None:
+        def tell(done: float, what: str) -> None:
             what = what.partition(";")[0]  # what follows a semicolon changes all the time
             if what not in said[-1:]:
                 said.append(what)
                 typer.echo(what, err=True)
 
-        yield say
+        yield tell
 
 
 def size_of(option: str, text: str) -> int:
@@ -98,13 +161,3 @@ def check_range(option: str, value: float, least: float, most: float) -> None:
 def check_one_of(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         fail(f"{option} must be one of {', '.join(known)}, not {value!r}", USAGE)
-
-
-def check_folders(paths: Sequence[Path]) -> None:
-    """Ends the command where a folder is not there, or is there twice."""
-    for path in paths:
-        if not path.is_dir():
-            what = "is not a folder" if path.exists() else "does not exist"
-            fail(f"--path {path} {what}: name a folder on the drive to measure", USAGE)
-    if len({path.resolve() for path in paths}) < len(paths):
-        fail("--path names one folder twice: name each drive's folder once", USAGE)

@@ -6,13 +6,30 @@ or a native part does not load.
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(typer.core.TyperGroup):
+    """Commands whose help cannot be written end with one line, too."""
+
+    def main(self, *arguments: Any, **how: Any) -> Any:
+        try:
+            return super().main(*arguments, **how)
+        except OSError as error:
+            from infinity.cli.console import stdout_failed
+
+            try:
+                stdout_failed(error)
+            except typer.Exit as ended:
+                sys.exit(ended.exit_code)
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Paths = Annotated[
     list[Path],
@@ -22,8 +39,20 @@ Json = Annotated[bool, typer.Option("--json", help="Write one JSON object instea
 EngineName = Annotated[str, typer.Option("--engine", help="auto, libaio or io_uring.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from infinity import __version__
+        from infinity.cli.console import say
+
+        say(f"infinity {__version__}")
+        raise typer.Exit()
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+
+
 @app.callback()
-def infinity() -> None:
+def infinity(version: Version = False) -> None:
     """Train and run PyTorch models that are larger than memory."""
 
 
@@ -39,10 +68,15 @@ def report(
 
     Exits with 1 if a part that training needs does not work.
     """
+    from infinity.cli.console import one_line_errors, say, say_json, warnings_as_notes
     from infinity.cli.report import broken, collect, lines
 
-    facts = collect(path)
-    typer.echo(json.dumps(facts, indent=2) if as_json else "\n".join(lines(facts)))
+    with one_line_errors(), warnings_as_notes():
+        facts = collect(path)
+        if as_json:
+            say_json(facts)
+        else:
+            say("\n".join(lines(facts)))
     raise typer.Exit(1 if broken(facts) else 0)
 
 
@@ -58,9 +92,10 @@ def aio_bench(
     runs: Annotated[int, typer.Option(help="How often it is measured.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measure a drive through the engine that training uses, and check every byte (elsewhere: ds_io).
+    """Measure a drive through the engine that training uses, and check every byte read (elsewhere: ds_io).
 
-    The file is anonymous: nothing is left on disk, however the command ends.
+    A run moves whole requests, of a block or 2 MiB. The file is anonymous: nothing is left on disk,
+    however the command ends.
     """
     from infinity.cli.aio_bench import run
 
@@ -71,7 +106,9 @@ def aio_bench(
 def tune(
     path: Paths,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the section aio to.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file to draw the sweep to; needs matplotlib.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG or other picture to draw the sweep to; needs matplotlib.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure.")] = 60,
     size: Annotated[str, typer.Option(help="Of the file that is measured with.")] = "1GiB",
     engine: EngineName = "auto",

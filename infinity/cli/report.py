@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from infinity import __version__
+from infinity.cli.console import printable
+from infinity.cli.paths import file_system, in_memory
 from infinity.errors import InfinityError, StorageError
+from infinity.observe.units import show_bytes
 from infinity.sizes import format_size
 
 Facts = dict[str, dict[str, Any]]
@@ -54,7 +57,7 @@ def lines(facts: Facts) -> Iterator[str]:
     """`facts` for people: a line for each, never wrapped, so that paths and errors can be copied whole."""
     for name, section in facts.items():
         for row, (key, value) in enumerate(section.items()):
-            yield f"{'' if row else name:<10}{key:<12} {_text(value)}"
+            yield printable(f"{'' if row else name:<10}{key:<12} {_text(value)}")
 
 
 def _text(value: Any) -> str:
@@ -115,8 +118,22 @@ def _processor() -> str:
 def _memlock() -> str:
     """How much memory this process may lock: the limit under which host memory is pinned."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    uring = "all" if soft == resource.RLIM_INFINITY or _may_lock_all() else f"{soft:,} bytes"
     shown = ["unlimited" if limit == resource.RLIM_INFINITY else format_size(limit) for limit in (soft, hard)]
-    return f"{shown[0]} (ulimit -l; at most {shown[1]})"
+    return f"{shown[0]} (ulimit -l; at most {shown[1]}); io_uring can register {uring} of it for all threads together"
+
+
+def _may_lock_all() -> bool:
+    """Whether this process has CAP_IPC_LOCK, and not just in a container of a user without it: then the kernel counts
+    nothing that io_uring registers."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+        users = Path("/proc/self/uid_map").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return users.split() == ["0", "0", "4294967295"] and any(
+        line.startswith("CapEff:") and int(line[7:], 16) >> 14 & 1 for line in status.splitlines()
+    )
 
 
 def _adam() -> dict[str, Any]:
@@ -204,12 +221,14 @@ def _folder(path: Path, *, needed: bool) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # what it would say is in the facts
             with open_swap_files([path], 1, name="report") as swap:
                 direct = swap.direct
-        status = os.statvfs(path)
+        status, kind = os.statvfs(path), file_system(path)
+        free = status.f_bavail * status.f_frsize
         return {
-            "file system": _file_system(path),
+            "file system": kind,
+            **({"note": "memory, not a drive"} if in_memory(kind) else {}),
             "O_DIRECT": direct,
             "anonymous files": _anonymous(path),
-            "free": f"{status.f_bavail * status.f_frsize / 1e9:.1f} GB",
+            "free": f"{free / 1e9:.1f} GB" if free >= 1e9 else show_bytes(free),
         }
     except (OSError, InfinityError) as error:
         return {"error" if needed else "not usable": str(error).replace("(nvme_path)", "(--path)")}
@@ -222,14 +241,3 @@ def _anonymous(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system mounted where `path` is, such as "ext4"."""
-    import psutil
-
-    at = path.resolve()
-    around = {at, *at.parents}
-    found = [part for part in psutil.disk_partitions(all=True) if Path(part.mountpoint) in around]
-    # The innermost, and of several mounted at one place the last, which hides the others.
-    return max(enumerate(found), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype if found else "unknown"

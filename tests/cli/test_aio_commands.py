@@ -6,21 +6,20 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infinity.cli import tune as tuning
-from infinity.cli.main import app
 from infinity.cli.search import Setting, Space
 from infinity.config import Config
+from infinity.errors import StorageError
 from infinity.tiers.io import io_uring_state
 from infinity.tiers.measure import Bench, Workload
+from support.commands import SMALL, refused, run
 
-SMALL = ["--size", "16MiB", "--block-size", "256KiB", "--queue-depth", "4"]
 FACTS = [
     "op",
     "size",
@@ -33,34 +32,6 @@ FACTS = [
     "cpu_s_per_gb",
     "latency_ms",
 ]
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "80"})
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """In it nothing is left, and nothing stays open."""
-    made = tmp_path / "drive"
-    made.mkdir()
-    yield made
-    assert os.listdir(made) == []
-    assert [target for target in open_files() if target.startswith(str(made))] == []
-
-
-def open_files() -> Iterator[str]:
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            yield os.readlink(f"/proc/self/fd/{descriptor}")
-
-
-def refused(code: int, said: str, *arguments: str | Path) -> None:
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    assert [line for line in result.stderr.splitlines() if said in line] == result.stderr.splitlines()[-1:]
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("op", ["read", "write", "mixed"])
@@ -81,7 +52,15 @@ def test_bench_is_one_json_object(folder: Path, op: str) -> None:
 def test_bench_is_a_table(folder: Path) -> None:
     result = run("aio-bench", "--path", folder, *SMALL, "--runs", "1", "--engine", "libaio")
     assert result.exit_code == 0, result.output
-    for words in ("GB/s median", "IOPS", "CPU s per GB", "p99", "1 run", "verified", "256KiB, 4 in flight on 1 thread"):
+    for words in (
+        "GB/s median",
+        "IOPS",
+        "CPU s per GB",
+        "p99 of",
+        "1 run",
+        "verified",
+        "256KiB, 4 in flight on 1 thread",
+    ):
         assert words in result.stdout
     assert "…" not in result.stdout
     assert result.stderr.splitlines() == ["laying out 16MiB", "measuring", "verifying"]
@@ -108,6 +87,7 @@ def test_bench_over_two_folders(folder: Path, tmp_path: Path) -> None:
         ("--runs must be between 1", ["--runs", "0"]),
         ("--queue-depth must be between 1", ["--queue-depth", "0"]),
         ("--threads must be between 1", ["--threads", "65"]),
+        ("--block-size must be 1GiB at most, not 2GiB", ["--block-size", "2GiB", "--size", "8GiB"]),
         ("--op must be one of read, write, mixed", ["--op", "sideways"]),
         ("--engine must be one of auto, libaio, io_uring", ["--engine", "posix"]),
     ],
@@ -147,13 +127,6 @@ def test_an_interrupt_is_one_line(command: str, folder: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Bench, "run", interrupt)
     refused(130, "interrupted; nothing is left", command, "--path", folder, "--size", "16MiB")
-
-
-@pytest.fixture
-def small_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few settings: what is measured does not matter here."""
-    few = Space(blocks=(1 << 18, 1 << 20), depths=(4, 8), threads=(1,), engines=("libaio",))
-    monkeypatch.setattr(tuning, "space", lambda engine, cores: few)
 
 
 @pytest.mark.usefixtures("small_space")
@@ -201,12 +174,50 @@ def test_tune_refuses_bad_options(folder: Path, tmp_path: Path) -> None:
     refused(2, "cannot be written", *tune, "--plot", tmp_path)
 
 
+def works(monkeypatch: pytest.MonkeyPatch, **depths: int) -> None:
+    """Only these engines do, and each grants a queue depth of that much over all of its threads."""
+
+    def opened(engine: str, *, block_size: int, queue_depth: int, threads: int) -> Any:
+        if depths.get(engine, 0) < threads:
+            raise StorageError(f"{engine}: Operation not permitted")
+        granted = queue_depth
+        while granted * threads > depths[engine]:
+            granted //= 2
+        return contextlib.closing(SimpleNamespace(queue_depth=granted, close=lambda: None))
+
+    monkeypatch.setattr(tuning, "open_engine", opened)
+
+
 def test_the_space_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "io_uring_state", lambda: "")
-    assert tuning.space("auto", 2).engines == ("libaio", "io_uring") and tuning.space("auto", 2).threads == (1, 2)
-    monkeypatch.setattr(tuning, "io_uring_state", lambda: "Operation not permitted")
-    assert tuning.space("auto", 1).engines == ("libaio",) and tuning.space("auto", 1).threads == (1,)
-    assert tuning.space("io_uring", 16).engines == ("io_uring",) and tuning.space("auto", 16).threads == (1, 2, 4)
+    works(monkeypatch, libaio=65536, io_uring=65536)
+    assert tuning.space("auto", 2, 1) == Space(threads=(1, 2), engines=("libaio", "io_uring"))
+    assert tuning.space("io_uring", 16, 1) == Space(threads=(1, 2, 4), engines=("io_uring",))
+    assert tuning.space("auto", 16, 100).threads == (1, 2)  # an engine has 256 threads at most
+    works(monkeypatch, io_uring=65536)
+    assert tuning.space("auto", 1, 1) == Space(threads=(1,), engines=("io_uring",))
+    for engine in ("auto", "libaio"):
+        works(monkeypatch)
+        with pytest.raises(StorageError, match="not permitted"):
+            tuning.space(engine, 1, 1)
+
+
+def test_the_default_is_what_auto_comes_to() -> None:
+    aio = Config().aio
+    both = tuning._default(Space(engines=("libaio", "io_uring")))
+    assert both == Setting(aio.threads, aio.queue_depth, aio.block_size, "io_uring")
+    assert tuning._default(Space(engines=("libaio",))).engine == "libaio"
+
+
+def test_the_space_knows_what_is_granted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    works(monkeypatch, libaio=20, io_uring=65536)
+    space = tuning.space("auto", 2, 1)
+    found = {(each.engine, each.threads, each.queue_depth) for each in space.settings(1 << 40)}
+    assert {each for each in found if each[0] == "libaio"} == {
+        ("libaio", 1, 4), ("libaio", 1, 8), ("libaio", 1, 16), ("libaio", 2, 4), ("libaio", 2, 8)
+    }  # fmt: skip
+    assert {depth for kind, _, depth in found if kind == "io_uring"} == set(space.depths)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "libaio: 16 of 64 on 1 thread; libaio: 8 of 64 on 2 threads" in line and "fs.aio-max-nr" in line
 
 
 def test_the_section_says_the_setting() -> None:
