@@ -26,26 +26,44 @@ void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
         const FloatEnvironment environment;
         body(k * tile, std::min(n, (k + 1) * tile));
     };
-    parallel_for((n + tile - 1) / tile, threads_for(n, threads), piece);
+    parallel_for((n + tile - 1) / tile, threads, piece);
 }
 
 // Apart, and not inlined: the compiler may move arithmetic past a change of the floating-point environment.
 [[gnu::noinline]] Coefficients compute_coefficients(const Hyper& h) {
     const double step = static_cast<double>(h.step);
-    const double correction1 = 1.0 - std::pow(h.beta1, step);
-    const double correction2 = 1.0 - std::pow(h.beta2, step);
-    const float weight = static_cast<float>(1.0 - h.beta1);
     Coefficients c{};
     c.grad_scale = static_cast<float>(h.grad_scale);
     c.decay = static_cast<float>(1.0 - h.lr * h.weight_decay);
     c.weight_decay = static_cast<float>(h.weight_decay);
-    c.lerp_from_grad = weight >= 0.5f;
-    c.avg_weight = c.lerp_from_grad ? weight - 1.0f : weight;
+    c.eps = static_cast<float>(h.eps);
+    c.random = h.random;
+    double step_size = h.lr;
+    const float weight = static_cast<float>(1.0 - h.beta1);
+    c.avg_weight = weight;
     c.beta2 = static_cast<float>(h.beta2);
     c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
-    c.inv_correction2 = static_cast<float>(1.0 / std::sqrt(correction2));
-    c.eps = static_cast<float>(h.eps);
-    c.neg_step_size = static_cast<float>(-(h.lr / correction1));
+    switch (h.rule) {
+        case Rule::kAdam:
+        case Rule::kAdamW:
+            c.lerp_from_grad = weight >= 0.5f;
+            c.avg_weight = c.lerp_from_grad ? weight - 1.0f : weight;
+            c.inv_correction2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(h.beta2, step)));
+            step_size /= 1.0 - std::pow(h.beta1, step);
+            break;
+        case Rule::kAdagrad:
+            step_size /= 1.0 + (step - 1.0) * h.lr_decay;
+            break;
+        case Rule::kLion:
+            break;
+        case Rule::kSgd:
+            c.beta2 = static_cast<float>(h.momentum);
+            // As in torch: the first step takes the gradient whole, and without momentum nothing is dampened.
+            c.one_minus_beta2 = h.step == 1 || h.momentum == 0.0 ? 1.0f : static_cast<float>(1.0 - h.dampening);
+            c.nesterov = h.nesterov;
+            break;
+    }
+    c.step_size = static_cast<float>(-step_size);
     return c;
 }
 
@@ -62,14 +80,34 @@ Coefficients make_coefficients(const Hyper& hyper) {
     return compute_coefficients(hyper);
 }
 
-Rule rule_of(const Hyper& h) { return h.decoupled || h.weight_decay == 0.0 ? Rule::kAdamW : Rule::kAdam; }
+Rule effective_rule(const Hyper& h) { return h.rule == Rule::kAdam && h.weight_decay == 0.0 ? Rule::kAdamW : h.rule; }
 
-void update(const Kernels& kernels, Format format, DType grad, Rule rule, const Arrays& arrays, const Coefficients& c,
+void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& c,
             std::size_t n, int threads) {
-    const UpdateFn kernel =
-        kernels
-            .update[static_cast<std::size_t>(format)][static_cast<std::size_t>(grad)][static_cast<std::size_t>(rule)];
-    for_tiles(n, kTile, threads, [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); });
+    static_assert(kTile % kBlock == 0);
+    const UpdateFn kernel = kernels.update[static_cast<std::size_t>(format)][static_cast<std::size_t>(rule)];
+    for_tiles(n, kTile, threads_for(n, threads),
+              [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); });
+}
+
+void bare(const Kernels& kernels, const std::vector<Stream>& streams, int threads) {
+    constexpr std::size_t kPiece = 1024, kPieces = 128;  // bytes of the longest stream at a time; such pieces of a tile
+    std::size_t longest = 0;
+    for (const Stream& stream : streams) longest = std::max(longest, stream.nbytes);
+    const std::size_t pieces = (longest + kPiece - 1) / kPiece;
+    const auto part = [pieces](std::size_t nbytes, std::size_t k) {
+        return k == pieces ? nbytes : static_cast<std::size_t>(static_cast<double>(nbytes) / pieces * k) / 64 * 64;
+    };
+    for_tiles(pieces, kPieces, pieces < 2 * kPieces ? 1 : (threads > 0 ? threads : default_threads()),
+              [&](std::size_t begin, std::size_t end) {
+                  for (std::size_t k = begin; k < end; ++k) {
+                      for (const Stream& stream : streams) {
+                          const std::size_t from = part(stream.nbytes, k), to = part(stream.nbytes, k + 1);
+                          kernels.touch(reinterpret_cast<float*>(stream.begin + from), (to - from) / 64 * 16,
+                                        stream.writes);
+                      }
+                  }
+              });
 }
 
 double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, std::size_t n, double scale,
@@ -78,7 +116,7 @@ double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, s
     const std::size_t element = dtype == DType::kFp32 ? 4 : 2;
     std::vector<double> tiles((n + kSumTile - 1) / kSumTile);
     static_assert(kTile % kSumTile == 0);
-    for_tiles(n, kTile, threads, [&](std::size_t begin, std::size_t end) {
+    for_tiles(n, kTile, threads_for(n, threads), [&](std::size_t begin, std::size_t end) {
         for (std::size_t at = begin; at < end; at += kSumTile) {
             const std::size_t count = std::min(kSumTile, end - at);
             tiles[at / kSumTile] = kernel(static_cast<const char*>(values) + at * element, count);
@@ -90,13 +128,13 @@ double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, s
 
 void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,
            int threads) {
-    for_tiles(n, kTile, threads,
+    for_tiles(n, kTile, threads_for(n, threads),
               [&](std::size_t begin, std::size_t end) { kernels.split(master, param, remainder, begin, end); });
 }
 
 void join(const Kernels& kernels, const std::uint16_t* param, const std::int16_t* remainder, float* master,
           std::size_t n, int threads) {
-    for_tiles(n, kTile, threads,
+    for_tiles(n, kTile, threads_for(n, threads),
               [&](std::size_t begin, std::size_t end) { kernels.join(param, remainder, master, begin, end); });
 }
 

@@ -3,24 +3,37 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "types.h"
 
 namespace infinity::adam {
 
 struct Hyper {
+    Rule rule;
     double lr, beta1, beta2, eps, weight_decay, grad_scale;
-    std::int64_t step;  // from 1
-    bool decoupled;     // AdamW
+    double momentum, dampening, lr_decay;  // SGD, SGD, Adagrad
+    bool nesterov;                         // SGD
+    std::int64_t step;                     // from 1
+    Random random;
 };
 
 // Bias corrections and all else that does not depend on the element, in double, rounded to fp32 once.
 Coefficients make_coefficients(const Hyper& hyper);
 // Adam without weight decay is AdamW without weight decay, where a non-finite parameter cannot reach the gradient.
-Rule rule_of(const Hyper& hyper);
+Rule effective_rule(const Hyper& hyper);
 
-void update(const Kernels& kernels, Format format, DType grad, Rule rule, const Arrays& arrays,
-            const Coefficients& coefficients, std::size_t n, int threads);
+void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients,
+            std::size_t n, int threads);
+
+// The floor that memory sets: the bytes of each stream read, and those that `writes` says written back, by turns as an
+// update goes over them, with one addition for each word. Spoils what it writes.
+struct Stream {
+    char* begin;
+    std::size_t nbytes;
+    bool writes;
+};
+void bare(const Kernels& kernels, const std::vector<Stream>& streams, int threads);
 
 // initial + sum over tiles of kSumTile elements, in order, of scale * scale * (the tile's sum of squares), in fp64.
 // The bits depend on the values, n, scale and initial only. A range cut at multiples of kSumTile, each part's result

@@ -53,13 +53,31 @@ Format to_format(const std::string& name) {
     if (name == "fp32") return Format::kFp32;
     if (name == "remainder") return Format::kRemainder;
     if (name == "master") return Format::kMaster;
-    refuse("format is '" + name + "': pass 'fp32', 'remainder' or 'master'");
+    if (name == "master_fp16") return Format::kMasterFp16;
+    refuse("format is '" + name + "': pass 'fp32', 'remainder', 'master' or 'master_fp16'");
+}
+
+Rule to_rule(const std::string& name) {
+    if (name == "adam") return Rule::kAdam;
+    if (name == "adamw") return Rule::kAdamW;
+    if (name == "adagrad") return Rule::kAdagrad;
+    if (name == "lion") return Rule::kLion;
+    if (name == "sgd") return Rule::kSgd;
+    refuse("rule is '" + name + "': pass 'adam', 'adamw', 'adagrad', 'lion' or 'sgd'");
+}
+
+Moments to_moments(const std::string& name) {
+    if (name == "fp32") return Moments::kFp32;
+    if (name == "bf16") return Moments::kBf16;
+    if (name == "8bit") return Moments::kEight;
+    refuse("moment_format is '" + name + "': pass 'fp32', 'bf16' or '8bit'");
 }
 
 DType to_dtype(const char* argument, const std::string& name) {
     if (name == "fp32") return DType::kFp32;
     if (name == "bf16") return DType::kBf16;
-    refuse(std::string(argument) + " is '" + name + "': pass 'fp32' or 'bf16'");
+    if (name == "fp16") return DType::kFp16;
+    refuse(std::string(argument) + " is '" + name + "': pass 'fp32', 'bf16' or 'fp16'");
 }
 
 const Kernels& to_kernels(const std::string& isa) {
@@ -90,7 +108,7 @@ void check_beta(const char* name, double value) {
     }
 }
 
-std::uintptr_t ArrayChecks::add(const char* name, const py::object& address, std::size_t element) {
+std::uintptr_t ArrayChecks::add(const char* name, const py::object& address, std::size_t element, std::size_t count) {
     const char* complaint = "pass the address of an array, such as tensor.data_ptr()";
     const auto begin = static_cast<std::uintptr_t>(to_integer(name, address, complaint));
     if (n_ == 0) return begin;
@@ -100,7 +118,7 @@ std::uintptr_t ArrayChecks::add(const char* name, const py::object& address, std
         refuse(std::string(name) + " at " + hex + " is not aligned to its " + std::to_string(element) +
                "-byte elements: pass the address of an element");
     }
-    const std::uintptr_t end = begin + n_ * element;
+    const std::uintptr_t end = begin + count * element;
     if (end < begin || end > static_cast<std::uintptr_t>(std::numeric_limits<std::int64_t>::max())) {
         refuse(std::string(name) + " at " + hex + " with n = " + std::to_string(n_) +
                " elements ends beyond the address space: check n");

@@ -18,6 +18,8 @@ std::size_t to_count(const pybind11::object& value);
 std::int64_t to_step(const pybind11::object& value);
 int to_threads(const pybind11::object& value);
 Format to_format(const std::string& name);
+Rule to_rule(const std::string& name);
+Moments to_moments(const std::string& name);
 DType to_dtype(const char* argument, const std::string& name);
 const Kernels& to_kernels(const std::string& isa);
 
@@ -31,7 +33,10 @@ class ArrayChecks {
   public:
     explicit ArrayChecks(std::size_t n) : n_(n) {}
     // Returns the address. With n == 0 anything is accepted, since empty tensors have no address.
-    std::uintptr_t add(const char* name, const pybind11::object& address, std::size_t element);
+    std::uintptr_t add(const char* name, const pybind11::object& address, std::size_t element) {
+        return add(name, address, element, n_);
+    }
+    std::uintptr_t add(const char* name, const pybind11::object& address, std::size_t element, std::size_t count);
 
   private:
     struct Range {

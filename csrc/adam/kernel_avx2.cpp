@@ -27,11 +27,40 @@ struct Avx2 {
         return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     }
 
+    static Float sign(Float x) {
+        const Float one = _mm256_or_ps(_mm256_set1_ps(1.0f), _mm256_and_ps(x, _mm256_set1_ps(-0.0f)));
+        const Float ordered = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ);
+        return _mm256_blendv_ps(_mm256_add_ps(x, _mm256_setzero_ps()), one, ordered);
+    }
+
     static Int as_int(Float x) { return _mm256_castps_si256(x); }
     static Float as_float(Int x) { return _mm256_castsi256_ps(x); }
     static Int set_int(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
     static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
-    static Int shift_right_16(Int x) { return _mm256_srli_epi32(x, 16); }
+    static Int sub_int(Int a, Int b) { return _mm256_sub_epi32(a, b); }
+    static Int mul_int(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
+    static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
+    static Int or_int(Int a, Int b) { return _mm256_or_si256(a, b); }
+    static Int xor_int(Int a, Int b) { return _mm256_xor_si256(a, b); }
+    static Int blend(Int a, Int b, Int mask) {  // mask ? a : b
+        return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
+    }
+    static Int max_int(Int a, Int b) { return _mm256_max_epu32(a, b); }
+    template <int bits>
+    static Int shift_right(Int x) {
+        return _mm256_srli_epi32(x, bits);
+    }
+    template <int bits>
+    static Int shift_left(Int x) {
+        return _mm256_slli_epi32(x, bits);
+    }
+    static Int iota() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0); }
+    static std::uint32_t largest(Int x) {
+        std::uint32_t lanes[kWidth], most = 0;
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), x);
+        for (const std::uint32_t lane : lanes) most = lane > most ? lane : most;
+        return most;
+    }
     static Int load_high_16(const std::uint16_t* from) {
         return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(from)), 16);
     }
@@ -42,11 +71,29 @@ struct Avx2 {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
     }
 
+    static Float load_fp16(const std::uint16_t* from) { return _mm256_cvtph_ps(load_128(from)); }
+    static void store_fp16(std::uint16_t* to, Float x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static Int load_8(const std::uint8_t* from) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    }
+    static void store_8(std::uint8_t* to, Int x) {
+        const __m256i bytes = _mm256_shuffle_epi8(  // the low byte of each lane to the front of its half
+            x, _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+        const __m128i packed = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to), packed);
+    }
+
     static Double zero_double() { return _mm256_setzero_pd(); }
     static Double load_double(const float* from) { return _mm256_cvtps_pd(_mm_loadu_ps(from)); }
     static Double load_double_bf16(const std::uint16_t* from) {
         const __m128i half = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
         return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(half), 16)));
+    }
+    static Double load_double_fp16(const std::uint16_t* from) {
+        return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
     }
     static Double add_square(Double sum, Double x) { return _mm256_fmadd_pd(x, x, sum); }
     static void store_double(double* to, Double x) { _mm256_storeu_pd(to, x); }

@@ -28,11 +28,33 @@ struct Avx512 {
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
     }
 
+    static Float sign(Float x) {
+        const Float one = _mm512_or_ps(_mm512_set1_ps(1.0f), _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
+        const __mmask16 ordered = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+        return _mm512_mask_mov_ps(_mm512_add_ps(x, _mm512_setzero_ps()), ordered, one);
+    }
+
     static Int as_int(Float x) { return _mm512_castps_si512(x); }
     static Float as_float(Int x) { return _mm512_castsi512_ps(x); }
     static Int set_int(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
     static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
-    static Int shift_right_16(Int x) { return _mm512_srli_epi32(x, 16); }
+    static Int sub_int(Int a, Int b) { return _mm512_sub_epi32(a, b); }
+    static Int mul_int(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
+    static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
+    static Int or_int(Int a, Int b) { return _mm512_or_si512(a, b); }
+    static Int xor_int(Int a, Int b) { return _mm512_xor_si512(a, b); }
+    static Int blend(Int a, Int b, Int mask) { return _mm512_ternarylogic_epi32(mask, a, b, 0xCA); }  // mask ? a : b
+    static Int max_int(Int a, Int b) { return _mm512_max_epu32(a, b); }
+    template <int bits>
+    static Int shift_right(Int x) {
+        return _mm512_srli_epi32(x, bits);
+    }
+    template <int bits>
+    static Int shift_left(Int x) {
+        return _mm512_slli_epi32(x, bits);
+    }
+    static Int iota() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+    static std::uint32_t largest(Int x) { return _mm512_reduce_max_epu32(x); }
     static Int load_high_16(const std::uint16_t* from) {
         return _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(from)), 16);
     }
@@ -41,11 +63,25 @@ struct Avx512 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(x));
     }
 
+    static Float load_fp16(const std::uint16_t* from) { return _mm512_cvtph_ps(load_256(from)); }
+    static void store_fp16(std::uint16_t* to, Float x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static Int load_8(const std::uint8_t* from) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    static void store_8(std::uint8_t* to, Int x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
+    }
+
     static Double zero_double() { return _mm512_setzero_pd(); }
     static Double load_double(const float* from) { return _mm512_cvtps_pd(_mm256_loadu_ps(from)); }
     static Double load_double_bf16(const std::uint16_t* from) {
         const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
         return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)));
+    }
+    static Double load_double_fp16(const std::uint16_t* from) {
+        return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
     }
     static Double add_square(Double sum, Double x) { return _mm512_fmadd_pd(x, x, sum); }
     static void store_double(double* to, Double x) { _mm512_storeu_pd(to, x); }

@@ -9,41 +9,66 @@ namespace infinity::adam {
 
 // How a parameter is kept.                 param   master     master value
 enum class Format : std::uint8_t {
-    kFp32 = 0,       //                       fp32    -          param itself
-    kRemainder = 1,  //                       bf16    int16      bits = (param << 16) + sign-extended remainder
-    kMaster = 2,     //                       bf16    fp32       master; param is a rounded copy, written only
+    kFp32 = 0,        //                      fp32    -          param itself
+    kRemainder = 1,   //                      bf16    int16      bits = (param << 16) + sign-extended remainder
+    kMaster = 2,      //                      bf16    fp32       master; param is a rounded copy, written only
+    kMasterFp16 = 3,  //                      fp16    fp32       likewise
 };
-inline constexpr std::size_t kFormats = 3;
+inline constexpr std::size_t kFormats = 4;
 
-enum class DType : std::uint8_t { kFp32 = 0, kBf16 = 1 };
-inline constexpr std::size_t kDTypes = 2;
+enum class DType : std::uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
+inline constexpr std::size_t kDTypes = 3;
 
-// What is done to one element. kBare makes the same reads and writes with one addition each: the floor that the
-// memory sets, for benchmarks.
-enum class Rule : std::uint8_t { kAdam = 0, kAdamW = 1, kBare = 2 };
-inline constexpr std::size_t kRules = 3;
+// How the optimizer's moments are kept; see codec.h.
+enum class Moments : std::uint8_t {
+    kFp32 = 0,
+    kBf16 = 1,   // rounded stochastically
+    kEight = 2,  // 8 bits each and one scale byte for kBlock of them, rounded stochastically
+};
+inline constexpr std::size_t kMomentFormats = 3;
 
-// Flat arrays of n elements each; element types follow from Format and DType, moments are fp32.
+// Elements that share a scale in Moments::kEight. Arrays begin with a block.
+inline constexpr std::size_t kBlock = 256;
+
+// What is done to one element; see rules.h.
+enum class Rule : std::uint8_t { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kSgd = 4 };
+inline constexpr std::size_t kRules = 5;
+
+// How many moments a rule has.
+constexpr std::size_t moments_of(Rule rule) { return rule == Rule::kAdam || rule == Rule::kAdamW ? 2 : 1; }
+
+// Flat arrays of n elements each.
 struct Arrays {
     void* param;
     void* master;  // unused in Format::kFp32
     const void* grad;
-    float* exp_avg;
-    float* exp_avg_sq;
+    void* moment[2];         // the second is unused by rules with one
+    std::uint8_t* scale[2];  // of Moments::kEight: a byte for each block
+    DType grad_dtype;
+    Moments moments;
+};
+
+// Where the random bits of stochastic rounding come from: a function of the key, the number of the element and nothing
+// else, so that neither tiles, threads, ranks nor devices change them.
+struct Random {
+    std::uint64_t key;
+    std::uint64_t first;  // number of the arrays' first element
 };
 
 // Everything that is the same for all elements of a call, computed once in double and rounded once.
 struct Coefficients {
     float grad_scale;
-    float decay;          // AdamW: 1 - lr * weight_decay
-    float weight_decay;   // Adam (L2)
-    float avg_weight;     // w = 1 - beta1, or w - 1 when lerp_from_grad
-    bool lerp_from_grad;  // w >= 0.5: interpolate from the gradient's side, as torch.lerp does
-    float beta2;
-    float one_minus_beta2;
-    float inv_correction2;  // 1 / sqrt(1 - beta2^step)
+    float decay;            // decoupled: 1 - lr * weight_decay
+    float weight_decay;     // added to the gradient (L2)
+    float step_size;        // negative: what the direction is multiplied by
+    float avg_weight;       // Adam: w = 1 - beta1, or w - 1 when lerp_from_grad. Lion: 1 - beta1
+    bool lerp_from_grad;    // w >= 0.5: interpolate from the gradient's side, as torch.lerp does
+    float beta2;            // Adam, Lion. SGD: the momentum
+    float one_minus_beta2;  // Adam, Lion. SGD: 1 - dampening, or 1: see adam.cpp
+    float inv_correction2;  // Adam: 1 / sqrt(1 - beta2^step)
     float eps;
-    float neg_step_size;  // -lr / (1 - beta1^step)
+    bool nesterov;  // SGD
+    Random random;
 };
 
 // Elements per tile of the sum of squares: part of its definition, see sum_of_squares in adam.h.
@@ -51,19 +76,23 @@ inline constexpr std::size_t kSumTile = 4096;
 // fp64 lanes within such a tile: element i is added to lane i % 32, lanes are then added pairwise.
 inline constexpr std::size_t kSumLanes = 32;
 
+// [begin, end) of the arrays; begin is a multiple of kBlock.
 using UpdateFn = void (*)(const Arrays&, const Coefficients&, std::size_t begin, std::size_t end);
 using SumFn = double (*)(const void* values, std::size_t count);  // count <= kSumTile
 using SplitFn = void (*)(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t begin,
                          std::size_t end);
 using JoinFn = void (*)(const std::uint16_t* param, const std::int16_t* remainder, float* master, std::size_t begin,
                         std::size_t end);
+// A pass of one addition for each of n words, which are written back if `writes`; n is a multiple of 16.
+using TouchFn = void (*)(float* words, std::size_t n, bool writes);
 
 // The functions of one instruction set.
 struct Kernels {
-    UpdateFn update[kFormats][kDTypes][kRules];
+    UpdateFn update[kFormats][kRules];
     SumFn sum_of_squares[kDTypes];
     SplitFn split;
     JoinFn join;
+    TouchFn touch;
 };
 
 }  // namespace infinity::adam

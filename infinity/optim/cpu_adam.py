@@ -1,4 +1,4 @@
-"""Adam and AdamW on CPU tensors: checked, typed calls of the native `infinity._adam`.
+"""Optimizer steps on CPU tensors: checked, typed calls of the native `infinity._adam`.
 
 All tensors are contiguous CPU tensors of equal numel and share no memory; shapes do not matter otherwise, and a slice
 of a flat tensor is as good as a tensor of its own. Writes go by address, past autograd: `_version` does not change.
@@ -10,6 +10,8 @@ integer (`split_master`, `join_master`; the same for any device: `split_master_t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,83 +19,115 @@ from torch import Tensor
 
 from infinity import _adam
 from infinity.errors import ConfigError
+from infinity.optim.moments import FORMATS, MOMENTS, MomentFormat, Rule
 
 __all__ = [
-    "AdamHyper",
-    "adam_update",
+    "Hyper",
     "join_master",
     "join_master_torch",
     "split_master",
     "split_master_torch",
     "sum_of_squares",
+    "update_flat",
 ]
 
-_DTYPES: dict[torch.dtype, _adam.DType] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_DTYPES: dict[torch.dtype, _adam.DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CANONICAL_NAN = 0x7FC00000
 
 
 @dataclass(frozen=True)
-class AdamHyper:
-    """What one parameter group's update needs besides its tensors; defaults as in `torch.optim.AdamW`.
+class Hyper:
+    """What one parameter group's update needs besides its tensors. A rule reads what it knows and no more."""
 
-    decoupled: AdamW's decay (True), or Adam's, added to the gradient (False).
-    """
-
+    rule: Rule = "adamw"
+    """adamw decouples the decay from the gradient; adam, adagrad and sgd add it to the gradient; lion decouples it."""
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
+    """adam, adamw, lion."""
     eps: float = 1e-8
+    """adam, adamw, adagrad."""
     weight_decay: float = 0.01
-    decoupled: bool = True
+    momentum: float = 0.0
+    """sgd, as are the next two."""
+    dampening: float = 0.0
+    nesterov: bool = False
+    lr_decay: float = 0.0
+    """adagrad."""
 
     def __post_init__(self) -> None:
-        for name, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
-            if not 0.0 <= value < float("inf"):
+        if self.rule not in MOMENTS:
+            raise ConfigError(f"rule is {self.rule!r}: give one of {', '.join(MOMENTS)}")
+        for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}: give a finite number, 0 or more")
+        if not math.isfinite(self.dampening):
+            raise ConfigError(f"dampening is {self.dampening}: give a finite number")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"betas are {self.betas}: give two numbers in [0, 1)")
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise ConfigError("nesterov is True: give a momentum, and no dampening")
 
 
-def adam_update(
+def update_flat(
     param: Tensor,
     master_or_remainder: Tensor | None,
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    hyper: AdamHyper,
+    moments: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    hyper: Hyper,
     step: int,
+    *,
     grad_scale: float = 1.0,
+    key: int = 0,
+    first: int = 0,
     threads: int = 0,
 ) -> None:
-    """One optimizer step, in place, on all elements of `param`.
+    """One optimizer step, in place, on all n elements of `param`; n may be 0.
 
-    param: fp32 with no master (None), or bf16 with its int16 remainder, or bf16 with its fp32 master (then `param` is
-        written only).
-    grad: fp32 or bf16, multiplied by `grad_scale` as it is read. exp_avg, exp_avg_sq: fp32.
+    param: fp32 with no master (None); bf16 with its int16 remainder; or bf16 or fp16 with its fp32 master (then `param`
+        is written only).
+    grad: fp32, bf16 or fp16, whatever `param` is; multiplied by `grad_scale` as it is read.
+    moments: as many as the rule has (`infinity.optim.moments.MOMENTS`), all fp32, all bf16, or all uint8 codes.
+    scales: for uint8 codes one for each moment, uint8 (ceil(n / 256),); else empty.
     step: number of this optimizer step, from 1. threads: 0 is one per processor of this thread's affinity.
+    key, first: what moments of 16 and 8 bits draw their rounding from, see `_adam.update`. Give each step and each
+        array a key of its own, and tiles of an array their place in it.
 
     Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing.
     """
     n = param.numel()
+    wanted = MOMENTS[hyper.rule]
+    kind = _moment_format(hyper.rule, moments, scales)
     master = 0
     if master_or_remainder is not None:
         master = _address("master_or_remainder", master_or_remainder, n, torch.int16, torch.float32)
-    _adam.adam(
-        _address("param", param, n, torch.float32, torch.bfloat16),
-        master,
-        _address("grad", grad, n, torch.float32, torch.bfloat16),
-        _address("exp_avg", exp_avg, n, torch.float32),
-        _address("exp_avg_sq", exp_avg_sq, n, torch.float32),
-        n,
+    address = _address("param", param, n, *_DTYPES)
+    blocks = -(-n // _adam.BLOCK)
+    _adam.update(
+        hyper.rule,
+        param=address,
+        master=master,
+        grad=_address("grad", grad, n, *_DTYPES),
+        moments=[_address(f"moments[{k}]", moments[k], n, FORMATS[kind]) for k in range(wanted)],
+        scales=[_address(f"scales[{k}]", scale, blocks, torch.uint8) for k, scale in enumerate(scales)],
+        n=n,
         format=_format(param, master_or_remainder),
         grad_dtype=_DTYPES[grad.dtype],
+        moment_format=kind,
         lr=hyper.lr,
         beta1=hyper.betas[0],
         beta2=hyper.betas[1],
         eps=hyper.eps,
         weight_decay=hyper.weight_decay,
-        step=step,
-        decoupled=hyper.decoupled,
+        momentum=hyper.momentum,
+        dampening=hyper.dampening,
+        lr_decay=hyper.lr_decay,
+        nesterov=hyper.nesterov,
         grad_scale=grad_scale,
+        step=step,
+        key=key,
+        first=first,
         threads=threads,
     )
 
@@ -142,14 +176,14 @@ def join_master_torch(param: Tensor, remainder: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, threads: int = 0) -> float:
-    """initial + the sum of (scale * x)^2 in fp64 over an fp32 or bf16 tensor; inf and NaN propagate.
+    """initial + the sum of (scale * x)^2 in fp64 over an fp32, bf16 or fp16 tensor; inf and NaN propagate.
 
     The bits depend on values, numel, scale and initial only. A flat tensor cut at multiples of 4096 elements, each
     part's result passed on as `initial`, gives the bits of the whole; the norm of a model is the units' results
     added in unit order.
     """
     n = tensor.numel()
-    address = _address("tensor", tensor, n, torch.float32, torch.bfloat16)
+    address = _address("tensor", tensor, n, *_DTYPES)
     return _adam.sum_of_squares(address, n, _DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
 
 
@@ -158,9 +192,26 @@ def _format(param: Tensor, master: Tensor | None) -> _adam.Format:
         if master is not None:
             raise ValueError("param is torch.float32 and its own master: pass None for master_or_remainder")
         return "fp32"
+    if param.dtype == torch.float16:
+        if master is None or master.dtype != torch.float32:
+            raise ValueError("param is torch.float16: pass its fp32 master")
+        return "master_fp16"
     if master is None:
         raise ValueError("param is torch.bfloat16: pass its int16 remainder (see split_master) or its fp32 master")
     return "remainder" if master.dtype == torch.int16 else "master"
+
+
+def _moment_format(rule: Rule, moments: Sequence[Tensor], scales: Sequence[Tensor]) -> MomentFormat:
+    wanted = MOMENTS[rule]
+    if len(moments) != wanted:
+        raise ValueError(f"{rule} has {wanted} moments, not {len(moments)}: pass as many")
+    kinds = [kind for kind, dtype in FORMATS.items() if dtype == moments[0].dtype]
+    if not kinds:
+        raise ValueError(f"moments[0] is {moments[0].dtype}: pass {' or '.join(map(str, FORMATS.values()))}")
+    needed = wanted if kinds[0] == "8bit" else 0
+    if len(scales) != needed:
+        raise ValueError(f"moments of {moments[0].dtype} have {needed} scales, not {len(scales)}: pass as many")
+    return kinds[0]
 
 
 def _address(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:

@@ -10,7 +10,8 @@ from torch import nn
 
 from infinity.config import Optimizer
 from infinity.errors import ConfigError, ModelError
-from infinity.optim.cpu_adam import AdamHyper
+from infinity.optim.cpu_adam import Hyper
+from infinity.optim.moments import Rule
 from infinity.units.unit import Unit
 
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
@@ -22,9 +23,9 @@ class UnitOptimizer(torch.optim.Optimizer):
     param_groups: as in `torch.optim.AdamW`: lr, betas, eps, weight_decay may differ by group.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], hyper: AdamHyper) -> None:
+    def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
         self._step: Callable[[], None] | None = None
-        self.decoupled = hyper.decoupled
+        self.rule = hyper.rule
         defaults = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.weight_decay}
         super().__init__(groups, defaults)
 
@@ -41,10 +42,10 @@ class UnitOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients leave `.grad` as they arrive, and `step` consumes them."""
 
-    def hypers(self) -> list[AdamHyper]:
+    def hypers(self) -> list[Hyper]:
         """What each param_group asks for now."""
         return [
-            AdamHyper(float(g["lr"]), (g["betas"][0], g["betas"][1]), g["eps"], g["weight_decay"], self.decoupled)
+            Hyper(self.rule, float(g["lr"]), (g["betas"][0], g["betas"][1]), g["eps"], g["weight_decay"])
             for g in self.param_groups
         ]
 
@@ -94,7 +95,8 @@ def unit_optimizer(config: Optimizer, groups: list[dict[str, Any]], units: Seque
     built with, where it was on the meta device).
     """
     params = config.params
-    hyper = AdamHyper(params.lr, params.betas, params.eps, params.weight_decay, config.type == "AdamW")
+    rule: Rule = "adamw" if config.type == "AdamW" else "adam"
+    hyper = Hyper(rule, params.lr, params.betas, params.eps, params.weight_decay)
     by_group: list[list[nn.Parameter]] = [[] for _ in groups]
     for unit in units:
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import torch
 
-from infinity.optim.cpu_adam import AdamHyper, adam_update, join_master_torch, split_master_torch, sum_of_squares
+from infinity.optim.cpu_adam import Hyper, join_master_torch, split_master_torch, sum_of_squares, update_flat
 
 
 def update_run(
     states: dict[str, torch.Tensor],
     param: torch.Tensor,
     grad: torch.Tensor,
-    hyper: AdamHyper,
+    hyper: Hyper,
     step: int,
     grad_scale: float,
     *,
@@ -21,21 +21,13 @@ def update_run(
 ) -> None:
     """Update `param` and `states` in place. All tensors are 1-D, contiguous, of equal length and on one device.
 
+    hyper: of Adam or AdamW.
     states: exp_avg and exp_avg_sq (fp32), and for bf16 parameters `remainder` (int16) or `master` (fp32).
     """
     kept = states.get("remainder", states.get("master"))
     if param.device.type == "cpu":
-        adam_update(
-            param,
-            kept,
-            grad,
-            states["exp_avg"],
-            states["exp_avg_sq"],
-            hyper,
-            step,
-            grad_scale=grad_scale,
-            threads=threads,
-        )
+        moments = [states["exp_avg"], states["exp_avg_sq"]]
+        update_flat(param, kept, grad, moments, [], hyper, step, grad_scale=grad_scale, threads=threads)
         return
     if "remainder" in states:
         master = join_master_torch(param, states["remainder"])
@@ -53,9 +45,9 @@ def update_run(
 
 
 def _fused(
-    master: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor], hyper: AdamHyper, step: int, scale: float
+    master: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor], hyper: Hyper, step: int, scale: float
 ) -> None:
-    call = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+    call = torch._fused_adamw_ if hyper.rule == "adamw" else torch._fused_adam_
     call(
         [master],
         [grad.to(torch.float32)],

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.optim.cpu_adam import AdamHyper
+from infinity.optim.cpu_adam import Hyper
 from infinity.optim.kernels import squared_norm
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
@@ -49,7 +49,7 @@ class UpdateJob:
 
     layout: UnitLayout
     runs: Sequence[Run]
-    hypers: Sequence[AdamHyper]
+    hypers: Sequence[Hyper]
     grad_scale: float
     gradient: Future[Gradient] | None = None
     """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by

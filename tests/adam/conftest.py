@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from infinity import _adam
+from infinity.optim.moments import BLOCK, MOMENTS, moment_from_fp32, moment_to_fp32
 
 Array = npt.NDArray[Any]
 
@@ -20,9 +22,15 @@ HYPER: dict[str, Any] = {
     "beta2": 0.95,
     "eps": 1e-8,
     "weight_decay": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.1,
+    "lr_decay": 0.01,
     "step": 3,
-    "decoupled": True,
+    "key": 0x0123456789ABCDEF,
+    "first": 7 * BLOCK,
 }
+NAMES = ("param", "master", "grad", "moment0", "moment1", "scale0", "scale1")
+ALIGNED = (0,) * len(NAMES)
 GUARD = 0xA5  # the byte around every array
 NAMED = np.array(
     [
@@ -56,39 +64,54 @@ def guarded(values: Array, offset: int) -> Array:
     return view
 
 
+def has_root(rule: str, k: int) -> bool:
+    """Whether 8-bit codes of moment k are of its square root."""
+    return rule == "adagrad" or (rule in ("adam", "adamw") and k == 1)
+
+
 @dataclass
 class Problem:
-    """param, master (or None), grad, exp_avg, exp_avg_sq: bit patterns as uint16, int16 or uint32, shape (n,)."""
+    """Arrays by NAMES, bit patterns as unsigned integers (remainder: int16), (n,), scales (ceil(n / BLOCK),); None
+    where the case has no such array."""
 
     format: Any
     grad_dtype: Any
     n: int
+    rule: Any = "adamw"
+    moments: Any = "fp32"
     arrays: dict[str, Array | None] = field(default_factory=dict)
 
-    def call(self, isa: str = "auto", threads: int = 0, *, bare: bool = False, **hyper: Any) -> Problem:
-        given: dict[str, Any] = {name: 0 if x is None else x.ctypes.data for name, x in self.arrays.items()}
-        given |= {"n": self.n, "format": self.format, "grad_dtype": self.grad_dtype, "isa": isa, "threads": threads}
-        if bare:
-            _adam.bare(**given)
-        else:
-            _adam.adam(**given, **(HYPER | hyper))
+    def arguments(self) -> dict[str, Any]:
+        """All that describes the arrays to `_adam.update`."""
+        given: dict[str, Any] = {"rule": self.rule, "n": self.n, "format": self.format, "grad_dtype": self.grad_dtype}
+        given |= {name: self.address(name) for name in ("param", "master", "grad")}
+        for kind in ("moment", "scale"):
+            given[f"{kind}s"] = [self.address(f"{kind}{k}") for k in (0, 1) if self.arrays[f"{kind}{k}"] is not None]
+        return given | {"moment_format": self.moments}
+
+    def address(self, name: str) -> int:
+        array = self.arrays[name]
+        return 0 if array is None else array.ctypes.data
+
+    def call(self, isa: str = "auto", threads: int = 0, **hyper: Any) -> Problem:
+        _adam.update(**(self.arguments() | {"isa": isa, "threads": threads} | HYPER | hyper))
         return self
 
-    def copy(self, offsets: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0), n: int | None = None) -> Problem:
-        """The first n elements, each array `offsets` elements past a 64-byte boundary."""
+    def copy(self, offsets: tuple[int, ...] = ALIGNED, n: int | None = None, begin: int = 0) -> Problem:
+        """Elements [begin, n), each array `offsets` elements past a 64-byte boundary. begin: a multiple of BLOCK."""
         n = self.n if n is None else n
-        arrays = {
-            name: None if array is None else guarded(array[:n], offset)
-            for (name, array), offset in zip(self.arrays.items(), offsets, strict=True)
-        }
-        return Problem(self.format, self.grad_dtype, n, arrays)
+        arrays: dict[str, Array | None] = {}
+        for (name, array), offset in zip(self.arrays.items(), offsets, strict=True):
+            per = BLOCK if name.startswith("scale") else 1
+            arrays[name] = None if array is None else guarded(array[begin // per : -(-n // per)], offset)
+        return Problem(self.format, self.grad_dtype, n - begin, self.rule, self.moments, arrays)
 
-    def assert_same(self, other: Problem) -> None:
+    def assert_same(self, other: Problem, case: object = "") -> None:
         for name, array in self.arrays.items():
             expected = other.arrays[name]
             if array is not None and expected is not None and not np.array_equal(array, expected):
                 at = np.flatnonzero(array != expected)
-                pytest.fail(f"{name}: {at.size} of {self.n} differ, first [{at[0]}] {array[at[0]]:#x}")
+                pytest.fail(f"{case} {name}: {at.size} of {self.n} differ, first [{at[0]}] {array[at[0]]:#x}")
 
     def assert_guards(self) -> None:
         for name, array in self.arrays.items():
@@ -101,38 +124,114 @@ class Problem:
             outside = np.concatenate([raw[:start], raw[start + array.nbytes :]])
             assert (outside == GUARD).all(), f"{name}: written outside"
 
+    def with_fp32_moments(self) -> Problem:
+        """The same problem with the values of its moments in fp32."""
+        arrays = dict(self.copy().arrays)
+        for k in range(MOMENTS[self.rule]):
+            moment, scale = arrays[f"moment{k}"], arrays[f"scale{k}"]
+            assert moment is not None
+            tensor = torch.from_numpy(moment)
+            tensor = tensor.view(torch.bfloat16) if self.moments == "bf16" else tensor
+            tensor = tensor.view(torch.float32) if self.moments == "fp32" else tensor
+            kept = None if scale is None else torch.from_numpy(scale)
+            arrays[f"moment{k}"] = moment_to_fp32(tensor, kept, root=has_root(self.rule, k)).numpy().view(np.uint32)
+            arrays[f"scale{k}"] = None
+        return Problem(self.format, self.grad_dtype, self.n, self.rule, "fp32", arrays).copy()
 
-def make_problem(format: str, grad_dtype: str, n: int, *, seed: int = 0, hostile: bool = False) -> Problem:
+    def with_moments_as(self, kind: Any, key: int, first: int) -> Problem:
+        """Of fp32 moments: the same problem with the moments stored in `kind`, by the Python code."""
+        arrays = dict(self.arrays)
+        for k in range(MOMENTS[self.rule]):
+            values = arrays[f"moment{k}"]
+            assert values is not None
+            stored, scale = moment_from_fp32(
+                torch.from_numpy(values.view(np.float32)),
+                kind,
+                root=has_root(self.rule, k),
+                key=key,
+                first=first,
+                moment=k,
+            )
+            arrays[f"moment{k}"] = (
+                stored.view(torch.int16).numpy().view(np.uint16) if kind == "bf16" else stored.numpy()
+            )
+            arrays[f"scale{k}"] = None if scale is None else scale.numpy()
+        return Problem(self.format, self.grad_dtype, self.n, self.rule, kind, arrays)
+
+
+def make_moment(rng: np.random.Generator, rule: str, k: int, kind: str, n: int, hostile: bool) -> tuple[Array, Any]:
+    """(moment, scale or None)."""
+    if kind == "8bit":  # mostly usual scales, so that not all blocks become NaN
+        blocks = -(-n // BLOCK)
+        scales = rng.integers(90, 135, blocks)
+        if hostile:
+            some = rng.integers(0, 3, blocks) == 0
+            scales[some] = rng.choice([16, 17, 40, 63, 64, 190, 240, 253, 255], int(some.sum()))
+        return rng.integers(0, 256, n).astype(np.uint8), scales.astype(np.uint8)
+    values = random_bits(rng, n, hostile=hostile)
+    if rule == "adagrad" or k == 1:
+        values[rng.integers(0, 8, n) >= hostile] &= 0x7FFFFFFF  # a hostile few stay negative: the root of those is NaN
+    return (values if kind == "fp32" else (values >> 16).astype(np.uint16)), None
+
+
+def make_problem(
+    format: str,
+    grad_dtype: str,
+    n: int,
+    *,
+    rule: Any = "adamw",
+    moments: str = "fp32",
+    seed: int = 0,
+    hostile: bool = False,
+) -> Problem:
     rng = np.random.default_rng(seed)
     master = random_bits(rng, n, hostile=hostile)
     grad = random_bits(rng, n, hostile=hostile)
-    exp_avg = random_bits(rng, n, hostile=hostile)
-    exp_avg_sq = random_bits(rng, n, hostile=hostile)
-    exp_avg_sq[rng.integers(0, 8, n) > 0] &= 0x7FFFFFFF  # a few stay negative: the root of those is NaN
+    if hostile and moments == "8bit":  # one NaN makes a block NaN: leave blocks without
+        calm = np.repeat(rng.integers(0, 2, -(-n // BLOCK)), BLOCK)[:n] == 0
+        grad[calm] = random_bits(rng, n, hostile=False)[calm]
     param: Array = master
     kept: Array | None = None
     if format == "remainder":  # any two halves, not only those that split() writes
         param, kept = (master >> 16).astype(np.uint16), master.astype(np.uint16).view(np.int16)
-    elif format == "master":
+    elif format != "fp32":
         param, kept = np.zeros(n, np.uint16), master
-    grad_values: Array = grad if grad_dtype == "fp32" else (grad >> 16).astype(np.uint16)
-    arrays = {"param": param, "master": kept, "grad": grad_values, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    return Problem(format, grad_dtype, n, arrays).copy()
+    if grad_dtype == "fp16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            halves = grad.view(np.float32).astype(np.float16).view(np.uint16)
+        grad = halves
+    elif grad_dtype == "bf16":
+        grad = (grad >> 16).astype(np.uint16)
+    arrays: dict[str, Array | None] = dict.fromkeys(NAMES)
+    arrays |= {"param": param, "master": kept, "grad": grad}
+    for k in range(MOMENTS[rule]):
+        arrays[f"moment{k}"], arrays[f"scale{k}"] = make_moment(rng, rule, k, moments, n, hostile)
+    return Problem(format, grad_dtype, n, rule, moments, arrays).copy()
 
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Problem]:
-    """make(format, grad_dtype, n, seed=0, hostile=False) -> Problem"""
+    """make(format, grad_dtype, n, rule="adamw", moments="fp32", seed=0, hostile=False) -> Problem"""
     return make_problem
 
 
-@pytest.fixture(params=["fp32", "remainder", "master"])
+@pytest.fixture(params=["fp32", "remainder", "master", "master_fp16"])
 def format(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["fp32", "bf16"])
+@pytest.fixture(params=["fp32", "bf16", "fp16"])
 def grad_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["fp32", "bf16", "8bit"])
+def moments(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=list(MOMENTS))
+def rule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 

@@ -4,106 +4,153 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from infinity.optim.cpu_adam import AdamHyper, adam_update, join_master, split_master
+from infinity.optim.cpu_adam import Hyper, join_master, split_master, update_flat
+from infinity.optim.moments import MOMENTS, zero_moments
 
-N = 100
-HYPER = AdamHyper()
+N = 300
+HYPER = Hyper()
 
 
-def tensors() -> dict[str, torch.Tensor | None]:
+def tensors() -> dict[str, Any]:
     return {
         "param": torch.ones(N),
         "master_or_remainder": None,
         "grad": torch.ones(N),
-        "exp_avg": torch.zeros(N),
-        "exp_avg_sq": torch.zeros(N),
+        "moments": [torch.zeros(N), torch.zeros(N)],
+        "scales": [],
     }
 
 
-BAD: dict[str, tuple[str, Callable[[], torch.Tensor | None], str]] = {
-    "dtype of param": ("param", lambda: torch.ones(N, dtype=torch.float16), r"param is torch\.float16: pass"),
-    "dtype of grad": ("grad", lambda: torch.ones(N, dtype=torch.float64), r"grad is torch\.float64"),
-    "dtype of a moment": ("exp_avg", lambda: torch.zeros(N, dtype=torch.bfloat16), r"exp_avg is torch\.bfloat16"),
-    "numel": ("exp_avg_sq", lambda: torch.zeros(N - 1), r"exp_avg_sq has 99 elements where 100 are needed"),
-    "strides": ("grad", lambda: torch.ones(2 * N)[::2], r"grad of shape \(100,\) is not contiguous"),
-    "transposed": ("grad", lambda: torch.ones(10, 10).t(), r"not contiguous"),
-    "expanded": ("grad", lambda: torch.ones(1).expand(N), r"not contiguous"),
-    "sparse": ("grad", lambda: torch.ones(N).to_sparse(), r"not contiguous"),
-    "device": ("exp_avg", lambda: torch.zeros(N, device="meta"), r"exp_avg is on meta: pass a CPU tensor"),
-    "master of fp32": ("master_or_remainder", lambda: torch.zeros(N), r"its own master: pass None"),
-    "master of bf16": ("param", lambda: torch.ones(N, dtype=torch.bfloat16), r"int16 remainder .* or its fp32 master"),
+def eight() -> dict[str, Any]:
+    moments, scales = zero_moments("adamw", N, "8bit")
+    return {"moments": moments, "scales": scales}
+
+
+BF16, FP16 = torch.ones(N, dtype=torch.bfloat16), torch.ones(N, dtype=torch.float16)
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "dtype of param": (lambda: {"param": torch.ones(N, dtype=torch.float64)}, r"param is torch\.float64: pass"),
+    "dtype of grad": (lambda: {"grad": torch.ones(N, dtype=torch.float64)}, r"grad is torch\.float64"),
+    "dtype of moments": (
+        lambda: {"moments": [torch.zeros(N, dtype=torch.float16)] * 2},
+        r"moments\[0\] is torch\.float16: pass torch\.float32 or torch\.bfloat16 or torch\.uint8",
+    ),
+    "mixed moments": (
+        lambda: {"moments": [torch.zeros(N), torch.zeros(N, dtype=torch.bfloat16)]},
+        r"moments\[1\] is torch\.bfloat16: pass torch\.float32",
+    ),
+    "too few moments": (lambda: {"moments": [torch.zeros(N)]}, "adamw has 2 moments, not 1"),
+    "numel": (lambda: {"moments": [torch.zeros(N), torch.zeros(N - 1)]}, r"moments\[1\] has 299 elements where 300"),
+    "no scales": (lambda: eight() | {"scales": []}, r"moments of torch\.uint8 have 2 scales, not 0"),
+    "scales of fp32": (lambda: {"scales": eight()["scales"]}, r"moments of torch\.float32 have 0 scales, not 2"),
+    "size of a scale": (
+        lambda: eight() | {"scales": [torch.zeros(2, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)]},
+        r"scales\[1\] has 1 elements where 2 are needed",
+    ),
+    "dtype of a scale": (lambda: eight() | {"scales": [torch.zeros(2)] * 2}, r"scales\[0\] is torch\.float32"),
+    "strides": (lambda: {"grad": torch.ones(2 * N)[::2]}, r"grad of shape \(300,\) is not contiguous"),
+    "transposed": (lambda: {"grad": torch.ones(10, 30).t()}, r"not contiguous"),
+    "expanded": (lambda: {"grad": torch.ones(1).expand(N)}, r"not contiguous"),
+    "sparse": (lambda: {"grad": torch.ones(N).to_sparse()}, r"not contiguous"),
+    "device": (lambda: {"moments": [torch.zeros(N, device="meta")] * 2}, r"moments\[0\] is on meta: pass a CPU tensor"),
+    "master of fp32": (lambda: {"master_or_remainder": torch.zeros(N)}, r"its own master: pass None"),
+    "master of bf16": (lambda: {"param": BF16}, r"int16 remainder .* or its fp32 master"),
+    "master of fp16": (lambda: {"param": FP16}, r"param is torch\.float16: pass its fp32 master"),
+    "remainder of fp16": (
+        lambda: {"param": FP16, "master_or_remainder": torch.zeros(N, dtype=torch.int16)},
+        r"param is torch\.float16: pass its fp32 master",
+    ),
+    "shared memory": (lambda: {"moments": [torch.zeros(N)] * 2}, r"moments\[1\] overlaps moments\[0\]"),
+    "step 0": (lambda: {"step": 0}, "step is 0"),
+    "first": (lambda: {"first": 5}, "first is 5"),
+    "grad_scale": (lambda: {"grad_scale": math.inf}, "grad_scale is inf"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_refuses(case: str) -> None:
-    name, bad, message = BAD[case]
+    change, message = BAD[case]
+    given = tensors() | {"hyper": HYPER, "step": 1} | change()
     with pytest.raises(ValueError, match=message):
-        adam_update(**(tensors() | {name: bad()}), hyper=HYPER, step=1)  # type: ignore[arg-type]
-
-
-def test_refuses_shared_memory_and_step_0() -> None:
-    given = tensors()
-    with pytest.raises(ValueError, match="exp_avg_sq overlaps exp_avg"):
-        adam_update(**(given | {"exp_avg_sq": given["exp_avg"]}), hyper=HYPER, step=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="step is 0"):
-        adam_update(**given, hyper=HYPER, step=0)  # type: ignore[arg-type]
+        update_flat(**given)
+    assert bool((given["param"] == 1).all())
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        {"rule": "rmsprop"},
         {"lr": -1.0},
         {"lr": math.nan},
         {"eps": -1e-8},
         {"weight_decay": math.inf},
+        {"momentum": -0.1},
+        {"dampening": math.nan},
+        {"lr_decay": -1.0},
         {"betas": (0.9, 1.0)},
         {"betas": (0.9,)},
+        {"nesterov": True},
+        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
     ],
     ids=str,
 )
-def test_hyper_refuses(change: dict[str, object]) -> None:
+def test_hyper_refuses(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"{next(iter(change))} (is|are) .*: give"):
-        AdamHyper(**change)  # type: ignore[arg-type]
+        Hyper(**change)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "remainder", "master"])
-def test_shapes_slices_and_empty_tensors(kind: str) -> None:
+@pytest.mark.parametrize("rule", list(MOMENTS))
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("kind", ["fp32", "remainder", "master", "master_fp16"])
+def test_shapes_slices_and_empty_tensors(kind: str, moments: Any, rule: Any) -> None:
     """A slice of a flat tensor is updated like a tensor of its own, and its neighbours stay as they are."""
-    start = torch.randn(3 * N, generator=torch.Generator().manual_seed(0))
-    grad = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    total, part = 3 * 512, slice(512, 1024)
+    start = torch.randn(total, generator=torch.Generator().manual_seed(0))
+    grad = torch.randn(512, generator=torch.Generator().manual_seed(1))
+    hyper = Hyper(rule, momentum=0.9)
 
-    def states() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    def states() -> list[torch.Tensor]:
+        """param, moments, scales, and the master where there is one."""
         param, remainder = split_master(start)
-        kept = {"fp32": None, "remainder": remainder, "master": start.clone()}[kind]
-        return start.clone() if kind == "fp32" else param, kept, torch.zeros(3 * N), torch.zeros(3 * N)
+        lists = zero_moments(rule, total, moments)
+        target = {"fp32": start.clone(), "master_fp16": start.half()}.get(kind, param)
+        kept = {"fp32": [], "remainder": [remainder]}.get(kind, [start.clone()])
+        return [target, *lists[0], *lists[1], *kept]
+
+    def update(tensors: list[torch.Tensor], grad: torch.Tensor) -> None:
+        count = MOMENTS[rule]
+        scaled = count if moments == "8bit" else 0
+        kept = tensors[1 + count + scaled] if kind != "fp32" else None
+        given = tensors[1 : 1 + count], tensors[1 + count : 1 + count + scaled]
+        update_flat(tensors[0], kept, grad, *given, hyper, 1, key=7, first=256)
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x[part] if x.numel() == total else x[2:4]
 
     flat = states()
-    parts = [None if x is None else x[N : 2 * N] for x in flat]
-    adam_update(parts[0], parts[1], grad, parts[2], parts[3], HYPER, 1)  # type: ignore[arg-type]
-    alone = [None if x is None else x[N : 2 * N].clone().reshape(10, 10) for x in states()]
-    adam_update(alone[0], alone[1], grad.reshape(10, 10), alone[2], alone[3], HYPER, 1)  # type: ignore[arg-type]
+    update([cut(x) for x in flat], grad)
+    alone = [cut(x).clone().reshape(2, -1) for x in states()]
+    update(alone, grad.reshape(2, -1))
     for whole, single, before in zip(flat, alone, states(), strict=True):
-        if whole is not None and single is not None and before is not None:
-            assert torch.equal(whole[N : 2 * N], single.flatten())
-            assert torch.equal(whole[:N], before[:N]) and torch.equal(whole[2 * N :], before[2 * N :])
-    empty = [None if x is None else x[:0] for x in flat]
-    adam_update(empty[0], empty[1], grad[:0], empty[2], empty[3], HYPER, 1)  # type: ignore[arg-type]
+        assert torch.equal(cut(whole), single.flatten())
+        cut(whole).copy_(cut(before))
+        assert torch.equal(whole, before)
+    update([x[:0] for x in flat], grad[:0])
 
 
 def test_split_and_join_into_given_tensors() -> None:
-    master = torch.randn(10, 10)
+    master = torch.randn(10, 30)
     param, remainder = split_master(master)
     assert param.shape == remainder.shape == master.shape
     out = torch.empty(N, dtype=torch.bfloat16), torch.empty(N, dtype=torch.int16)
-    assert split_master(master, out) is not None and torch.equal(out[0].view(10, 10), param)
+    assert split_master(master, out) is not None and torch.equal(out[0].view(10, 30), param)
     back = torch.empty(N)
-    assert join_master(*out, out=back) is back and torch.equal(back.view(10, 10), master)
-    with pytest.raises(ValueError, match="remainder has 99 elements"):
+    assert join_master(*out, out=back) is back and torch.equal(back.view(10, 30), master)
+    with pytest.raises(ValueError, match="remainder has 299 elements"):
         join_master(out[0], out[1][:-1])
     with pytest.raises(ValueError, match=r"master is torch\.float64"):
         split_master(master.double())
@@ -111,5 +158,5 @@ def test_split_and_join_into_given_tensors() -> None:
 
 def test_a_parameter_that_requires_grad_is_updated() -> None:
     param = torch.nn.Parameter(torch.ones(N))
-    adam_update(param, None, torch.ones(N), torch.zeros(N), torch.zeros(N), HYPER, 1)
+    update_flat(param, None, torch.ones(N), [torch.zeros(N), torch.zeros(N)], [], HYPER, 1)
     assert bool((param < 1).all())

@@ -22,12 +22,13 @@ Array = npt.NDArray[Any]
 def values(n: int, dtype: str, seed: int = 0) -> Array:
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal(n) * 10.0 ** rng.uniform(-20, 3, n)).astype(np.float32)
+    if dtype == "fp16":
+        return x.astype(np.float16)
     return x if dtype == "fp32" else (x.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def as_doubles(x: Array) -> npt.NDArray[np.float64]:
-    single = x if x.dtype == np.float32 else (x.astype(np.uint32) << 16).view(np.float32)
-    return np.asarray(single, np.float64)
+    return np.asarray((x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x, np.float64)
 
 
 def native(x: Array, dtype: Any, **options: Any) -> float:
@@ -49,7 +50,7 @@ def defined(x: Array, scale: float = 1.0, initial: float = 0.0) -> float:
     return total
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_bits_are_those_of_the_definition(dtype: str, isa: str) -> None:
     for n in [s for s in SIZES if s <= 4097] + [65_537]:
         x = values(n, dtype, n)
@@ -57,7 +58,7 @@ def test_bits_are_those_of_the_definition(dtype: str, isa: str) -> None:
         assert native(x, dtype, isa=isa, scale=0.3, initial=7.0) == defined(x, 0.3, 7.0), n
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_threads_and_alignment(dtype: str, isa: str) -> None:
     for n in SIZES:
         x = values(n, dtype, n)
@@ -69,7 +70,7 @@ def test_threads_and_alignment(dtype: str, isa: str) -> None:
             assert native(shifted, dtype, isa=isa, threads=threads) == expected
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_cut_at_multiples_of_a_tile(dtype: str) -> None:
     x = values(200_003, dtype)
     expected = native(x, dtype, scale=0.7)
@@ -110,5 +111,7 @@ def test_wrapper() -> None:
         1 + 0.25 * float(x.bfloat16().double().square().sum())
     )
     assert sum_of_squares(torch.empty(0)) == 0.0
-    with pytest.raises(ValueError, match=r"float16.*pass torch\.float32 or torch\.bfloat16"):
-        sum_of_squares(x.half())
+    halves = (x.clamp(-1, 1)).half()
+    assert sum_of_squares(halves) == pytest.approx(float(halves.double().square().sum()))
+    with pytest.raises(ValueError, match=r"float64.*pass torch\.float32 or torch\.bfloat16 or torch\.float16"):
+        sum_of_squares(x.double())

@@ -146,8 +146,8 @@ n = 300_000
 arrays = [array("f", bytes(4 * n)) for _ in range(4)]
 p, g, m, v = (a.buffer_info()[0] for a in arrays)
 for _ in range(5):
-    _adam.adam(p, 0, g, m, v, n, format="fp32", grad_dtype="fp32", lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8,
-               weight_decay=0.0, step=1, decoupled=True, threads=5)
+    _adam.update("adamw", param=p, master=0, grad=g, moments=[m, v], scales=[], n=n, format="fp32", grad_dtype="fp32",
+                 moment_format="fp32", lr=1e-3, step=1, threads=5)
 before = time.process_time()
 time.sleep(0.4)
 print(time.process_time() - before)

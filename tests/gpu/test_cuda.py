@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.optim.cpu_adam import AdamHyper, adam_update, split_master
+from infinity.optim.cpu_adam import Hyper, split_master, update_flat
 from infinity.optim.kernels import squared_norm, update_run
 from infinity.tiers.device import CudaDevice
 from support.configs import PLACEMENTS, engine_config
@@ -82,8 +82,8 @@ def test_the_fused_update_on_the_device_follows_the_native_one(kept: str, scale:
     grad = torch.randn(n, generator=generator).bfloat16()
     device = {name: state.cuda() for name, state in host.items()}
     there = param.cuda()
-    hyper = AdamHyper(lr=1e-3, weight_decay=0.1)
-    adam_update(param, host[kept], grad, host["exp_avg"], host["exp_avg_sq"], hyper, 7, grad_scale=scale)
+    hyper = Hyper(lr=1e-3, weight_decay=0.1)
+    update_flat(param, host[kept], grad, [host["exp_avg"], host["exp_avg_sq"]], [], hyper, 7, grad_scale=scale)
     update_run(device, there, grad.cuda(), hyper, 7, scale)
     torch.testing.assert_close(there.cpu(), param, rtol=0.01, atol=1e-6)
     torch.testing.assert_close(device["exp_avg"].cpu(), host["exp_avg"], rtol=1e-5, atol=1e-9)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from infinity.optim.cpu_adam import AdamHyper
+from infinity.optim.cpu_adam import Hyper
 from infinity.optim.kernels import update_run
 from infinity.optim.update import Gradient, Places, UpdateJob, UpdatePipeline
 from infinity.tiers.base import Tier, Window
@@ -22,7 +22,7 @@ from support.late_disk import LateTransfer
 
 TILE = 4096
 NUMEL = 3 * TILE + 2048
-HYPER = AdamHyper(lr=0.01)
+HYPER = Hyper(lr=0.01)
 
 
 class LateSlab(Tier):

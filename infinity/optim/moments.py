@@ -1,0 +1,140 @@
+"""How an optimizer's moments are kept: in fp32, in bf16, or in 8 bits with a scale byte for each block of 256.
+
+`moment_from_fp32` and `moment_to_fp32` are the codes of `csrc/adam/codec.h` in numpy, with the same bits. They serve
+where moments change their format; updates read and write moments natively.
+
+8 bits: a block's scale s is the exponent field of its largest magnitude, at least 16. With delta = 2^(s - 141), codes
+stand for the magnitudes ((1 + f) * 2^e - 1) * delta, e of 4 bits and f = 0, 1/8, ..., 7/8 with a sign bit, or
+f = 0, 1/16, ..., 15/16 without one. The latter are for sums and means of squares, and are codes of their square root,
+which halves the range that they have to span. What lies between two codes becomes either of them, at random, so that
+the mean is right: with rounding to nearest, an average of which a step changes less than half a code would never move.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "FORMATS", "MOMENTS", "MomentFormat", "Rule", "moment_from_fp32", "moment_to_fp32", "zero_moments"]
+
+Rule = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
+MomentFormat = Literal["fp32", "bf16", "8bit"]
+
+BLOCK = 256
+"""Elements that share a scale."""
+MOMENTS: dict[Rule, int] = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 1}
+"""How many moments a rule has."""
+FORMATS: dict[MomentFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+
+_OCTAVES = 14
+_LEAST_SCALE = _OCTAVES + 2
+_NOT_FINITE = 255
+_NAN = np.uint32(0x7FC00000)
+Array = npt.NDArray[Any]
+
+
+def zero_moments(rule: Rule, n: int, kind: MomentFormat) -> tuple[list[Tensor], list[Tensor]]:
+    """(moments, scales) of n elements before the first step, as `update_flat` takes them."""
+    count = MOMENTS[rule]
+    scales = [torch.zeros(-(-n // BLOCK), dtype=torch.uint8) for _ in range(count if kind == "8bit" else 0)]
+    return [torch.zeros(n, dtype=FORMATS[kind]) for _ in range(count)], scales
+
+
+def moment_to_fp32(moment: Tensor, scale: Tensor | None = None, *, root: bool = False) -> Tensor:
+    """The values of a moment, fp32, in the moment's shape; exact, but for squares of roots, which are rounded.
+
+    moment: fp32, bf16, or uint8 codes with their `scale`, uint8 (ceil(numel / 256),). On the CPU.
+    root: the codes are of the square root (exp_avg_sq, Adagrad's sum); other formats ignore it.
+    """
+    if moment.dtype != torch.uint8:
+        return moment.to(torch.float32, copy=True)
+    codes = moment.detach().contiguous().view(-1).numpy()
+    _check_scale(scale, codes.size)
+    assert scale is not None
+    scales = np.repeat(scale.contiguous().numpy(), BLOCK)[: codes.size]
+    octave, fraction = ((codes >> 4), 1 + (codes & 15) / 16) if root else ((codes >> 3) & 15, 1 + (codes & 7) / 8)
+    exponents = scales.astype(np.int32) - 127 - _OCTAVES
+    with np.errstate(over="ignore", under="ignore"):  # to infinity and zero, as natively
+        shifted = np.ldexp(fraction.astype(np.float32), octave + exponents)
+        values = shifted - np.ldexp(np.float32(1), exponents)
+        values = values * values if root else np.where(codes & 0x80, -values, values)
+    values[scales == _NOT_FINITE] = np.nan
+    return torch.from_numpy(values).view(moment.shape)
+
+
+def moment_from_fp32(
+    values: Tensor, kind: MomentFormat, *, root: bool = False, key: int = 0, first: int = 0, moment: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """(moment in `values`' shape, scale or None): what an update stores for these values, to the bit.
+
+    values: fp32 on the CPU. root: keep 8-bit codes of the square root; values are then not negative.
+    key, first: what rounding draws from, see `_adam.update`. moment: which of the rule's moments it is, 0 or 1; they
+        use different random bits.
+    """
+    if values.dtype != torch.float32:
+        raise ValueError(f"values are {values.dtype}: pass torch.float32")
+    flat = values.detach().contiguous().view(-1).numpy()
+    if kind == "fp32":
+        bits = np.where(np.isnan(flat), _NAN, flat.view(np.uint32))
+        return torch.from_numpy(bits.view(np.float32)).view(values.shape), None
+    random = _random_bits(key, first, flat.size)
+    if kind == "bf16":
+        bits = np.where(np.isnan(flat), _NAN, flat.view(np.uint32))
+        high = ((bits + _chance(random, moment, 16)) >> 16).astype(np.uint16)
+        return torch.from_numpy(high.view(np.int16)).view(torch.bfloat16).view(values.shape), None
+    with np.errstate(invalid="ignore", over="ignore"):
+        codes, scales = _encode(np.sqrt(flat) if root else flat, root, random, moment)
+    return torch.from_numpy(codes).view(values.shape), torch.from_numpy(scales)
+
+
+def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array, Array]:
+    """8-bit codes (n,) and scales (ceil(n / 256),) of fp32 values (n,), of roots if `root`."""
+    n = flat.size
+    blocks = np.zeros((-(-n // BLOCK), BLOCK), np.float32)
+    blocks.reshape(-1)[:n] = flat
+    finite = np.asarray(np.isfinite(blocks).all(axis=1))
+    magnitudes = np.where(finite[:, None], np.abs(blocks), np.float32(0))
+    exponents = magnitudes.max(axis=1, initial=0).view(np.uint32) >> 23
+    scales = np.where(finite, np.maximum(exponents, _LEAST_SCALE), _NOT_FINITE).astype(np.uint8)
+    delta = ((scales.astype(np.uint32) - _OCTAVES) << 23)[:, None]
+    shifted = (magnitudes + delta.view(np.float32)).view(np.uint32)
+    cut = 19 if root else 20
+    chances = np.zeros(blocks.shape, np.uint32)
+    chances.reshape(-1)[:n] = _chance(random, moment, cut)
+    codes = ((shifted + chances - delta) >> cut).astype(np.uint8)
+    if not root:
+        codes |= np.where(np.signbit(blocks), np.uint8(0x80), np.uint8(0))
+    codes[~finite] = 0
+    return codes.reshape(-1)[:n].copy(), scales
+
+
+def _chance(random: Array, moment: int, cut: int) -> Array:
+    """The random bits that decide how `cut` lost bits are rounded: the first moment's are the topmost."""
+    return np.asarray(random >> np.uint32(32 - cut) if moment == 0 else random & np.uint32((1 << cut) - 1))
+
+
+def _random_bits(key: int, first: int, n: int) -> Array:
+    """32 random bits, uint32, for each of the elements first, ..., first + n - 1.
+
+    lowbias32 (Chris Wellons, "Prospecting for hash functions", 2018) of the number's low half, whitened by the
+    finaliser of splitmix64 (Vigna) of the key and the number's high half.
+    """
+    number = np.arange(n, dtype=np.uint64) + np.uint64(first)
+    with np.errstate(over="ignore"):
+        x = np.uint64(key) ^ ((number >> np.uint64(32)) * np.uint64(0x9E3779B97F4A7C15))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        y = number.astype(np.uint32) ^ (x ^ (x >> np.uint64(31))).astype(np.uint32)
+        y = (y ^ (y >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        y = (y ^ (y >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return np.asarray(y ^ (y >> np.uint32(16)))
+
+
+def _check_scale(scale: Tensor | None, n: int) -> None:
+    blocks = -(-n // BLOCK)
+    if scale is None or scale.dtype != torch.uint8 or scale.numel() != blocks:
+        raise ValueError(f"scale does not fit {n:,} codes: pass uint8 of {blocks:,} elements")
