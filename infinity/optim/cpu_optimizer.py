@@ -1,0 +1,258 @@
+"""`CPUAdam`: torch.optim.AdamW for parameters in host memory, in one pass of the native kernels.
+
+It needs no engine:
+
+    optimizer = infinity.optim.CPUAdam(model.parameters(), lr=3e-4, weight_decay=0.1, moments="8bit")
+
+States of a parameter, all of its shape but for scales:
+    step                        fp32 scalar, as in torch.optim.AdamW
+    exp_avg, exp_avg_sq         fp32 or bf16
+    exp_avg_8bit, exp_avg_sq_8bit, exp_avg_scale, exp_avg_sq_scale
+                                instead of these two with moments="8bit": uint8 codes, and a scale for each 256
+    remainder                   int16, of a bf16 parameter: what its fp32 master has more (`infinity.optim.cpu_adam`)
+    master                      fp32, of an fp16 parameter
+
+With moments in fp32 or bf16, torch.optim.Adam and AdamW load what CPUAdam saved, and CPUAdam loads theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ConfigError, ModelError
+from infinity.optim.cpu_adam import Hyper, update_flat
+from infinity.optim.moments import FORMATS, MomentFormat, moment_from_fp32, moment_to_fp32, zero_moments
+
+__all__ = ["CPUAdam"]
+
+_NAMES = ("exp_avg", "exp_avg_sq")
+_EXTRA = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
+"""The state that makes a parameter of this dtype one of fp32."""
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: keys of different seeds lie far apart
+
+
+class CPUAdam(torch.optim.Optimizer):
+    """AdamW, or Adam with L2 decay, for fp32, bf16 and fp16 parameters on the CPU.
+
+    params, lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW. amsgrad, capturable and differentiable are
+        refused; foreach and fused are accepted and mean nothing here.
+    adamw_mode: decoupled weight decay (AdamW); False: L2 decay (torch.optim.Adam). A group's `decoupled_weight_decay`.
+    moments: "fp32", "bf16" or "8bit". The latter two are rounded stochastically, from `seed`.
+    threads: 0 is one per processor of the calling thread's affinity.
+
+    A bf16 parameter is trained in fp32: 16 more bits of it are kept as state; an fp16 parameter has an fp32 master. The
+    master starts from the parameter at its first step; values written to an fp16 parameter later are overwritten.
+    Parameters and gradients may have any strides, at the price of a copy where they are not contiguous.
+
+    Raises ConfigError for arguments, ModelError for parameters and gradients that it cannot handle; both are
+    ValueErrors.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        adamw_mode: bool = True,
+        moments: MomentFormat = "fp32",
+        seed: int = 0,
+        threads: int = 0,
+    ) -> None:
+        if moments not in FORMATS:
+            raise ConfigError(f"moments is {moments!r}: give one of {', '.join(FORMATS)}")
+        self.moments: MomentFormat = moments
+        self.seed = seed
+        self.threads = threads
+        # The keys of torch.optim.AdamW, so that either loads the other's groups.
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
+        defaults |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        defaults |= {"differentiable": differentiable, "fused": fused, "decoupled_weight_decay": adamw_mode}
+        _hyper(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _hyper(group)
+            for param in group["params"]:
+                _check(param)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+        """One step of every parameter that has a gradient; returns what `closure` returned.
+
+        grad_scale: gradients are multiplied by it, as they are read: 1 / loss scale, or a clipping coefficient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = 0
+        for group in self.param_groups:
+            hyper = _hyper(group)
+            scale = -grad_scale if group["maximize"] else grad_scale
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, number, hyper, scale)
+                number += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. The tensors are the optimizer's own: copy them to keep them past the next step."""
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take states and groups of a CPUAdam, a torch.optim.Adam or AdamW of the same parameters.
+
+        Moments are brought into this optimizer's format. Where a bf16 or fp16 parameter comes without remainder or
+        master, as from torch, it starts from the parameter's value.
+        """
+        super().load_state_dict(state_dict)
+        # torch casts all states to the parameter's dtype, codes and remainders too: take them as they were saved.
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, (there, param) in enumerate(zip(saved, params, strict=True)):
+            state = state_dict["state"].get(there)
+            if state:
+                self.state[param] = self._adopt(param, number, state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"moments": self.moments, "seed": self.seed, "threads": self.threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+            group.setdefault("decoupled_weight_decay", False)  # what a group of an older torch.optim.Adam means
+
+    # -- one parameter -------------------------------------------------------------------------------------------------
+
+    def _update(self, param: Tensor, number: int, hyper: Hyper, grad_scale: float) -> None:
+        _check(param)
+        grad = param.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ModelError("CPUAdam does not take sparse gradients: make embeddings with sparse=False")
+        state = self.state[param]
+        if not state:
+            state.update(self._first_state(param))
+        state["step"] += 1
+        step = int(state["step"])
+        names = [f"{name}_8bit" if self.moments == "8bit" else name for name in _NAMES]
+        scales = [state[f"{name}_scale"] for name in _NAMES] if self.moments == "8bit" else []
+        extra = _EXTRA.get(param.dtype)
+        if extra is not None and extra[0] not in state:
+            state.update(_rest(param, {}))  # the model was cast after its first step
+        kept = None if extra is None else state[extra[0]]
+        flat = param.contiguous()
+        given = flat, kept, grad.contiguous(), [state[name] for name in names], scales
+        try:
+            update_flat(*given, hyper, step, grad_scale=grad_scale, key=self._key(number, step), threads=self.threads)
+        except ValueError:
+            state["step"] -= 1
+            raise
+        if flat is not param:
+            param.copy_(flat)
+        else:
+            torch.autograd.graph.increment_version(param)  # written by address, where autograd does not look
+
+    def _key(self, number: int, step: int) -> int:
+        """Where the rounding of parameter `number` in this step comes from."""
+        return (self.seed * _GOLDEN + (number << 40) + step) % (1 << 64)
+
+    def _first_state(self, param: Tensor) -> dict[str, Tensor]:
+        moments, scales = zero_moments("adamw", param.numel(), self.moments)
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for k, name in enumerate(_NAMES):
+            state[f"{name}_8bit" if scales else name] = moments[k].view(param.shape)
+            if scales:
+                state[f"{name}_scale"] = scales[k]
+        return state | _rest(param, {})
+
+    def _adopt(self, param: Tensor, number: int, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """A state of this optimizer with the values of `saved`, sharing no memory with it."""
+        step = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu").clone()
+        state = {"step": step}
+        for k, name in enumerate(_NAMES):
+            root = k == 1
+            stored, scale = saved.get(name), None
+            if stored is None:
+                stored, scale = saved[f"{name}_8bit"], saved[f"{name}_scale"]
+            if stored.shape != param.shape:
+                raise ModelError(
+                    f"{name} of parameter {number} has shape {tuple(stored.shape)}, the parameter has "
+                    f"{tuple(param.shape)}: load states of the same model"
+                )
+            if stored.dtype == FORMATS[self.moments]:
+                stored = stored.clone(memory_format=torch.contiguous_format)
+                scale = None if scale is None else scale.clone()
+            else:
+                values = moment_to_fp32(stored.cpu().contiguous(), scale, root=root)
+                key = self._key(number, int(step))
+                stored, scale = moment_from_fp32(values, self.moments, root=root, key=key, moment=k)
+            state[name if scale is None else f"{name}_8bit"] = stored
+            if scale is not None:
+                state[f"{name}_scale"] = scale
+        return state | _rest(param, saved)
+
+
+def _rest(param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+    """What a bf16 or fp16 parameter lacks to be fp32: from `saved`, or from the parameter's value.
+
+    A remainder or master that went through torch's optimizer was cast to the parameter's dtype, and is out of date.
+    """
+    if param.dtype not in _EXTRA:
+        return {}
+    name, dtype = _EXTRA[param.dtype]
+    kept = saved.get(name)
+    if isinstance(kept, Tensor) and kept.dtype == dtype and kept.shape == param.shape:
+        return {name: kept.clone(memory_format=torch.contiguous_format)}
+    if dtype == torch.int16:
+        return {name: torch.zeros(param.shape, dtype=dtype)}
+    return {name: param.detach().to(dtype, memory_format=torch.contiguous_format)}
+
+
+def _hyper(group: dict[str, Any]) -> Hyper:
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if group.get(name):
+            raise ConfigError(f"CPUAdam does not know {name}: leave it out, or take torch.optim.AdamW")
+    first, second = group["betas"]
+    rule: Any = "adamw" if group["decoupled_weight_decay"] else "adam"
+    return Hyper(rule, float(group["lr"]), (float(first), float(second)), group["eps"], group["weight_decay"])
+
+
+def _check(param: Tensor) -> None:
+    if param.device.type != "cpu":
+        raise ModelError(
+            f"a parameter of shape {tuple(param.shape)} is on {param.device}: CPUAdam works in host memory"
+        )
+    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelError(
+            f"a parameter of shape {tuple(param.shape)} is {param.dtype}: CPUAdam takes torch.float32, torch.bfloat16 "
+            "and torch.float16"
+        )
+    if param.layout != torch.strided:
+        raise ModelError(f"a parameter of shape {tuple(param.shape)} is {param.layout}: CPUAdam takes dense ones")
