@@ -1,0 +1,84 @@
+// The update with moments of 16 or 32 bits. Included by kernel.h, whose rules hold here.
+#pragma once
+
+#include <cstring>
+
+#include "formats.h"
+
+namespace infinity::adam {
+namespace {
+
+constexpr std::size_t least(std::size_t a, std::size_t b) { return a < b ? a : b; }
+
+template <class V, class F, class M, class R>
+inline void update_vector(const Arrays& a, const R& rule, std::size_t i, typename V::Int random) {
+    typename V::Float p = F::load(a, i);
+    typename V::Float m = M::load(a.moment[0], i), v = R::kMoments == 2 ? M::load(a.moment[1], i) : m;
+    rule(p, load_grad<V>(a.grad_dtype, a.grad, i), m, v);
+    F::store(a, i, p);
+    M::template store<0>(a.moment[0], i, V::canonical(m), random);
+    if constexpr (R::kMoments == 2) M::template store<1>(a.moment[1], i, V::canonical(v), random);
+}
+
+// Some elements of the arrays, fewer than a vector, in memory of their own: nothing beyond them is touched.
+template <class V, class F, std::size_t moment_bytes>
+class Staged {
+  public:
+    Staged(const Arrays& a, std::size_t begin, std::size_t count, int moments)
+        : from_(a), begin_(begin), count_(count), moments_(moments) {
+        std::memcpy(param_, at(a.param, kParam), count * kParam);
+        if constexpr (F::kMasterBytes != 0)
+            std::memcpy(master_, at(a.master, F::kMasterBytes), count * F::kMasterBytes);
+        const std::size_t grad = grad_bytes(a.grad_dtype);
+        std::memcpy(grad_, static_cast<const char*>(a.grad) + begin * grad, count * grad);
+        for (int k = 0; k < moments; ++k) std::memcpy(moment_[k], at(a.moment[k], moment_bytes), count * moment_bytes);
+        arrays = a;
+        arrays.param = param_;
+        arrays.master = master_;
+        arrays.grad = grad_;
+        arrays.moment[0] = moment_[0];
+        arrays.moment[1] = moment_[1];
+    }
+    void put_back() const {
+        std::memcpy(at(from_.param, kParam), param_, count_ * kParam);
+        if constexpr (F::kMasterBytes != 0) {
+            std::memcpy(at(from_.master, F::kMasterBytes), master_, count_ * F::kMasterBytes);
+        }
+        for (int k = 0; k < moments_; ++k) {
+            std::memcpy(at(from_.moment[k], moment_bytes), moment_[k], count_ * moment_bytes);
+        }
+    }
+    Arrays arrays;
+
+  private:
+    static constexpr std::size_t kParam = sizeof(typename F::Param);
+    char* at(void* array, std::size_t width) const { return static_cast<char*>(array) + begin_ * width; }
+
+    const Arrays& from_;
+    std::size_t begin_, count_;
+    int moments_;
+    float param_[V::kWidth] = {}, master_[V::kWidth] = {}, grad_[V::kWidth] = {}, moment_[2][V::kWidth] = {};
+};
+
+template <class V, class F, class M, class R>
+void update_plainly(const Arrays& arrays, const Coefficients& c, std::size_t begin, std::size_t end) {
+    const Arrays a = arrays;  // a local copy, so that stores through its pointers cannot change it
+    const R rule(c);
+    for (std::size_t at = begin, stop = begin; at < end; at = stop) {
+        stop = at + least(end - at, (std::size_t{1} << 32) - static_cast<std::uint32_t>(c.random.first + at));
+        const Numbers<V> numbers(c.random, at);
+        std::size_t i = at;
+        for (; i + V::kWidth <= stop; i += V::kWidth) {
+            update_vector<V, F, M>(a, rule, i, M::random(numbers, i - at));
+        }
+        if constexpr (V::kWidth > 1) {
+            if (i == stop) continue;
+            Staged<V, F, M::kBytes> rest(a, i, stop - i, R::kMoments);
+            update_vector<V, F, M>(rest.arrays, rule, 0, M::random(numbers, i - at));
+            rest.put_back();
+        }
+    }
+}
+
+}  // namespace
+}  // namespace infinity::adam
