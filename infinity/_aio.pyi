@@ -135,6 +135,12 @@ class Engine:
     def bytes_buffered(self) -> int:
         """Of the bytes read and written, those that went through the page cache: none, when all is aligned."""
 
+LARGEST_BLOCK: int
+"""Bytes that `block_size` may be."""
+
+MOST_THREADS: int
+"""What `threads` may be."""
+
 def backends() -> list[str]:
     """The names of what this build can use: Linux AIO by libaio and by itself, then io_uring."""
 

@@ -179,6 +179,9 @@ PYBIND11_MODULE(_aio, m) {
         .def_property_readonly("bytes_buffered",
                                [](Engine& engine) { return engine.counters().bytes_buffered.load(); });
 
+    m.attr("LARGEST_BLOCK") = kLargestBlock;
+    m.attr("MOST_THREADS") = kMostThreads;
+
     m.def("backends", [] {
         std::vector<std::string> names;
         for (const Backend& backend : available_backends()) names.emplace_back(backend.name);

@@ -25,13 +25,13 @@ void check_range(const char* what, int64_t value, int64_t low, int64_t high) {
 }
 
 Options checked(const Options& options) {
-    check_range("block_size", options.block_size, kBlock, 1 << 30);
+    check_range("block_size", options.block_size, kBlock, kLargestBlock);
     if (options.block_size % kBlock != 0) {
         throw std::invalid_argument("block_size is " + std::to_string(options.block_size) +
                                     "; it must be a multiple of 4096");
     }
     check_range("queue_depth", options.queue_depth, 1, 1 << 16);
-    check_range("threads", options.threads, 1, 1024);
+    check_range("threads", options.threads, 1, kMostThreads);
     return options;
 }
 

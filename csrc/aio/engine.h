@@ -12,6 +12,9 @@
 
 namespace infinity::aio {
 
+inline constexpr int64_t kLargestBlock = 1 << 30;  // bytes
+inline constexpr int64_t kMostThreads = 1024;
+
 struct Options {
     int64_t block_size = 1 << 20;  // bytes of one piece
     int64_t queue_depth = 32;      // pieces in flight per thread

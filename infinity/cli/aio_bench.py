@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from infinity import _aio
 from infinity.cli.console import (
     USAGE,
     Step,
@@ -31,7 +32,7 @@ from infinity.cli.paths import check_folders, note_what_is_memory
 from infinity.observe.units import show_bytes
 from infinity.sizes import format_size
 from infinity.tiers.io import ENGINES, open_engine
-from infinity.tiers.measure import LARGEST_BLOCK, MOST_THREADS, OPS, Bench, Op, Sample, Workload, percentile
+from infinity.tiers.measure import OPS, Bench, Op, Sample, Workload, percentile
 from infinity.tiers.pattern import PAGE
 from infinity.tiers.stripe import stripe_chunk
 
@@ -156,17 +157,17 @@ def _checked(
     total, block = size_of("--size", size), size_of("--block-size", block_size)
     if block <= 0 or block % PAGE:
         fail(f"--block-size must be a multiple of {PAGE}, such as {max(1, block // PAGE) * PAGE}, not {block}", USAGE)
-    if block > LARGEST_BLOCK:
-        fail(f"--block-size must be {format_size(LARGEST_BLOCK)} at most, not {format_size(block)}", USAGE)
+    if block > _aio.LARGEST_BLOCK:
+        fail(f"--block-size must be {format_size(_aio.LARGEST_BLOCK)} at most, not {format_size(block)}", USAGE)
     least = 2 * block
     if total < least:
         fail(f"--size must be two blocks at least ({format_size(least)}), not {format_size(total)}", USAGE)
     check_range("--queue-depth", depth, 1, 65536)
     check_range("--threads", threads, 1, 64)
-    if threads * len(paths) > MOST_THREADS:
+    if threads * len(paths) > _aio.MOST_THREADS:
         fail(
             f"--threads {threads} for each of {len(paths)} folders are {threads * len(paths)}, and an engine has at "
-            f"most {MOST_THREADS}: lower it, or name fewer folders",
+            f"most {_aio.MOST_THREADS}: lower it, or name fewer folders",
             USAGE,
         )
     check_range("--runs", runs, 1, 10_000)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from infinity import _aio
 from infinity.cli.console import (
     USAGE,
     Step,
@@ -39,7 +40,7 @@ from infinity.observe.heatmap import Cell, picture_formats, plot_sweep
 from infinity.observe.units import show_bytes
 from infinity.sizes import format_size
 from infinity.tiers.io import AUTO, ENGINES, open_engine
-from infinity.tiers.measure import MOST_THREADS, OPS, Bench, Op, Sample
+from infinity.tiers.measure import OPS, Bench, Op, Sample
 from infinity.tiers.pattern import PAGE
 
 _SMALLEST_SIZE = 16 << 20
@@ -89,8 +90,8 @@ def _checked(paths: Sequence[Path], out: Path | None, plot: Path | None, seconds
     nbytes = size_of("--size", size)
     if nbytes < _SMALLEST_SIZE:
         fail(f"--size must be {format_size(_SMALLEST_SIZE)} at least, not {format_size(nbytes)}", USAGE)
-    if len(paths) > MOST_THREADS:
-        fail(f"--path is given {len(paths)} times, and an engine serves {MOST_THREADS} folders at most", USAGE)
+    if len(paths) > _aio.MOST_THREADS:
+        fail(f"--path is given {len(paths)} times, and an engine serves {_aio.MOST_THREADS} folders at most", USAGE)
     check_folders(paths)
     if out is not None:
         check_output("--out", out)
@@ -142,7 +143,7 @@ def space(engine: str, cores: int, folders: int) -> Space:
     engines = tuple(kind for kind in tried if _granted(kind, 1, folders))
     if not engines:
         open_engine(engine, block_size=PAGE, queue_depth=1, threads=folders).close()  # its error says why
-    threads = tuple(n for n in _THREADS if n == 1 or (n <= cores and n * folders <= MOST_THREADS))
+    threads = tuple(n for n in _THREADS if n == 1 or (n <= cores and n * folders <= _aio.MOST_THREADS))
     found = Space(threads=threads, engines=engines)
     depths = sorted({*found.depths, Config().aio.queue_depth}, reverse=True)
     grants, short = dict[tuple[str, int, int], int](), list[str]()

@@ -24,6 +24,8 @@ def update_run(
     hyper: of Adam or AdamW.
     states: exp_avg and exp_avg_sq (fp32), and for bf16 parameters `remainder` (int16) or `master` (fp32).
     """
+    if hyper.rule not in ("adam", "adamw"):
+        raise ValueError(f"rule is {hyper.rule!r}: the engine's states are those of adam and adamw")
     kept = states.get("remainder", states.get("master"))
     if param.device.type == "cpu":
         moments = [states["exp_avg"], states["exp_avg_sq"]]

@@ -36,10 +36,6 @@ from infinity.tiers.stripe import LARGEST_CHUNK
 Op = Literal["read", "write", "mixed"]
 OPS: tuple[Op, ...] = ("read", "write", "mixed")
 
-LARGEST_BLOCK = 1 << 30
-MOST_THREADS = 256
-"""Of all folders together; these two are the engine's own limits (csrc/aio/engine.cpp)."""
-
 _SMALLEST_REQUEST = 2 << 20
 _SECTOR = 512
 _UNREAD = 0xEE

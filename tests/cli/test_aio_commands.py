@@ -192,7 +192,7 @@ def test_the_space_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> N
     works(monkeypatch, libaio=65536, io_uring=65536)
     assert tuning.space("auto", 2, 1) == Space(threads=(1, 2), engines=("libaio", "io_uring"))
     assert tuning.space("io_uring", 16, 1) == Space(threads=(1, 2, 4), engines=("io_uring",))
-    assert tuning.space("auto", 16, 100).threads == (1, 2)  # an engine has 256 threads at most
+    assert tuning.space("auto", 16, 400).threads == (1, 2)  # an engine has 1024 threads at most
     works(monkeypatch, io_uring=65536)
     assert tuning.space("auto", 1, 1) == Space(threads=(1,), engines=("io_uring",))
     for engine in ("auto", "libaio"):

@@ -55,11 +55,11 @@ def test_what_cannot_be_had_is_refused_before_the_file_is_laid_out(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bench, "__init__", lambda *_, **__: pytest.fail("the file is laid out"))
-    others = [tmp_path / f"other{number}" for number in range(4)]
+    others = [tmp_path / f"other{number}" for number in range(16)]
     for other in others:
         other.mkdir()
     paths = [each for other in (folder, *others) for each in ("--path", other)]
-    refused(2, "--threads 64 for each of 5 folders are 320", "aio-bench", *paths, "--threads", "64")
+    refused(2, "--threads 64 for each of 17 folders are 1088", "aio-bench", *paths, "--threads", "64")
     _aio._inject([{"where": "setup", "error": errno.EPERM, "times": -1}])
     try:
         for command in ("aio-bench", "tune"):
