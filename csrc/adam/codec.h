@@ -27,13 +27,13 @@ constexpr std::uint32_t kNotFinite = 255;
 // difference to the fp32 value then always fits a signed integer, and is its low half.
 // bits: canonical fp32 patterns, so that no NaN can round to infinity or wrap round to zero.
 template <class V>
-inline typename V::Int round_to_bf16(typename V::Int bits) {
+INFINITY_FN inline typename V::Int round_to_bf16(typename V::Int bits) {
     return V::template shift_right<16>(V::add_int(bits, V::set_int(0x8000u)));
 }
 
 // 32 random bits for element `index` (lowbias32, a mixer by Chris Wellons, found by search for the least bias).
 template <class V>
-inline typename V::Int random_bits(typename V::Int index, typename V::Int key) {
+INFINITY_FN inline typename V::Int random_bits(typename V::Int index, typename V::Int key) {
     typename V::Int x = V::xor_int(index, key);
     x = V::xor_int(x, V::template shift_right<16>(x));
     x = V::mul_int(x, V::set_int(0x7FEB352Du));
@@ -44,7 +44,7 @@ inline typename V::Int random_bits(typename V::Int index, typename V::Int key) {
 
 // The key of 2^32 elements: a 32-bit digest of all that decides, and the high half of the elements' numbers
 // (splitmix64's finaliser).
-inline std::uint32_t random_key(std::uint64_t key, std::uint64_t index) {
+INFINITY_FN inline std::uint32_t random_key(std::uint64_t key, std::uint64_t index) {
     std::uint64_t x = key ^ ((index >> 32) * 0x9E3779B97F4A7C15u);
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
@@ -54,22 +54,22 @@ inline std::uint32_t random_key(std::uint64_t key, std::uint64_t index) {
 // Those of an element's random bits that decide how a moment is rounded which gives up `cut` bits: the first moment's
 // come from the top, the second's from the bottom.
 template <class V, int moment, int cut>
-inline typename V::Int chance(typename V::Int random) {
+INFINITY_FN inline typename V::Int chance(typename V::Int random) {
     if constexpr (moment == 0) return V::template shift_right<32 - cut>(random);
     return V::and_int(random, V::set_int((1u << cut) - 1u));
 }
 
 // bf16 of canonical bits, in the low half.
 template <class V, int moment>
-inline typename V::Int stochastic_bf16(typename V::Int bits, typename V::Int random) {
+INFINITY_FN inline typename V::Int stochastic_bf16(typename V::Int bits, typename V::Int random) {
     return V::template shift_right<16>(V::add_int(bits, chance<V, moment, 16>(random)));
 }
 
 // Bits of delta for a block's scale.
-inline std::uint32_t delta_bits(std::uint32_t scale) { return (scale - kOctaves) << 23; }
+INFINITY_FN inline std::uint32_t delta_bits(std::uint32_t scale) { return (scale - kOctaves) << 23; }
 
 // The scale byte for the bits of a block's largest magnitude; a NaN, whatever its sign, is larger than all others.
-inline std::uint32_t scale_of(std::uint32_t largest) {
+INFINITY_FN inline std::uint32_t scale_of(std::uint32_t largest) {
     const std::uint32_t exponent = (largest >> 23) & 0xFFu;
     return exponent < kLeastScale ? kLeastScale : exponent;
 }
@@ -81,17 +81,17 @@ struct Eight {
     typename V::Int delta;    // its bits
     typename V::Float start;  // its value; NaN for a block that was not finite, which makes all that is decoded NaN
 
-    explicit Eight(std::uint32_t scale)
+    INFINITY_FN explicit Eight(std::uint32_t scale)
         : delta(V::set_int(delta_bits(scale))),
           start(V::as_float(V::set_int(scale == kNotFinite ? kCanonicalNan : delta_bits(scale)))) {}
 
-    static typename V::Int magnitude(typename V::Float value) {
+    INFINITY_FN static typename V::Int magnitude(typename V::Float value) {
         if constexpr (root) return V::as_int(value);
         return V::and_int(V::as_int(value), V::set_int(0x7FFFFFFFu));
     }
 
     // The code, in the low 8 bits of each lane.
-    typename V::Int encode(typename V::Float value, typename V::Int random) const {
+    INFINITY_FN typename V::Int encode(typename V::Float value, typename V::Int random) const {
         const typename V::Int shifted = V::as_int(V::add(V::as_float(magnitude(value)), V::as_float(delta)));
         const typename V::Int rounded = V::add_int(shifted, chance<V, moment, kShift>(random));
         const typename V::Int code = V::template shift_right<kShift>(V::sub_int(rounded, delta));
@@ -100,7 +100,7 @@ struct Eight {
     }
 
     // `code`: zero-extended.
-    typename V::Float decode(typename V::Int code) const {
+    INFINITY_FN typename V::Float decode(typename V::Int code) const {
         const typename V::Int octaves = root ? code : V::and_int(code, V::set_int(0x7Fu));
         const typename V::Int shifted = V::add_int(V::template shift_left<kShift>(octaves), delta);
         const typename V::Float size = V::sub(V::as_float(shifted), start);

@@ -13,10 +13,10 @@ namespace {
 template <class V>
 struct GradFp32 {
     using Element = float;
-    static typename V::Float load(const void* base, std::size_t i) {
+    INFINITY_FN static typename V::Float load(const void* base, std::size_t i) {
         return V::load(static_cast<const float*>(base) + i);
     }
-    static typename V::Double load_double(const void* base, std::size_t i) {
+    INFINITY_FN static typename V::Double load_double(const void* base, std::size_t i) {
         return V::load_double(static_cast<const float*>(base) + i);
     }
 };
@@ -24,10 +24,10 @@ struct GradFp32 {
 template <class V>
 struct GradBf16 {
     using Element = std::uint16_t;
-    static typename V::Float load(const void* base, std::size_t i) {
+    INFINITY_FN static typename V::Float load(const void* base, std::size_t i) {
         return V::as_float(V::load_high_16(static_cast<const std::uint16_t*>(base) + i));
     }
-    static typename V::Double load_double(const void* base, std::size_t i) {
+    INFINITY_FN static typename V::Double load_double(const void* base, std::size_t i) {
         return V::load_double_bf16(static_cast<const std::uint16_t*>(base) + i);
     }
 };
@@ -35,22 +35,22 @@ struct GradBf16 {
 template <class V>
 struct GradFp16 {
     using Element = std::uint16_t;
-    static typename V::Float load(const void* base, std::size_t i) {
+    INFINITY_FN static typename V::Float load(const void* base, std::size_t i) {
         return V::load_fp16(static_cast<const std::uint16_t*>(base) + i);
     }
-    static typename V::Double load_double(const void* base, std::size_t i) {
+    INFINITY_FN static typename V::Double load_double(const void* base, std::size_t i) {
         return V::load_double_fp16(static_cast<const std::uint16_t*>(base) + i);
     }
 };
 
 template <class V>
-inline typename V::Float load_grad(DType dtype, const void* grad, std::size_t i) {
+INFINITY_FN inline typename V::Float load_grad(DType dtype, const void* grad, std::size_t i) {
     if (dtype == DType::kBf16) return GradBf16<V>::load(grad, i);
     if (dtype == DType::kFp16) return GradFp16<V>::load(grad, i);
     return GradFp32<V>::load(grad, i);
 }
 
-constexpr std::size_t grad_bytes(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
+INFINITY_FN constexpr std::size_t grad_bytes(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
 
 // ---- formats: the master value from memory and back ----
 
@@ -58,8 +58,10 @@ template <class V>
 struct FormatFp32 {
     using Param = float;
     static constexpr std::size_t kMasterBytes = 0;
-    static typename V::Float load(const Arrays& a, std::size_t i) { return V::load(static_cast<float*>(a.param) + i); }
-    static void store(const Arrays& a, std::size_t i, typename V::Float value) {
+    INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
+        return V::load(static_cast<float*>(a.param) + i);
+    }
+    INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
         V::store(static_cast<float*>(a.param) + i, V::canonical(value));
     }
 };
@@ -68,11 +70,11 @@ template <class V>
 struct FormatRemainder {
     using Param = std::uint16_t;
     static constexpr std::size_t kMasterBytes = 2;
-    static typename V::Float load(const Arrays& a, std::size_t i) {
+    INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
         return V::as_float(V::add_int(V::load_high_16(static_cast<std::uint16_t*>(a.param) + i),
                                       V::load_signed_16(static_cast<std::int16_t*>(a.master) + i)));
     }
-    static void store(const Arrays& a, std::size_t i, typename V::Float value) {
+    INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
         const typename V::Int bits = V::as_int(V::canonical(value));
         V::store_low_16(static_cast<std::uint16_t*>(a.param) + i, round_to_bf16<V>(bits));
         V::store_low_16(static_cast<std::uint16_t*>(a.master) + i, bits);
@@ -84,8 +86,10 @@ template <class V, bool fp16>
 struct FormatMaster {
     using Param = std::uint16_t;
     static constexpr std::size_t kMasterBytes = 4;
-    static typename V::Float load(const Arrays& a, std::size_t i) { return V::load(static_cast<float*>(a.master) + i); }
-    static void store(const Arrays& a, std::size_t i, typename V::Float value) {
+    INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
+        return V::load(static_cast<float*>(a.master) + i);
+    }
+    INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
         const typename V::Float clean = V::canonical(value);
         auto* const param = static_cast<std::uint16_t*>(a.param) + i;
         V::store(static_cast<float*>(a.master) + i, clean);
@@ -103,10 +107,10 @@ struct FormatMaster {
 template <class V>
 struct Numbers {
     typename V::Int key, first;
-    Numbers(const Random& random, std::size_t begin)
+    INFINITY_FN Numbers(const Random& random, std::size_t begin)
         : key(V::set_int(random_key(random.key, random.first + begin))),
           first(V::add_int(V::iota(), V::set_int(static_cast<std::uint32_t>(random.first + begin)))) {}
-    typename V::Int random(std::size_t i) const {
+    INFINITY_FN typename V::Int random(std::size_t i) const {
         return random_bits<V>(V::add_int(first, V::set_int(static_cast<std::uint32_t>(i))), key);
     }
 };
@@ -114,27 +118,27 @@ struct Numbers {
 template <class V>
 struct MomentsFp32 {
     static constexpr std::size_t kBytes = 4;
-    static typename V::Float load(const void* moment, std::size_t i) {
+    INFINITY_FN static typename V::Float load(const void* moment, std::size_t i) {
         return V::load(static_cast<const float*>(moment) + i);
     }
     template <int k>
-    static void store(void* moment, std::size_t i, typename V::Float value, typename V::Int) {
+    INFINITY_FN static void store(void* moment, std::size_t i, typename V::Float value, typename V::Int) {
         V::store(static_cast<float*>(moment) + i, value);
     }
-    static typename V::Int random(const Numbers<V>&, std::size_t) { return V::set_int(0); }
+    INFINITY_FN static typename V::Int random(const Numbers<V>&, std::size_t) { return V::set_int(0); }
 };
 
 template <class V>
 struct MomentsBf16 {
     static constexpr std::size_t kBytes = 2;
-    static typename V::Float load(const void* moment, std::size_t i) {
+    INFINITY_FN static typename V::Float load(const void* moment, std::size_t i) {
         return V::as_float(V::load_high_16(static_cast<const std::uint16_t*>(moment) + i));
     }
     template <int k>
-    static void store(void* moment, std::size_t i, typename V::Float value, typename V::Int random) {
+    INFINITY_FN static void store(void* moment, std::size_t i, typename V::Float value, typename V::Int random) {
         V::store_low_16(static_cast<std::uint16_t*>(moment) + i, stochastic_bf16<V, k>(V::as_int(value), random));
     }
-    static typename V::Int random(const Numbers<V>& numbers, std::size_t i) { return numbers.random(i); }
+    INFINITY_FN static typename V::Int random(const Numbers<V>& numbers, std::size_t i) { return numbers.random(i); }
 };
 
 }  // namespace

@@ -3,10 +3,12 @@
 
 #include <cstdint>
 
+#include "types.h"
+
 namespace infinity::adam {
 namespace {
 
-inline float from_fp16(std::uint16_t half) {
+INFINITY_FN inline float from_fp16(std::uint16_t half) {
     const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
     std::uint32_t exponent = (half >> 10) & 0x1Fu, mantissa = half & 0x3FFu;
     if (exponent == 0x1Fu) {  // infinity, or a NaN, which becomes quiet
@@ -22,7 +24,7 @@ inline float from_fp16(std::uint16_t half) {
 }
 
 // To nearest, ties to even.
-inline std::uint16_t to_fp16(float value) {
+INFINITY_FN inline std::uint16_t to_fp16(float value) {
     const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
     const std::uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
     if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));

@@ -18,7 +18,7 @@ struct RuleAdam {
     Float grad_scale, decay, weight_decay, avg_weight, beta2, one_minus_beta2, inv_correction2, eps, step_size;
     bool lerp_from_grad;
 
-    explicit RuleAdam(const Coefficients& c)
+    INFINITY_FN explicit RuleAdam(const Coefficients& c)
         : grad_scale(V::set(c.grad_scale)),
           decay(V::set(c.decay)),
           weight_decay(V::set(c.weight_decay)),
@@ -30,7 +30,7 @@ struct RuleAdam {
           step_size(V::set(c.step_size)),
           lerp_from_grad(c.lerp_from_grad) {}
 
-    void operator()(Float& p, Float g, Float& m, Float& v) const {
+    INFINITY_FN void operator()(Float& p, Float g, Float& m, Float& v) const {
         g = V::mul(g, grad_scale);
         if constexpr (decoupled) {
             p = V::mul(p, decay);
@@ -55,14 +55,14 @@ struct RuleAdagrad {
     Float grad_scale, weight_decay, eps, step_size;
     bool decays;
 
-    explicit RuleAdagrad(const Coefficients& c)
+    INFINITY_FN explicit RuleAdagrad(const Coefficients& c)
         : grad_scale(V::set(c.grad_scale)),
           weight_decay(V::set(c.weight_decay)),
           eps(V::set(c.eps)),
           step_size(V::set(c.step_size)),
           decays(c.weight_decay != 0.0f) {}
 
-    void operator()(Float& p, Float g, Float& sum, Float&) const {
+    INFINITY_FN void operator()(Float& p, Float g, Float& sum, Float&) const {
         g = V::mul(g, grad_scale);
         if (decays) g = V::fma(p, weight_decay, g);  // else a parameter that is not finite stays out of the moment
         if constexpr (root) sum = V::mul(sum, sum);
@@ -80,7 +80,7 @@ struct RuleLion {
     static constexpr int kMoments = 1;
     Float grad_scale, decay, avg_weight, beta2, one_minus_beta2, step_size;
 
-    explicit RuleLion(const Coefficients& c)
+    INFINITY_FN explicit RuleLion(const Coefficients& c)
         : grad_scale(V::set(c.grad_scale)),
           decay(V::set(c.decay)),
           avg_weight(V::set(c.avg_weight)),
@@ -88,7 +88,7 @@ struct RuleLion {
           one_minus_beta2(V::set(c.one_minus_beta2)),
           step_size(V::set(c.step_size)) {}
 
-    void operator()(Float& p, Float g, Float& m, Float&) const {
+    INFINITY_FN void operator()(Float& p, Float g, Float& m, Float&) const {
         g = V::mul(g, grad_scale);
         const Float direction = V::fma(avg_weight, V::sub(g, m), m);
         p = V::fma(step_size, V::sign(direction), V::mul(p, decay));
@@ -104,7 +104,7 @@ struct RuleSgd {
     Float grad_scale, weight_decay, momentum, one_minus_dampening, step_size;
     bool decays, nesterov;
 
-    explicit RuleSgd(const Coefficients& c)
+    INFINITY_FN explicit RuleSgd(const Coefficients& c)
         : grad_scale(V::set(c.grad_scale)),
           weight_decay(V::set(c.weight_decay)),
           momentum(V::set(c.beta2)),
@@ -113,7 +113,7 @@ struct RuleSgd {
           decays(c.weight_decay != 0.0f),
           nesterov(c.nesterov) {}
 
-    void operator()(Float& p, Float g, Float& m, Float&) const {
+    INFINITY_FN void operator()(Float& p, Float g, Float& m, Float&) const {
         g = V::mul(g, grad_scale);
         if (decays) g = V::fma(p, weight_decay, g);
         m = V::fma(one_minus_dampening, g, V::mul(m, momentum));

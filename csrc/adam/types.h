@@ -5,6 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 
+// Marks what runs in the kernels, which nvcc compiles for both sides.
+#ifdef __CUDACC__
+#define INFINITY_FN __host__ __device__
+#else
+#define INFINITY_FN
+#endif
+
 namespace infinity::adam {
 
 // How a parameter is kept.                 param   master     master value
@@ -35,7 +42,7 @@ enum class Rule : std::uint8_t { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3,
 inline constexpr std::size_t kRules = 5;
 
 // How many moments a rule has.
-constexpr std::size_t moments_of(Rule rule) { return rule == Rule::kAdam || rule == Rule::kAdamW ? 2 : 1; }
+INFINITY_FN constexpr std::size_t moments_of(Rule rule) { return rule == Rule::kAdam || rule == Rule::kAdamW ? 2 : 1; }
 
 // Flat arrays of n elements each.
 struct Arrays {

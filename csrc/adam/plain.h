@@ -1,0 +1,79 @@
+// A vector of one element, in plain C++: the oracle of the other instruction sets, and what a thread of a GPU computes.
+#pragma once
+
+#include <cmath>
+
+#include "codec.h"
+#include "fp16.h"
+#include "types.h"
+
+namespace infinity::adam {
+namespace {
+
+struct Plain {
+    static constexpr std::size_t kWidth = 1, kDoubleWidth = 1;
+    using Float = float;
+    using Int = std::uint32_t;
+    using Double = double;
+
+    INFINITY_FN static Float load(const float* from) { return *from; }
+    INFINITY_FN static void store(float* to, Float x) { *to = x; }
+    INFINITY_FN static Float set(float x) { return x; }
+    INFINITY_FN static Float add(Float a, Float b) { return a + b; }
+    INFINITY_FN static Float sub(Float a, Float b) { return a - b; }
+    INFINITY_FN static Float mul(Float a, Float b) { return a * b; }
+#ifdef __CUDA_ARCH__  // by name, so that no flag of nvcc's decides how they round
+    INFINITY_FN static Float fma(Float a, Float b, Float c) { return __fmaf_rn(a, b, c); }
+    INFINITY_FN static Float div(Float a, Float b) { return __fdiv_rn(a, b); }
+    INFINITY_FN static Float sqrt(Float x) { return __fsqrt_rn(x); }
+#else
+    INFINITY_FN static Float fma(Float a, Float b, Float c) { return std::fma(a, b, c); }
+    INFINITY_FN static Float div(Float a, Float b) { return a / b; }
+    INFINITY_FN static Float sqrt(Float x) { return std::sqrt(x); }
+#endif
+    INFINITY_FN static Float canonical(Float x) { return x == x ? x : __builtin_bit_cast(float, kCanonicalNan); }
+
+    INFINITY_FN static Float sign(Float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x + 0.0f; }
+
+    INFINITY_FN static Int as_int(Float x) { return __builtin_bit_cast(std::uint32_t, x); }
+    INFINITY_FN static Float as_float(Int x) { return __builtin_bit_cast(float, x); }
+    INFINITY_FN static Int set_int(std::uint32_t x) { return x; }
+    INFINITY_FN static Int add_int(Int a, Int b) { return a + b; }
+    INFINITY_FN static Int sub_int(Int a, Int b) { return a - b; }
+    INFINITY_FN static Int mul_int(Int a, Int b) { return a * b; }
+    INFINITY_FN static Int and_int(Int a, Int b) { return a & b; }
+    INFINITY_FN static Int or_int(Int a, Int b) { return a | b; }
+    INFINITY_FN static Int xor_int(Int a, Int b) { return a ^ b; }
+    INFINITY_FN static Int blend(Int a, Int b, Int mask) { return (a & mask) | (b & ~mask); }
+    INFINITY_FN static Int max_int(Int a, Int b) { return a > b ? a : b; }
+    template <int bits>
+    INFINITY_FN static Int shift_right(Int x) {
+        return x >> bits;
+    }
+    template <int bits>
+    INFINITY_FN static Int shift_left(Int x) {
+        return x << bits;
+    }
+    INFINITY_FN static Int iota() { return 0; }
+    INFINITY_FN static std::uint32_t largest(Int x) { return x; }
+    INFINITY_FN static Int load_high_16(const std::uint16_t* from) { return static_cast<Int>(*from) << 16; }
+    INFINITY_FN static Int load_signed_16(const std::int16_t* from) {
+        return static_cast<Int>(static_cast<std::int32_t>(*from));
+    }
+    INFINITY_FN static void store_low_16(std::uint16_t* to, Int x) { *to = static_cast<std::uint16_t>(x); }
+
+    INFINITY_FN static Float load_fp16(const std::uint16_t* from) { return from_fp16(*from); }
+    INFINITY_FN static void store_fp16(std::uint16_t* to, Float x) { *to = to_fp16(x); }
+    INFINITY_FN static Int load_8(const std::uint8_t* from) { return *from; }
+    INFINITY_FN static void store_8(std::uint8_t* to, Int x) { *to = static_cast<std::uint8_t>(x); }
+
+    INFINITY_FN static Double zero_double() { return 0.0; }
+    INFINITY_FN static Double load_double(const float* from) { return *from; }
+    INFINITY_FN static Double load_double_bf16(const std::uint16_t* from) { return as_float(load_high_16(from)); }
+    INFINITY_FN static Double load_double_fp16(const std::uint16_t* from) { return from_fp16(*from); }
+    INFINITY_FN static Double add_square(Double sum, Double x) { return sum + x * x; }
+    INFINITY_FN static void store_double(double* to, Double x) { *to = x; }
+};
+
+}  // namespace
+}  // namespace infinity::adam
