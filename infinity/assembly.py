@@ -16,6 +16,7 @@ from torch import nn
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
 from infinity.errors import ModelError, OutOfMemoryError
+from infinity.optim.formats import state_format
 from infinity.optim.grads import GradCollector, GradPlaces
 from infinity.optim.kernels import update_run
 from infinity.optim.update import Places, UpdatePipeline
@@ -25,7 +26,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import Placement, Policy, State, checksum_block, place, state_format, tiles
+from infinity.tiers.placement import Placement, Policy, State, checksum_block, place, tiles
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
@@ -112,7 +113,7 @@ def update_schedule(config: Config) -> str:
 
 
 def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
-    """Which tier holds what. Gradients are kept beside the optimizer states while they wait."""
+    """Which tier holds what, in which format. Gradients are kept beside the optimizer states while they wait."""
     zero = config.zero_optimization
     optim_tier = _TIERS[zero.offload_optimizer.device]
     # Sums over micro-batches are kept in fp32; gloo sums ranks in fp32, as its 16-bit sums round at every rank.
@@ -122,7 +123,13 @@ def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
         optim_tier=optim_tier,
         grad_tier=optim_tier,
         grad_dtype=torch.float32 if wide else None,
-        master=config.infinity.master,
+        states=partial(
+            state_format,
+            master=config.infinity.master,
+            rule=config.optimizer.rule,
+            moments=config.infinity.moments,
+        ),
+        tile_size=config.infinity.tile_size,
     )
 
 
@@ -150,12 +157,14 @@ def lay_out(
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
     bf16 = config.bf16.enabled
     found = discover(model, config.infinity.unit_size, width=2 if bf16 else None)
-    layouts = []
+    layouts: list[UnitLayout] = []
     for index, unit in enumerate(found):
         members = [
             (name, tuple(p.shape), group_of.get(id(p), -1)) for name, p in zip(unit.names, unit.parameters, strict=True)
         ]
-        layouts.append(layout_unit(index, unit.name, members, _trained_dtype(unit, bf16), unit.trainable, world_size))
+        first = layouts[-1].end if layouts else 0
+        dtype = _trained_dtype(unit, bf16)
+        layouts.append(layout_unit(index, unit.name, members, dtype, unit.trainable, world_size, first))
     # A layout orders its slots by param_group; the parameters follow it.
     ordered = []
     for unit, layout in zip(found, layouts, strict=True):
@@ -184,7 +193,7 @@ def _open_tiers(config: Config, placement: Placement, device: Device, ranks: Ran
     opened: dict[str, Tier] = {}
     try:
         for name, nbytes in placement.nbytes.items():
-            opened[name] = _open_tier(name, nbytes, config, device, ranks)
+            opened[name] = _open_tier(name, nbytes, placement.granule, config, device, ranks)
     except BaseException:
         for tier in opened.values():
             tier.close()
@@ -192,7 +201,7 @@ def _open_tiers(config: Config, placement: Placement, device: Device, ranks: Ran
     return opened
 
 
-def _open_tier(name: str, nbytes: int, config: Config, device: Device, ranks: Ranks) -> Tier:
+def _open_tier(name: str, nbytes: int, granule: int, config: Config, device: Device, ranks: Ranks) -> Tier:
     zero = config.zero_optimization
     if name != "nvme":
         pin = any(part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu")
@@ -206,7 +215,7 @@ def _open_tier(name: str, nbytes: int, config: Config, device: Device, ranks: Ra
     except BaseException:
         file.close()
         raise
-    block = checksum_block(config.infinity.tile_size, aio.block_size, chunk) if aio.checksum else 0
+    block = checksum_block(granule, aio.block_size, chunk) if aio.checksum else 0
     return NvmeTier(file, nbytes, engine, device, block)
 
 
@@ -261,8 +270,7 @@ class _Assembly:
         self.model, self.config, self.found, self.layouts = model, config, found, layouts
         self.rules, self.placement, self.tiers = rules, placement, tiers
         self.device, self.ranks = device, ranks
-        self.formats = partial(state_format, master=config.infinity.master)
-        self.states = UnitStates(placement, tiers, self.formats, config.infinity.tile_size, ranks, device)
+        self.states = UnitStates(placement, tiers, rules.states, rules.tile_size, ranks, device)
         self.pools: list[Pool] = []
         self.device_pools: list[Pool] = []
 
@@ -295,7 +303,7 @@ class _Assembly:
         collector = GradCollector(units, self.ranks, self._grad_places())
         pipeline = UpdatePipeline(
             self._update_places(),
-            partial(update_run, threads=self.config.infinity.adam_threads),
+            partial(update_run, seed=self.config.infinity.seed, threads=self.config.infinity.adam_threads),
             reads_ahead=_READS_AHEAD,
         )
         store.pipeline = pipeline
@@ -352,8 +360,8 @@ class _Assembly:
     def _update_places(self) -> Places:
         trainable = [layout for layout in self.layouts if layout.trainable]
         tier = self.tiers[self.rules.optim_tier]
-        tile_size = self.config.infinity.tile_size
-        state_bytes = max(tiles(x.shard_numel, tile_size, self.formats(x.dtype))[0].nbytes for x in trainable)
+        tile_size, formats = self.rules.tile_size, self.rules.states
+        state_bytes = max(tiles(x.shard_numel, tile_size, formats(x.dtype))[0].nbytes for x in trainable)
         grad_bytes = max(min(x.shard_numel, tile_size) * (self.rules.grad_dtype or x.dtype).itemsize for x in trainable)
         count = _TILE_BUFFERS if tier.name == "nvme" else 0
         staged = not self.device.host_addressable and not tier.on_device
@@ -367,7 +375,7 @@ class _Assembly:
             param_extent=lambda unit: placement.of(unit, State.PARAM),
             optim_extent=lambda unit: placement.of(unit, State.OPTIM),
             grad_extent=lambda unit: placement.of(unit, State.GRAD),
-            formats=self.formats,
+            formats=formats,
             tile_size=tile_size,
             tile_pool=self.pool("tiles", {state_bytes: count} if count else {}, on_device=False),
             grad_tile_pool=self.pool("gradient tiles", {grad_bytes: count} if count else {}, on_device=False),

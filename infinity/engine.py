@@ -170,11 +170,13 @@ class Engine:
 
     def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         slots = self.parts.collector.slots[unit.index]
+        rank = self.parts.ranks.rank
         return UpdateJob(
             unit.layout,
-            unit.layout.runs(self.parts.ranks.rank, unit.advance(slots)),
+            unit.layout.runs(rank, unit.advance(slots)),
             self.optimizer.hypers(),
             scale,
+            unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
             require_finite=gradient is not None and self.config.infinity.check_nan,
         )

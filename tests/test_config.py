@@ -166,7 +166,19 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"bf16": True}, "bf16: must be a section, { … }, not true"),
         ({"bf16": {"enabled": "yes"}}, 'bf16.enabled: must be true or false, not "yes"'),
         ({"bf16": {"enabled": 1}}, "bf16.enabled: must be true or false, not 1"),
-        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: must be "Adam" or "AdamW", not "Lamb"'),
+        (
+            {"optimizer": {"type": "Lamb"}},
+            'optimizer.type: must be "AdamW", "Adam", "Adagrad", "Lion" or "SGD", not "Lamb"; other optimizers',
+        ),
+        (
+            {"optimizer": {"type": "Lion", "params": {"eps": 1}}},
+            "optimizer.params.eps: not a key of this optimizer.type",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
+            "optimizer.params: nesterov is true: give a momentum, and leave dampening out",
+        ),
+        ({"infinity": {"moments": "8-bit"}}, 'infinity.moments: must be "fp32", "bf16" or "8bit", not "8-bit"'),
         ({"optimizer": {"params": {"lr": "1e-3"}}}, 'optimizer.params.lr: must be a number, not "1e-3"'),
         ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas[1]: must be less than 1, not 1.0"),
         ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas: must be a list of two numbers, not 0.9"),

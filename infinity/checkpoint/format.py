@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from infinity.errors import CheckpointError
+from infinity.optim.formats import StateKind, moment_kinds
+from infinity.optim.moments import MomentFormat, Rule
+from infinity.units.layout import Slot
 
 FORMAT = "infinity-checkpoint"
-VERSION = 1
+VERSION = 2
+_WITHOUT_MOMENTS = 1
+"""The version before: all its moments are fp32, and it does not say so."""
 INDEX = "checkpoint.json"
 LATEST = "latest"
 CLIENT_STATE = "client_state.pt"
@@ -32,10 +38,6 @@ class Entry:
     file: str
     step: int
 
-    def states(self) -> tuple[str, ...]:
-        """Names of its tensors: trained ones are kept as fp32 master and moments, frozen ones as they are."""
-        return ("master", "exp_avg", "exp_avg_sq") if self.trainable else ("param",)
-
 
 @dataclass(frozen=True)
 class Index:
@@ -47,6 +49,15 @@ class Index:
     optimizer: str
     param_groups: list[dict[str, Any]]
     lr_scheduler: dict[str, Any] | None
+    moments: MomentFormat = "fp32"
+
+    def kinds(self, name: str) -> tuple[StateKind, ...]:
+        """The tensors of a parameter: trained ones are kept as fp32 master and moments, frozen ones as they are."""
+        entry = self.parameters[name]
+        if not entry.trainable:
+            return (StateKind("param", getattr(torch, entry.dtype)),)
+        rule = cast(Rule, self.optimizer.lower())
+        return (StateKind("master", torch.float32), *moment_kinds(rule, self.moments))
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
@@ -55,6 +66,16 @@ class Index:
 def key(state: str, name: str) -> str:
     """The name of a parameter's state in a safetensors file."""
     return f"{state}/{name}"
+
+
+def shape_of(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a state of a parameter is saved: the parameter's, or (scales,)."""
+    return shape if kind.per == 1 else (kind.length(prod(shape)),)
+
+
+def view(kind: StateKind, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+    """A parameter's values of a state in the unit's flat tensor, in the shape that they are saved in."""
+    return flat[kind.part(slot.offset, slot.stop)].view(shape_of(kind, slot.shape))
 
 
 def read_index(folder: Path) -> Index:
@@ -71,16 +92,19 @@ def read_index(folder: Path) -> Index:
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
     version = found.pop("version", None)
-    if version != VERSION:
+    if version not in (VERSION, _WITHOUT_MOMENTS):
         raise CheckpointError(
-            f"{path} has format version {version}, this Infinity reads {VERSION}: use a newer Infinity"
+            f"{path} has format version {version}, this Infinity reads up to {VERSION}: use a newer Infinity"
         )
     try:
         found["parameters"] = {
             name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"], entry["step"])
             for name, entry in found["parameters"].items()
         }
-        return Index(**found)
+        index = Index(**found)
+        for name in index.parameters:
+            index.kinds(name)
+        return index
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} lacks or misstates {error}: use another checkpoint, this one is damaged"

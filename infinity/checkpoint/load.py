@@ -12,8 +12,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, find, key, persistent_buffers, read_index
+from infinity.checkpoint.format import (
+    BUFFERS,
+    CLIENT_STATE,
+    Index,
+    find,
+    key,
+    persistent_buffers,
+    read_index,
+    shape_of,
+    view,
+)
 from infinity.errors import CheckpointError
+from infinity.optim.formats import convert_moments
+from infinity.optim.moments import rounding_key
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
@@ -24,7 +36,8 @@ if TYPE_CHECKING:
 def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
     """Bring the engine to the state of the checkpoint; returns the checkpoint's folder and its client_state.
 
-    Units, tiers, tile size and number of ranks may differ from those it was saved with.
+    Units, tiers, tile size, number of ranks and the formats of master and moments may differ from those it was saved
+    with.
     """
     folder = find(directory, tag)
     index = read_index(folder)
@@ -35,7 +48,7 @@ def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[s
     client_state = _client_state(folder)
     engine.drop_gradients()
     for unit in engine.units:
-        engine.parts.states.write(unit.layout, _read(folder, index, unit))
+        engine.parts.states.write(unit.layout, _read(engine, folder, index, unit))
         unit.steps = [index.parameters[slot.name].step for slot in unit.layout.slots]
         unit.generation += 1
     for buffer, value in buffers:
@@ -100,11 +113,11 @@ def _check_files(index: Index, folder: Path) -> None:
         try:
             with safe_open(folder / file, framework="pt") as tensors:
                 for name in names:
-                    for state in index.parameters[name].states():
-                        shape = tuple(tensors.get_slice(key(state, name)).get_shape())
-                        if shape != index.parameters[name].shape:
+                    for kind in index.kinds(name):
+                        shape = tuple(tensors.get_slice(key(kind.name, name)).get_shape())
+                        if shape != shape_of(kind, index.parameters[name].shape):
                             raise CheckpointError(
-                                f"{folder / file}: {state} of {name} has shape {list(shape)}: the file is damaged"
+                                f"{folder / file}: {kind.name} of {name} has shape {list(shape)}: the file is damaged"
                             )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -123,16 +136,21 @@ def _client_state(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _read(folder: Path, index: Index, unit: Unit) -> Flats:
-    """The unit's states from whichever files hold its parameters."""
+def _read(engine: Engine, folder: Path, index: Index, unit: Unit) -> Flats:
+    """The unit's states from whichever files hold its parameters, in the formats that the engine keeps them in."""
     layout = unit.layout
-    flats: Flats = {}
+    kinds = engine.parts.states.kinds(layout)
+    flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
     for slot in layout.slots:
         entry = index.parameters[slot.name]
         with safe_open(folder / entry.file, framework="pt") as tensors:
-            for state in entry.states():
-                if state not in flats:
-                    dtype = layout.dtype if state == "param" else torch.float32
-                    flats[state] = flat_tensor(layout.numel, dtype)
-                flats[state][slot.offset : slot.stop].view(slot.shape).copy_(tensors.get_tensor(key(state, slot.name)))
+            saved = {kind.name: tensors.get_tensor(key(kind.name, slot.name)) for kind in index.kinds(slot.name)}
+        mine = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
+        if saved.keys() == mine.keys() and index.moments == engine.config.infinity.moments:
+            for name, target in mine.items():
+                target.copy_(saved[name])
+            continue
+        mine["master"].copy_(saved["master"])
+        rounding = rounding_key(engine.config.infinity.seed, entry.step)
+        convert_moments(engine.config.optimizer.rule, saved, mine, key=rounding, first=layout.first + slot.offset)
     return flats

@@ -7,15 +7,16 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, INDEX, LATEST, Entry, Index, key, persistent_buffers
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, INDEX, LATEST, Entry, Index, key, persistent_buffers, view
 from infinity.errors import CheckpointError
-from infinity.units.states import Flats
+from infinity.optim.formats import StateKind
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _save(engine: Engine, target: Path, writer: _Writer | None, client_state: by
         for slot, step in zip(unit.layout.slots, unit.steps, strict=True):
             entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, file, step)
         if writer is not None:
-            files[file] = writer.write_unit(file, unit, flats)
+            kinds = engine.parts.states.kinds(unit.layout)
+            files[file] = writer.write_unit(file, unit, {kind: flats[kind.name] for kind in kinds})
         del flats
     if writer is not None:
         files[BUFFERS] = writer.write(BUFFERS, _host(persistent_buffers(engine.module)))
@@ -85,7 +87,8 @@ def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, int]) -> 
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     if schedule is not None:
         schedule = {name: value for name, value in schedule.items() if name != "lr_lambdas"}
-    return Index(engine.global_steps, entries, files, engine.config.optimizer.type, groups, schedule)
+    config = engine.config
+    return Index(engine.global_steps, entries, files, config.optimizer.type, groups, schedule, config.infinity.moments)
 
 
 class _Writer:
@@ -103,11 +106,11 @@ class _Writer:
         except OSError as error:
             self.error = error
 
-    def write_unit(self, file: str, unit: Unit, flats: Flats) -> int:
+    def write_unit(self, file: str, unit: Unit, flats: Mapping[StateKind, torch.Tensor]) -> int:
         """Returns the file's size in bytes."""
         tensors = {
-            key(state, slot.name): flat[slot.offset : slot.stop].view(slot.shape)
-            for state, flat in flats.items()
+            key(kind.name, slot.name): view(kind, slot, flat)
+            for kind, flat in flats.items()
             for slot in unit.layout.slots
         }
         return self.write(file, tensors)

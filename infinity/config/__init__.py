@@ -6,7 +6,6 @@ The keys are those that users of this field already write; docs/config.md lists 
 from infinity.config.batch import Batch
 from infinity.config.optimization import (
     Optimizer,
-    OptimizerParams,
     Scheduler,
     WarmupCosineLR,
     WarmupDecayLR,
@@ -22,7 +21,6 @@ __all__ = [
     "Infinity",
     "Offload",
     "Optimizer",
-    "OptimizerParams",
     "Scheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",

@@ -76,7 +76,7 @@ FOREIGN: dict[str, str] = {
     "bf16.check_grad_overflow": "not a key here: infinity.check_nan does it",
     "bf16.loss_scale": _AUTOMATIC.format("bfloat16 has the range of fp32"),
     "bf16.bf16_master_weights_and_grads": "not a key here: infinity.master says how the master is kept",
-    "bf16.bf16_optimizer_states": _NOT_YET.format(": the moments are fp32"),
+    "bf16.bf16_optimizer_states": "not a key here: infinity.moments says how the moments are kept",
     # optimizer.
     "optimizer.legacy_fusion": _ADAM,
     "optimizer.params.torch_adam": _ADAM,
@@ -85,6 +85,8 @@ FOREIGN: dict[str, str] = {
     "optimizer.params.adam_w_mode": 'not a key here: optimizer.type says it, "AdamW" for true and "Adam" for false',
     "optimizer.params.bias_correction": _AUTOMATIC.format("the bias is always corrected"),
     "optimizer.params.amsgrad": _NOT_YET.format(""),
+    "optimizer.params.maximize": _NOT_YET.format(": negate the loss"),
+    "optimizer.params.initial_accumulator_value": _NOT_YET.format(": the sum begins at 0"),
     "optimizer.params.max_grad_norm": "not a key here: gradient_clipping does it",
     "optimizer.params.freeze_step": _NOT_YET.format(": it belongs to optimizers with compressed communication"),
     "scheduler.params.last_batch_iteration": _AUTOMATIC.format("a checkpoint restores the step"),

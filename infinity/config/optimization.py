@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from infinity.config.fields import Beta, Count, CountOrZero, Fraction, Number, Positive, Section
+from infinity.config.fields import Beta, Count, CountOrZero, Fraction, Number, Positive, Section, Switch
 
-
-def _optimizer_name(value: object) -> object:
-    names = {"adam": "Adam", "adamw": "AdamW"}  # as in other engines, case does not matter
-    return names.get(value.lower(), value) if isinstance(value, str) else value
+if TYPE_CHECKING:
+    from infinity.optim.moments import Rule
 
 
-class OptimizerParams(Section):
-    """The constants of Adam and AdamW, named and defaulted as in torch.optim."""
+class AdamParams(Section):
+    """Constants of Adam, named and defaulted as in torch.optim."""
 
     lr: Number = 1e-3
     """Learning rate; a scheduler changes it from step to step."""
@@ -26,26 +25,147 @@ class OptimizerParams(Section):
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
 
+    weight_decay: Number = 0.0
+    """Weight decay: this × parameter is added to the gradient."""
+
+
+class AdamWParams(AdamParams):
+    """Constants of AdamW, named and defaulted as in torch.optim."""
+
     weight_decay: Number = 0.01
-    """Weight decay of every parameter; 0 for Adam unless given. AdamW multiplies the parameter by 1 − lr × this; Adam
-    adds this × parameter to the gradient."""
+    """Weight decay: the parameter is multiplied by 1 − lr × this."""
 
 
-class Optimizer(Section):
-    """Which optimizer; its states are fp32 and live where `zero_optimization.offload_optimizer` says."""
+class AdagradParams(Section):
+    """Constants of Adagrad, named and defaulted as in torch.optim."""
 
-    type: Annotated[Literal["Adam", "AdamW"], BeforeValidator(_optimizer_name)] = "AdamW"
-    """AdamW decouples weight decay from the gradient; Adam adds it to the gradient, as torch.optim.Adam does."""
+    lr: Number = 1e-2
+    """Learning rate; a scheduler changes it from step to step."""
 
-    params: OptimizerParams = Field(default=OptimizerParams(), validate_default=True)
+    lr_decay: Number = 0.0
+    """The learning rate is divided by 1 + (step − 1) × this."""
+
+    eps: Positive = 1e-10
+    """Added to the root of the sum of squares, which begins at 0."""
+
+    weight_decay: Number = 0.0
+    """Weight decay: this × parameter is added to the gradient."""
+
+
+class LionParams(Section):
+    """Constants of Lion, defaulted as by its authors. Steps are signs: a tenth of AdamW's learning rate is usual."""
+
+    lr: Number = 1e-4
+    """Learning rate; a scheduler changes it from step to step."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """Weight of the mean of gradients in a step, and decay of that mean."""
+
+    weight_decay: Number = 0.0
+    """Weight decay: the parameter is multiplied by 1 − lr × this."""
+
+
+class SGDParams(Section):
+    """Constants of SGD, named and defaulted as in torch.optim."""
+
+    lr: Number = 1e-3
+    """Learning rate; a scheduler changes it from step to step."""
+
+    momentum: Number = 0.0
+    """Decay of the sum of gradients that a step follows. The sum is kept, in `infinity.moments`, also with 0."""
+
+    dampening: Number = 0.0
+    """Each gradient adds 1 − this of itself to the sum."""
+
+    weight_decay: Number = 0.0
+    """Weight decay: this × parameter is added to the gradient."""
+
+    nesterov: Switch = False
+    """Nesterov's momentum; it needs a momentum, and no dampening."""
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> SGDParams:
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("nesterov is true: give a momentum, and leave dampening out")
+        return self
+
+
+class _Optimizer(Section):
+    """Which optimizer. Its states live where `zero_optimization.offload_optimizer` says, in the formats that
+    `infinity.master` and `infinity.moments` name."""
+
+    type: str
+
+    @property
+    def rule(self) -> Rule:
+        """What `infinity.optim` calls it."""
+        return cast("Rule", self.type.lower())
+
+
+class AdamW(_Optimizer):
+    """Adam with decoupled weight decay."""
+
+    type: Literal["AdamW"] = "AdamW"
+    """Adam with weight decay apart from the gradient (Loshchilov & Hutter 2019)."""
+
+    params: AdamWParams = AdamWParams()
     """The optimizer's constants."""
 
-    @field_validator("params")
-    @classmethod
-    def _adam_decays_on_request(cls, params: OptimizerParams, info: ValidationInfo) -> OptimizerParams:
-        if info.data.get("type") == "Adam" and "weight_decay" not in params.model_fields_set:
-            return params.model_copy(update={"weight_decay": 0.0})
-        return params
+
+class Adam(_Optimizer):
+    """Adam."""
+
+    type: Literal["Adam"] = "Adam"
+    """Adam (Kingma & Ba 2015)."""
+
+    params: AdamParams = AdamParams()
+    """The optimizer's constants."""
+
+
+class Adagrad(_Optimizer):
+    """Adagrad."""
+
+    type: Literal["Adagrad"] = "Adagrad"
+    """Adagrad (Duchi, Hazan & Singer 2011)."""
+
+    params: AdagradParams = AdagradParams()
+    """The optimizer's constants."""
+
+
+class Lion(_Optimizer):
+    """Lion."""
+
+    type: Literal["Lion"] = "Lion"
+    """Lion (Chen et al. 2023)."""
+
+    params: LionParams = LionParams()
+    """The optimizer's constants."""
+
+
+class SGD(_Optimizer):
+    """SGD."""
+
+    type: Literal["SGD"] = "SGD"
+    """Stochastic gradient descent with momentum."""
+
+    params: SGDParams = SGDParams()
+    """The optimizer's constants."""
+
+
+def _named(value: object) -> object:
+    """The section with its type as it is written here: as in other engines, case does not matter and AdamW is meant
+    where nothing is said.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("type", "AdamW")
+    known = {name.lower(): name for name in ("AdamW", "Adam", "Adagrad", "Lion", "SGD")}
+    return {**value, "type": known.get(kind.lower(), kind) if isinstance(kind, str) else kind}
+
+
+Optimizer: TypeAlias = Annotated[
+    AdamW | Adam | Adagrad | Lion | SGD, Field(discriminator="type"), BeforeValidator(_named)
+]
 
 
 class WarmupParams(Section):

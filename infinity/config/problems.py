@@ -74,6 +74,8 @@ def _dotted(loc: Sequence[int | str], given: Any) -> str:
 
 def _sentence(detail: Any, dotted: str) -> str:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind == "union_tag_invalid":
+        value = value[context["discriminator"].strip(chr(39))]
     if isinstance(value, str) and value == "auto":
         return '"auto" is not supported; write a value, or leave the key out for the default'
     if kind == "value_error":

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from infinity.config.batch import Batch, resolve_batch
 from infinity.config.fields import Count, CountOrZero, Folders, Number, Section, Size, SizeOrZero, Switch, Threads
 from infinity.config.load import load_config
-from infinity.config.optimization import Optimizer, Scheduler
+from infinity.config.optimization import AdamW, Optimizer, Scheduler
 from infinity.sizes import parse_size
 
 ALIGNMENT = 4096
@@ -27,7 +27,7 @@ class BF16(Section):
 
     enabled: Switch = False
     """Keep and compute with bfloat16 parameters; the optimizer updates their exact values (`infinity.master`) and keeps
-    its moments in fp32."""
+    its moments as `infinity.moments` says."""
 
 
 class Offload(Section):
@@ -171,6 +171,14 @@ class Infinity(Section):
     """What holds the exact value of a bfloat16 parameter: `remainder`, the 16 bits that it lacks; `fp32`, a copy of its
     own, which is 2 bytes more per parameter to hold, read and write. Unused in fp32 training."""
 
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How the optimizer's moments are kept: 4, 2 or 1 bytes each to hold, read and write. `bf16` and `8bit` (with one
+    scale for each 256 elements) are rounded stochastically; docs/optimizer.md says what they cost in quality."""
+
+    seed: CountOrZero = Field(default=0, lt=1 << 64)
+    """Of the stochastic rounding of `moments`, which follows from this, the number of the step and the place of a
+    parameter in the model, and from nothing else."""
+
     adam_threads: CountOrZero = Field(default=0, le=1024)
     """Threads of one update on the CPU; 0: as many as the process may use cores."""
 
@@ -213,7 +221,7 @@ class Config(Section):
     bf16: BF16 = BF16()
     """Training in bfloat16."""
 
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = AdamW()
     """Which optimizer, and its constants."""
 
     scheduler: Scheduler | None = None

@@ -22,6 +22,7 @@ from infinity.errors import ConfigError
 from infinity.optim.moments import FORMATS, MOMENTS, MomentFormat, Rule
 
 __all__ = [
+    "HYPER_KEYS",
     "Hyper",
     "join_master",
     "join_master_torch",
@@ -67,6 +68,16 @@ class Hyper:
             raise ConfigError(f"betas are {self.betas}: give two numbers in [0, 1)")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ConfigError("nesterov is True: give a momentum, and no dampening")
+
+
+HYPER_KEYS: dict[Rule, tuple[str, ...]] = {
+    "adam": ("lr", "betas", "eps", "weight_decay"),
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "adagrad": ("lr", "lr_decay", "eps", "weight_decay"),
+    "lion": ("lr", "betas", "weight_decay"),
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+}
+"""What each rule reads of a `Hyper`: the keys of its param_groups, named as in torch.optim."""
 
 
 def update_flat(

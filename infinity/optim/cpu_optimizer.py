@@ -25,14 +25,14 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, ModelError
 from infinity.optim.cpu_adam import Hyper, update_flat
-from infinity.optim.moments import FORMATS, MomentFormat, moment_from_fp32, moment_to_fp32, zero_moments
+from infinity.optim.formats import moments_in
+from infinity.optim.moments import FORMATS, MomentFormat, moment_from_fp32, moment_to_fp32, rounding_key, zero_moments
 
 __all__ = ["CPUAdam"]
 
 _NAMES = ("exp_avg", "exp_avg_sq")
 _EXTRA = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
 """The state that makes a parameter of this dtype one of fp32."""
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: keys of different seeds lie far apart
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -161,14 +161,13 @@ class CPUAdam(torch.optim.Optimizer):
             state.update(self._first_state(param))
         state["step"] += 1
         step = int(state["step"])
-        names = [f"{name}_8bit" if self.moments == "8bit" else name for name in _NAMES]
-        scales = [state[f"{name}_scale"] for name in _NAMES] if self.moments == "8bit" else []
+        moments, scales = moments_in("adamw", state)
         extra = _EXTRA.get(param.dtype)
         if extra is not None and extra[0] not in state:
             state.update(_rest(param, {}))  # the model was cast after its first step
         kept = None if extra is None else state[extra[0]]
         flat = param.contiguous()
-        given = flat, kept, grad.contiguous(), [state[name] for name in names], scales
+        given = flat, kept, grad.contiguous(), moments, scales
         try:
             update_flat(*given, hyper, step, grad_scale=grad_scale, key=self._key(number, step), threads=self.threads)
         except ValueError:
@@ -181,7 +180,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     def _key(self, number: int, step: int) -> int:
         """Where the rounding of parameter `number` in this step comes from."""
-        return (self.seed * _GOLDEN + (number << 40) + step) % (1 << 64)
+        return rounding_key(self.seed, (number << 40) + step)
 
     def _first_state(self, param: Tensor) -> dict[str, Tensor]:
         moments, scales = zero_moments("adamw", param.numel(), self.moments)

@@ -10,24 +10,22 @@ from torch import nn
 
 from infinity.config import Optimizer
 from infinity.errors import ConfigError, ModelError
-from infinity.optim.cpu_adam import Hyper
-from infinity.optim.moments import Rule
+from infinity.optim.cpu_adam import HYPER_KEYS, Hyper
 from infinity.units.unit import Unit
 
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
 
 class UnitOptimizer(torch.optim.Optimizer):
-    """Adam or AdamW over units. Its states live in their tiers, not in `state`; `engine.save_checkpoint` saves them.
+    """The update of units. Its states live in their tiers, not in `state`; `engine.save_checkpoint` saves them.
 
-    param_groups: as in `torch.optim.AdamW`: lr, betas, eps, weight_decay may differ by group.
+    param_groups: as in torch.optim: what the rule reads (`HYPER_KEYS`) may differ by group.
     """
 
     def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
         self._step: Callable[[], None] | None = None
         self.rule = hyper.rule
-        defaults = {"lr": hyper.lr, "betas": hyper.betas, "eps": hyper.eps, "weight_decay": hyper.weight_decay}
-        super().__init__(groups, defaults)
+        super().__init__(groups, {name: getattr(hyper, name) for name in HYPER_KEYS[hyper.rule]})
 
     def on_step(self, step: Callable[[], None]) -> None:
         self._step = step
@@ -45,9 +43,16 @@ class UnitOptimizer(torch.optim.Optimizer):
     def hypers(self) -> list[Hyper]:
         """What each param_group asks for now."""
         return [
-            Hyper(self.rule, float(g["lr"]), (g["betas"][0], g["betas"][1]), g["eps"], g["weight_decay"])
+            Hyper(self.rule, **{name: _plain_number(g[name]) for name in HYPER_KEYS[self.rule]})
             for g in self.param_groups
         ]
+
+
+def _plain_number(value: Any) -> Any:
+    """What a user or a checkpoint may have put into a group, as `Hyper` takes it."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:
@@ -94,9 +99,7 @@ def unit_optimizer(config: Optimizer, groups: list[dict[str, Any]], units: Seque
     """The optimizer of the config over `groups`, holding the parameters that the model has now (not those it was
     built with, where it was on the meta device).
     """
-    params = config.params
-    rule: Rule = "adamw" if config.type == "AdamW" else "adam"
-    hyper = Hyper(rule, params.lr, params.betas, params.eps, params.weight_decay)
+    hyper = Hyper(config.rule, **config.params.model_dump())
     by_group: list[list[nn.Parameter]] = [[] for _ in groups]
     for unit in units:
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):

@@ -1,4 +1,4 @@
-"""One Adam step on one run of elements, wherever the run lies: the native kernels in host memory, torch's fused
+"""One optimizer step on one run of elements, wherever the run lies: the native kernels in host memory, torch's fused
 AdamW on CUDA.
 """
 
@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 
 from infinity.optim.cpu_adam import Hyper, join_master_torch, split_master_torch, sum_of_squares, update_flat
+from infinity.optim.formats import moments_in
+from infinity.optim.moments import rounding_key
 
 
 def update_run(
@@ -16,21 +18,36 @@ def update_run(
     hyper: Hyper,
     step: int,
     grad_scale: float,
+    first: int,
     *,
+    seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """Update `param` and `states` in place. All tensors are 1-D, contiguous, of equal length and on one device.
+    """Update `param` and `states` in place. All tensors are 1-D, contiguous and on one device.
 
-    hyper: of Adam or AdamW.
-    states: exp_avg and exp_avg_sq (fp32), and for bf16 parameters `remainder` (int16) or `master` (fp32).
+    param, grad: (n,). states: by name, those of a `StateFormat`; scales of 8-bit moments are (ceil(n / 256),).
+    first: number of the first element in the model, a multiple of 256; with `seed` and `step` it decides how moments
+    of 16 and 8 bits are rounded.
     """
-    if hyper.rule not in ("adam", "adamw"):
-        raise ValueError(f"rule is {hyper.rule!r}: the engine's states are those of adam and adamw")
     kept = states.get("remainder", states.get("master"))
     if param.device.type == "cpu":
-        moments = [states["exp_avg"], states["exp_avg_sq"]]
-        update_flat(param, kept, grad, moments, [], hyper, step, grad_scale=grad_scale, threads=threads)
+        moments, scales = moments_in(hyper.rule, states)
+        key = rounding_key(seed, step)
+        given = param, kept, grad, moments, scales, hyper, step
+        update_flat(*given, grad_scale=grad_scale, key=key, first=first, threads=threads)
         return
+    _update_by_torch(states, param, grad, hyper, step, grad_scale)
+
+
+def _update_by_torch(
+    states: dict[str, torch.Tensor],
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float,
+) -> None:
+    """Adam and AdamW with moments in fp32, where there are no kernels of our own."""
     if "remainder" in states:
         master = join_master_torch(param, states["remainder"])
     elif "master" in states:

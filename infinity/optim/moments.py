@@ -19,21 +19,43 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "FORMATS", "MOMENTS", "MomentFormat", "Rule", "moment_from_fp32", "moment_to_fp32", "zero_moments"]
+__all__ = [
+    "BLOCK",
+    "FORMATS",
+    "MOMENTS",
+    "MOMENT_NAMES",
+    "ROOTS",
+    "MomentFormat",
+    "Rule",
+    "moment_from_fp32",
+    "moment_to_fp32",
+    "rounding_key",
+    "zero_moments",
+]
 
 Rule = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 
 BLOCK = 256
 """Elements that share a scale."""
-MOMENTS: dict[Rule, int] = {"adam": 2, "adamw": 2, "adagrad": 1, "lion": 1, "sgd": 1}
-"""How many moments a rule has."""
+MOMENT_NAMES: dict[Rule, tuple[str, ...]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adagrad": ("sum",),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+}
+"""A rule's moments, named as in torch.optim."""
+MOMENTS: dict[Rule, int] = {rule: len(names) for rule, names in MOMENT_NAMES.items()}
+ROOTS = ("exp_avg_sq", "sum")
+"""Moments that are sums or means of squares: their 8-bit codes are of the square root."""
 FORMATS: dict[MomentFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 _OCTAVES = 14
 _LEAST_SCALE = _OCTAVES + 2
 _NOT_FINITE = 255
 _NAN = np.uint32(0x7FC00000)
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 Array = npt.NDArray[Any]
 
 
@@ -89,6 +111,11 @@ def moment_from_fp32(
     with np.errstate(invalid="ignore", over="ignore"):
         codes, scales = _encode(np.sqrt(flat) if root else flat, root, random, moment)
     return torch.from_numpy(codes).view(values.shape), torch.from_numpy(scales)
+
+
+def rounding_key(seed: int, step: int) -> int:
+    """The key of a step's stochastic rounding, for `_adam.update`: keys of different seeds lie far apart."""
+    return (seed * _GOLDEN + step) % (1 << 64)
 
 
 def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array, Array]:

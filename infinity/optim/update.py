@@ -19,16 +19,19 @@ from dataclasses import dataclass
 import torch
 
 from infinity.optim.cpu_adam import Hyper
+from infinity.optim.formats import StateFormat
 from infinity.optim.kernels import squared_norm
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
-from infinity.tiers.placement import Extent, StateFormat, Tile, tiles
+from infinity.tiers.placement import Extent, Tile, tiles
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Failed, Promised, Transfer
 from infinity.units.layout import Run, UnitLayout
 
 Kernel = Callable[..., None]
-"""(states by name, param, grad, hyper, step, grad_scale) for one run of elements; see `infinity.optim.kernels`."""
+"""(states by name, param, grad, hyper, step, grad_scale, first) for one run of elements; see `update_run` in
+`infinity.optim.kernels`.
+"""
 
 
 class Gradient:
@@ -51,6 +54,8 @@ class UpdateJob:
     runs: Sequence[Run]
     hypers: Sequence[Hyper]
     grad_scale: float
+    first: int
+    """Number of the shard's first element in the model."""
     gradient: Future[Gradient] | None = None
     """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by
     tile.
@@ -321,17 +326,22 @@ class UpdatePipeline:
                 return
             grad = job.gradient_shard()[tile.start : tile.stop]
         began = time.perf_counter()
-        states = {
-            name: item.states.tensor[first : first + length].view(dtype)
-            for name, (first, length, dtype) in tile.state_ranges(self._places.formats(job.layout.dtype)).items()
-        }
+        ranges = self._places.formats(job.layout.dtype).ranges(tile.stop - tile.start)
+        states = {name: place.of(item.states.tensor) for name, place in ranges.items()}
         for run in job.runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
             if low >= high:
                 continue
-            part = slice(low - tile.start, high - tile.start)
-            cut = {name: state[part] for name, state in states.items()}
-            self._kernel(cut, running.param[low:high], grad[part], job.hypers[run.group], run.step, job.grad_scale)
+            start, stop = low - tile.start, high - tile.start
+            self._kernel(
+                {name: state[ranges[name].kind.part(start, stop)] for name, state in states.items()},
+                running.param[low:high],
+                grad[start:stop],
+                job.hypers[run.group],
+                run.step,
+                job.grad_scale,
+                job.first + low,
+            )
             self.elements += high - low
         self.seconds += time.perf_counter() - began
 

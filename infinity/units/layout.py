@@ -12,8 +12,8 @@ from math import prod
 
 import torch
 
-# Every parameter starts on a cache line for fp32 and half of one for 16-bit types, as vector kernels like it.
-SLOT_ALIGNMENT = 32
+# Every parameter starts with a block of 8-bit moments, which share a scale (`infinity.optim.moments.BLOCK`).
+SLOT_ALIGNMENT = 256
 # A shard of any state (2 or 4 bytes an element) is then a whole number of 4096-byte disk blocks.
 SHARD_ALIGNMENT = 2048
 
@@ -60,6 +60,9 @@ class UnitLayout:
     trainable: bool
     numel: int
     world_size: int
+    first: int = 0
+    """Number of the flat tensor's first element in the model, which does not depend on the ranks; a multiple of
+    `SLOT_ALIGNMENT`."""
 
     @property
     def shard_numel(self) -> int:
@@ -72,6 +75,11 @@ class UnitLayout:
     @property
     def shard_nbytes(self) -> int:
         return self.nbytes // self.world_size
+
+    @property
+    def end(self) -> int:
+        """Number of the element after the last parameter's, rounded up: where the next unit begins."""
+        return self.first + round_up(self.slots[-1].stop if self.slots else 0, SLOT_ALIGNMENT)
 
     @property
     def parameter_numel(self) -> int:
@@ -133,12 +141,16 @@ def layout_unit(
     dtype: torch.dtype,
     trainable: bool,
     world_size: int,
+    first: int = 0,
 ) -> UnitLayout:
-    """Lay out `members`, (name, shape, param_group) each, in order of param_group so that a shard has few runs."""
+    """Lay out `members`, (name, shape, param_group) each, in order of param_group so that a shard has few runs.
+
+    first: the end of the unit before.
+    """
     slots = []
     offset = 0
     for member, shape, group in sorted(members, key=lambda entry: entry[2]):
         slots.append(Slot(member, shape, offset, group))
         offset = round_up(offset + prod(shape), SLOT_ALIGNMENT)
     numel = round_up(max(offset, 1), SHARD_ALIGNMENT * world_size)
-    return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size)
+    return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first)

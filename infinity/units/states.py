@@ -11,10 +11,11 @@ import torch
 
 from infinity.comm.collectives import Ranks
 from infinity.optim.cpu_adam import join_master, split_master
+from infinity.optim.formats import StateFormat, StateKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Extent, Placement, State, StateFormat, Tile, tiles
+from infinity.tiers.placement import Extent, Placement, State, Tile, tiles
 from infinity.tiers.transfer import Transfer
 from infinity.units.layout import UnitLayout
 from infinity.units.unit import Unit
@@ -22,7 +23,9 @@ from infinity.units.unit import Unit
 _BUFFERS = 2
 
 Flats = dict[str, torch.Tensor]
-"""State name → flat tensor (numel,): master, exp_avg and exp_avg_sq in fp32, or param in the unit's dtype."""
+"""State name → flat tensor: `master` (numel,) in fp32 and moments as the unit keeps them (`infinity.optim.formats`), or
+`param` (numel,) in the unit's dtype.
+"""
 
 
 def flat_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,19 +52,20 @@ class UnitStates:
             self._write_param(layout, self.ranks.shard(flats["param"]))
             return
         shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
-        if layout.dtype == torch.float32:
-            self._write_param(layout, shards["master"])
-        else:
+        if layout.dtype == torch.bfloat16:
             param, shards["remainder"] = split_master(shards["master"])
             self._write_param(layout, param)
+        else:
+            self._write_param(layout, shards["master"].to(layout.dtype))
         tier, extent = self._tier(layout, State.OPTIM), self._extent(layout, State.OPTIM)
+        kinds = {kind.name: kind for kind in self.formats(layout.dtype).states}
         writing: deque[Transfer] = deque()
         for tile, record, fields in self._tiles(layout):
             if len(writing) == _BUFFERS:
                 writing.popleft().wait()
             for name, field in fields.items():
                 if name in shards:
-                    field.copy_(shards[name][tile.start : tile.stop])
+                    field.copy_(shards[name][kinds[name].part(tile.start, tile.stop)])
                 elif tile.stop == layout.shard_numel:
                     field.zero_()  # zero from the start, but for a last tile that is shorter than those before it
             writing.append(tier.write(extent, record, tile.offset))
@@ -83,8 +87,15 @@ class UnitStates:
             elif layout.dtype == torch.float32:
                 flats["master"] = param
         for flat in flats.values():
-            self.ranks.complete(flat)
+            self.ranks.complete(flat.view(torch.uint8))  # as bytes: not every backend knows every dtype
         return flats
+
+    def kinds(self, layout: UnitLayout) -> tuple[StateKind, ...]:
+        """What `write` takes and `read` gives of a unit."""
+        if not layout.trainable:
+            return (StateKind("param", layout.dtype),)
+        moments = (k for k in self.formats(layout.dtype).states if k.name not in ("remainder", "master"))
+        return (StateKind("master", torch.float32), *moments)
 
     def adopt(self, unit: Unit) -> None:
         """Make the masters of 16-bit parameters that were edited in the unit's buffer what they were edited to.
@@ -111,11 +122,12 @@ class UnitStates:
             tier.write(extent, record, tile.offset).wait()
 
     def _read_optimizer(self, layout: UnitLayout) -> Flats:
-        flats = {name: flat_tensor(layout.numel, dtype) for name, dtype in self.formats(layout.dtype).states}
+        kinds = self.formats(layout.dtype).states
+        flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
         for tile, record, fields in self._tiles(layout):
             self._tier(layout, State.OPTIM).read(self._extent(layout, State.OPTIM), record, tile.offset).wait()
-            for name, field in fields.items():
-                self.ranks.shard(flats[name])[tile.start : tile.stop].copy_(field)
+            for kind in kinds:
+                self.ranks.shard(flats[kind.name])[kind.part(tile.start, tile.stop)].copy_(fields[kind.name])
         return flats
 
     def _tiles(self, layout: UnitLayout) -> list[tuple[Tile, torch.Tensor, Flats]]:
@@ -128,8 +140,8 @@ class UnitStates:
         buffers = [host_tensor(cut[0].nbytes) for _ in range(_BUFFERS)]
         found = []
         for tile, buffer in zip(cut, cycle(buffers), strict=False):
-            ranges = tile.state_ranges(states).items()
-            fields = {name: buffer[first : first + length].view(dtype) for name, (first, length, dtype) in ranges}
+            ranges = states.ranges(tile.stop - tile.start)
+            fields = {name: place.of(buffer) for name, place in ranges.items()}
             found.append((tile, buffer[: tile.nbytes], fields))
         return found
 

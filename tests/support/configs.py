@@ -37,6 +37,7 @@ def engine_config(
     folder: where nvme files lie, or several; the system's folder for temporary files by default. aio: that section.
     """
     path = folder or tempfile.gettempdir()
+    params = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if optimizer in ("Adam", "AdamW") else {})}
     section = {"unit_size": unit_size, "tile_size": 4096, "debug": debug, "adam_threads": 1, **infinity}
     return Config.load(
         {
@@ -44,7 +45,7 @@ def engine_config(
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": clip,
             "bf16": {"enabled": bf16},
-            "optimizer": {"type": optimizer, "params": {"lr": lr, "weight_decay": weight_decay, "eps": eps}},
+            "optimizer": {"type": optimizer, "params": params},
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": {"device": param, "nvme_path": path},

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from infinity.checkpoint.format import view
 from infinity.engine import Engine
 
 
 def states_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """ "parameter/state" → values of `master`, `exp_avg` and `exp_avg_sq`. Updates that are due are done first."""
+    """ "parameter/state" → master and moments, as they are kept. Updates that are due are done first."""
     engine.settle()
     found: dict[str, torch.Tensor] = {}
     for unit in engine.units:
-        for state, flat in engine.parts.states.read(unit.layout).items():
+        flats = engine.parts.states.read(unit.layout)
+        for kind in engine.parts.states.kinds(unit.layout):
             for slot in unit.layout.slots:
-                found[f"{slot.name}/{state}"] = flat[slot.offset : slot.stop].view(slot.shape).clone()
+                found[f"{slot.name}/{kind.name}"] = view(kind, slot, flats[kind.name]).clone()
     return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from torch import nn
 from infinity import _aio
 from infinity.engine import Engine
 from infinity.errors import ChecksumError, StorageError, UsageError
+from infinity.optim.formats import state_format
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import EXTENT_ALIGNMENT, Extent, State, checksum_block, tiles
+from infinity.tiers.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
 from infinity.tiers.stripe import SMALLEST_CHUNK, stripe_chunk
+from infinity.units.layout import layout_unit
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of, train
@@ -33,16 +37,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*are on one file system:Runtime
 PAGES = st.integers(1, 1 << 10).map(lambda count: count * 4096)
 
 
-@given(PAGES, PAGES, st.sampled_from([2, 4, 8, 10, 12]))
-def test_a_block_divides_all_that_ranges_start_at(tile_size: int, block_size: int, width: int) -> None:
+@given(PAGES, PAGES)
+def test_a_block_divides_all_that_ranges_start_at(granule: int, block_size: int) -> None:
     chunk = stripe_chunk(block_size)
-    block = checksum_block(tile_size, block_size, chunk)
+    block = checksum_block(math.gcd(granule, EXTENT_ALIGNMENT), block_size, chunk)
     assert block >= 4096 and block & (block - 1) == 0
-    assert all(size % block == 0 for size in (EXTENT_ALIGNMENT, tile_size * width, block_size, chunk))
+    assert all(size % block == 0 for size in (EXTENT_ALIGNMENT, granule, block_size, chunk))
 
 
-def test_the_default_block() -> None:
-    assert checksum_block(1 << 20, 1 << 20, 1 << 20) == EXTENT_ALIGNMENT
+@pytest.mark.parametrize(("moments", "block"), [("fp32", EXTENT_ALIGNMENT), ("bf16", EXTENT_ALIGNMENT), ("8bit", 8192)])
+def test_the_default_block(moments: Any, block: int) -> None:
+    states = partial(state_format, master="remainder", rule="adamw", moments=moments)
+    layout = layout_unit(0, "unit", [("p", (1 << 22,), 0)], torch.bfloat16, True, 1)
+    placement = place([layout], Policy("nvme", "nvme", "nvme", None, states, 1 << 20))
+    assert checksum_block(placement.granule, 1 << 20, 1 << 20) == block
 
 
 # -- nothing changes ---------------------------------------------------------------------------------------------------
@@ -203,7 +211,7 @@ def test_every_block_of_the_file(tmp_path: Path) -> None:
         train(engine, BATCHES[:2])
         engine.settle()
         tier = nvme(engine)
-        block = checksum_block(4096, SMALLEST_CHUNK, SMALLEST_CHUNK)
+        block = checksum_block(engine.parts.placement.granule, SMALLEST_CHUNK, SMALLEST_CHUNK)
         unit = engine.units[1]
         for state in State:
             extent = engine.parts.placement.of(unit.index, state)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.tiers.placement import EXTENT_ALIGNMENT, Policy, State, place, state_format, tiles
+from infinity.optim.formats import StateFormat, state_format
+from infinity.tiers.placement import EXTENT_ALIGNMENT, Policy, State, place, tiles
 from infinity.units.layout import UnitLayout, layout_unit
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
-FORMATS = [(torch.float32, "remainder"), (torch.bfloat16, "remainder"), (torch.bfloat16, "fp32")]
+MASTERS = st.sampled_from(["remainder", "fp32"])
+RULES = st.sampled_from(["adamw", "adagrad", "lion", "sgd"])
+MOMENTS = st.sampled_from(["fp32", "bf16", "8bit"])
+FORMATS = st.builds(
+    state_format, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), MASTERS, RULES, MOMENTS
+)
 
 
 @st.composite
@@ -27,21 +34,29 @@ def units(draw: st.DrawFn) -> list[UnitLayout]:
     ]
 
 
-@given(
-    units(), TIERS, TIERS, st.booleans(), st.sampled_from([None, torch.float32]), st.sampled_from(["remainder", "fp32"])
-)
+@given(units(), TIERS, TIERS, st.booleans(), st.sampled_from([None, torch.float32]), FORMATS, st.integers(1, 4))
 def test_extents_are_aligned_and_apart(
-    layouts: list[UnitLayout], param: str, optim: str, grads: bool, grad_dtype: torch.dtype | None, master: str
+    layouts: list[UnitLayout],
+    param: str,
+    optim: str,
+    grads: bool,
+    grad_dtype: torch.dtype | None,
+    states: StateFormat,
+    tile: int,
 ) -> None:
-    placement = place(layouts, Policy(param, optim, optim if grads else None, grad_dtype, master))
+    policy = Policy(param, optim, optim if grads else None, grad_dtype, lambda dtype: states, tile * 4096)
+    placement = place(layouts, policy)
     for layout in layouts:
         index = layout.index
         assert placement.of(index, State.PARAM).nbytes == layout.shard_nbytes
         assert placement.holds(index, State.OPTIM) == layout.trainable
         assert placement.holds(index, State.GRAD) == (layout.trainable and grads)
         if layout.trainable:
-            width = state_format(layout.dtype, master).bytes_per_element
-            assert placement.of(index, State.OPTIM).nbytes == layout.shard_numel * width
+            cut = tiles(layout.shard_numel, policy.tile_size, states)
+            assert placement.of(index, State.OPTIM).nbytes == sum(tile.nbytes for tile in cut)
+            assert all(tile.offset % placement.granule == 0 for tile in cut)
+            width = (grad_dtype or layout.dtype).itemsize
+            assert not grads or all(tile.start * width % placement.granule == 0 for tile in cut)
     for tier, nbytes in placement.nbytes.items():
         extents = sorted((e for e in placement.extents.values() if e.tier == tier), key=lambda e: e.offset)
         assert all(extent.offset % EXTENT_ALIGNMENT == 0 for extent in extents)
@@ -50,38 +65,54 @@ def test_extents_are_aligned_and_apart(
         assert sum(-(-extent.nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT for extent in extents) == nbytes
 
 
-@given(st.integers(1, 30), st.integers(1, 8), st.sampled_from(FORMATS))
-def test_tiles_cover_a_shard(shard: int, tile: int, kind: tuple[torch.dtype, str]) -> None:
-    states = state_format(*kind)
+@given(st.integers(1, 30), st.integers(1, 8), FORMATS)
+def test_tiles_cover_a_shard(shard: int, tile: int, states: StateFormat) -> None:
     shard_numel, tile_size = shard * 2048, tile * 4096
     cut = tiles(shard_numel, tile_size, states)
     assert cut[0].start == 0 and cut[-1].stop == shard_numel
     assert all(first.stop == second.start for first, second in pairwise(cut))
-    assert all(first.offset + first.nbytes == second.offset for first, second in pairwise(cut))
-    assert sum(tile.nbytes for tile in cut) == shard_numel * states.bytes_per_element
+    assert cut[0].offset == 0 and all(first.offset + first.nbytes == second.offset for first, second in pairwise(cut))
     for part in cut:
-        assert part.offset % 4096 == 0 and part.nbytes <= cut[0].nbytes
-        position = 0
-        for (name, dtype), (found, (first, length, found_dtype)) in zip(
-            states.states, part.state_ranges(states).items(), strict=True
-        ):
-            assert (name, dtype, position) == (found, found_dtype, first)
-            assert length == (part.stop - part.start) * dtype.itemsize
-            assert first % dtype.itemsize == 0
-            position += length
-        assert position == part.nbytes
+        assert part.offset % 4096 == 0 and part.nbytes % 4096 == 0 and part.nbytes <= cut[0].nbytes
+        used = (part.stop - part.start) * states.bytes_per_element
+        assert used <= part.nbytes < used + 4096
+
+
+@given(st.integers(1, 20_000), FORMATS)
+def test_states_lie_one_after_the_other(n: int, states: StateFormat) -> None:
+    record = torch.arange(states.nbytes(n), dtype=torch.int32).to(torch.uint8)
+    position = 0
+    for kind, (name, place_) in zip(states.states, states.ranges(n).items(), strict=True):
+        assert (kind.name, position) == (name, place_.first)
+        assert place_.nbytes == -(-n // kind.per) * kind.dtype.itemsize
+        position += place_.nbytes
+        if n % 2048 == 0:
+            assert place_.of(record).dtype == kind.dtype and place_.of(record).numel() == kind.length(n)
+
+
+@given(st.integers(0, 40), st.integers(1, 3000), FORMATS)
+def test_parts_of_states_hold_the_values_of_their_elements(block: int, length: int, states: StateFormat) -> None:
+    start, stop = block * 256, block * 256 + length
+    for kind in states.states:
+        part = kind.part(start, stop)
+        assert {element // kind.per for element in range(start, stop)} == set(range(part.start, part.stop))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "master", "kind", "width"),
+    ("dtype", "master", "rule", "moments", "width"),
     [
-        (torch.float32, "remainder", "fp32", 8),
-        (torch.float32, "fp32", "fp32", 8),
-        (torch.bfloat16, "remainder", "remainder", 10),
-        (torch.bfloat16, "fp32", "master", 12),
+        (torch.float32, "remainder", "adamw", "fp32", 8),
+        (torch.float32, "fp32", "adam", "8bit", 2 + 1 / 128),
+        (torch.bfloat16, "remainder", "adamw", "fp32", 10),
+        (torch.bfloat16, "fp32", "adamw", "fp32", 12),
+        (torch.bfloat16, "remainder", "adamw", "bf16", 6),
+        (torch.bfloat16, "remainder", "adamw", "8bit", 4 + 1 / 128),
+        (torch.bfloat16, "remainder", "lion", "8bit", 3 + 1 / 256),
+        (torch.bfloat16, "remainder", "sgd", "fp32", 6),
+        (torch.float16, "remainder", "adamw", "fp32", 12),
+        (torch.float16, "fp32", "adagrad", "bf16", 6),
     ],
 )
-def test_formats(dtype: torch.dtype, master: str, kind: str, width: int) -> None:
-    """What the optimizer reads and writes per parameter: 10 bytes in bf16, the fewest that lose nothing."""
-    found = state_format(dtype, master)
-    assert (found.kind, found.bytes_per_element) == (kind, width)
+def test_bytes_per_parameter(dtype: torch.dtype, master: Any, rule: Any, moments: Any, width: float) -> None:
+    """What the optimizer reads and writes per parameter, as documented."""
+    assert state_format(dtype, master, rule, moments).bytes_per_element == width

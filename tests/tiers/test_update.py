@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
 
 from infinity.optim.cpu_adam import Hyper
+from infinity.optim.formats import state_format
 from infinity.optim.kernels import update_run
 from infinity.optim.update import Gradient, Places, UpdateJob, UpdatePipeline
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Extent, Policy, State, place, state_format
+from infinity.tiers.placement import Extent, Policy, State, place
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.layout import layout_unit
@@ -79,7 +81,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
-        placement = place([self.layout], Policy("nvme", "nvme", "nvme", None, "remainder"))
+        states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
+        placement = place([self.layout], Policy("nvme", "nvme", "nvme", None, states, TILE))
         self.extents = {state: placement.of(0, state) for state in State}
         self.tier = LateSlab(placement.nbytes["nvme"])
         self.tiles = Pool(host_tensor, {TILE * 8: 6}, name="tiles", poison=True, fifo=True)
@@ -94,7 +97,7 @@ class Bench:
             param_extent=lambda _: self.extents[State.PARAM],
             optim_extent=lambda _: self.extents[State.OPTIM],
             grad_extent=lambda _: self.extents[State.GRAD],
-            formats=lambda dtype: state_format(dtype, "remainder"),
+            formats=states,
             tile_size=TILE,
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
@@ -113,7 +116,7 @@ class Bench:
             arriving = Future()
             arriving.set_result(Gradient(shard, lease))
         runs = self.layout.runs(0, {0: step})
-        job = UpdateJob(self.layout, runs, [HYPER], 1.0, arriving, require_finite=require_finite)
+        job = UpdateJob(self.layout, runs, [HYPER], 1.0, 0, arriving, require_finite=require_finite)
         job.attach(self.buffer.view(torch.uint8), DONE)
         return job
 

@@ -1,0 +1,161 @@
+"""State formats: what the optimizer keeps of a parameter, and in how many bytes.
+
+    parameter   infinity.master   infinity.moments   Adam, AdamW              Adagrad, Lion, SGD
+    fp32        (its own)         fp32               8 bytes a parameter      4
+    fp32        (its own)         bf16, 8bit         4, 2 + 1/128             2, 1 + 1/256
+    bf16        remainder         fp32               10, lossless             6
+    bf16        remainder         bf16, 8bit         6, 4 + 1/128             4, 3 + 1/256
+    bf16, fp16  fp32              fp32               12                       8
+    bf16, fp16  fp32              bf16, 8bit         8, 6 + 1/128             6, 5 + 1/256
+
+Pure: names, dtypes and lengths, no memory. The codes of 8-bit moments are in `infinity.optim.moments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+from infinity.optim.moments import (
+    BLOCK,
+    FORMATS,
+    MOMENT_NAMES,
+    ROOTS,
+    MomentFormat,
+    Rule,
+    moment_from_fp32,
+    moment_to_fp32,
+)
+
+__all__ = [
+    "MasterFormat",
+    "Range",
+    "StateFormat",
+    "StateKind",
+    "convert_moments",
+    "moment_kinds",
+    "moments_in",
+    "state_format",
+]
+
+RECORD_ALIGNMENT = 4096
+"""Bytes that a tile's states fill up to a multiple of, as direct I/O needs it."""
+
+_CONVERTED_AT_ONCE = 1 << 22
+
+MasterFormat = Literal["remainder", "fp32"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """One state: its name, its dtype, and how many elements share a value of it (`BLOCK` for scales)."""
+
+    name: str
+    dtype: torch.dtype
+    per: int = 1
+
+    def length(self, n: int) -> int:
+        """Values for n elements."""
+        return -(-n // self.per)
+
+    def part(self, start: int, stop: int) -> slice:
+        """Where the values of elements [start, stop) are; `start` is a multiple of `per`."""
+        return slice(start // self.per, self.length(stop))
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a state lies within a tile's bytes: [first, first + nbytes)."""
+
+    kind: StateKind
+    first: int
+    nbytes: int
+
+    def of(self, record: torch.Tensor) -> torch.Tensor:
+        """The state's values in a tile's bytes, uint8 (nbytes,)."""
+        return record[self.first : self.first + self.nbytes].view(self.kind.dtype)
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """What is kept of parameters of one dtype: `remainder` (int16), `master` (fp32) or neither, and the moments."""
+
+    states: tuple[StateKind, ...]
+
+    @property
+    def bytes_per_element(self) -> float:
+        return sum(kind.dtype.itemsize / kind.per for kind in self.states)
+
+    def ranges(self, n: int) -> dict[str, Range]:
+        """The states of a tile of n elements, one after the other, by name."""
+        found: dict[str, Range] = {}
+        position = 0
+        for kind in self.states:
+            nbytes = kind.length(n) * kind.dtype.itemsize
+            found[kind.name] = Range(kind, position, nbytes)
+            position += nbytes
+        return found
+
+    def nbytes(self, n: int) -> int:
+        """Bytes of a tile of n elements, a multiple of `RECORD_ALIGNMENT`."""
+        used = sum(place.nbytes for place in self.ranges(n).values())
+        return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+def state_format(dtype: torch.dtype, master: MasterFormat, rule: Rule, moments: MomentFormat) -> StateFormat:
+    """What the optimizer keeps of parameters of `dtype`: fp32, which are their own masters, bf16 or fp16.
+
+    master: for bf16 only; the master of fp16 is fp32.
+    """
+    kept: tuple[StateKind, ...] = ()
+    if dtype == torch.bfloat16 and master == "remainder":
+        kept = (StateKind("remainder", torch.int16),)
+    elif dtype != torch.float32:
+        kept = (StateKind("master", torch.float32),)
+    return StateFormat((*kept, *moment_kinds(rule, moments)))
+
+
+def moment_kinds(rule: Rule, moments: MomentFormat) -> tuple[StateKind, ...]:
+    """The states that hold a rule's moments: under their names in torch.optim, or as 8-bit codes and scales."""
+    names = MOMENT_NAMES[rule]
+    if moments != "8bit":
+        return tuple(StateKind(name, FORMATS[moments]) for name in names)
+    codes = tuple(StateKind(f"{name}_8bit", torch.uint8) for name in names)
+    return codes + tuple(StateKind(f"{name}_scale", torch.uint8, BLOCK) for name in names)
+
+
+def moments_in(rule: Rule, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
+    """(moments, scales) among states by name; scales are those of 8-bit moments, else none."""
+    names = MOMENT_NAMES[rule]
+    if f"{names[0]}_8bit" not in states:
+        return [states[name] for name in names], []
+    return [states[f"{name}_8bit"] for name in names], [states[f"{name}_scale"] for name in names]
+
+
+def convert_moments(
+    rule: Rule, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, key: int, first: int
+) -> None:
+    """Fill the moments of `target` with those of `source`, states of n elements by name, kept in any formats.
+
+    Exact where the target's format can hold the value, else rounded as an update rounds; see `_adam.update` for key and
+    first. Host memory; takes a few million elements at a time, so that little besides the two is needed.
+    """
+    given, given_scales = moments_in(rule, source)
+    wanted, wanted_scales = moments_in(rule, target)
+    for k, (name, values, into) in enumerate(zip(MOMENT_NAMES[rule], given, wanted, strict=True)):
+        kind = next(kind for kind, dtype in FORMATS.items() if dtype == into.dtype)
+        flat, goal = values.reshape(-1), into.view(-1)
+        for start in range(0, flat.numel(), _CONVERTED_AT_ONCE):
+            part = slice(start, start + _CONVERTED_AT_ONCE)
+            blocks = slice(start // BLOCK, -(-min(part.stop, flat.numel()) // BLOCK))
+            scale = given_scales[k][blocks] if given_scales else None
+            root = name in ROOTS
+            fp32 = moment_to_fp32(flat[part], scale, root=root)
+            stored, scales = moment_from_fp32(fp32, kind, root=root, key=key, first=first + start, moment=k)
+            goal[part] = stored
+            if scales is not None:
+                wanted_scales[k][blocks] = scales
