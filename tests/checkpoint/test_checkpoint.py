@@ -19,9 +19,11 @@ from infinity.checkpoint import save as saving
 from infinity.checkpoint.format import persistent_buffers
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, UsageError
+from infinity.optim.moments import ROOTS, moment_to_fp32
 from support.configs import engine_config
 from support.loops import open_engine, parameters_of, train
 from support.models import Stack, seeded, token_batches
+from support.states import states_of
 
 BATCHES = token_batches(10)
 
@@ -71,6 +73,63 @@ def test_training_goes_on_bit_for_bit_wherever_it_is_loaded(tmp_path: Path, bf16
             assert torch.equal(value, parameters[name]), name
 
 
+@pytest.mark.parametrize("rule", ["AdamW", "Adagrad", "Lion", "SGD"])
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_cheap_moments_go_on_bit_for_bit(tmp_path: Path, moments: str, rule: str) -> None:
+    options: dict[str, Any] = {"bf16": True, "moments": moments, "optimizer": rule}
+    losses, parameters = saved(tmp_path, **options)
+    with engine_of(seed=7, **options, param="cpu", unit_size=30_000, tile_size=8192, master="fp32") as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, BATCHES[5:]) == losses
+        assert all(torch.equal(value, parameters[name]) for name, value in parameters_of(engine).items())
+
+
+@pytest.mark.parametrize("into", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+def test_moments_are_brought_into_the_format_of_the_engine(tmp_path: Path, moments: str, into: str) -> None:
+    """Master and parameters exactly; moments to within what their format can tell apart."""
+    with engine_of(moments=moments) as engine:
+        train(engine, BATCHES[:5])
+        engine.save_checkpoint(tmp_path)
+        before = in_fp32(states_of(engine))
+    with engine_of(seed=7, moments=into) as engine:
+        engine.load_checkpoint(tmp_path)
+        after = in_fp32(states_of(engine))
+        assert after.keys() == before.keys()
+        for name, value in after.items():
+            if name.endswith("/master") or into in (moments, "fp32"):
+                assert torch.equal(value, before[name]), name
+            else:
+                # A code of a root is 1/16 of an octave wide, and the square of that is twice as much.
+                width = 2**-7 if into == "bf16" else 2**-3
+                near = (value - before[name]).abs() <= width * before[name].abs() + 2**-12 * before[name].abs().max()
+                assert near.all(), name
+        assert train(engine, BATCHES[5:])[-1] > 0
+
+
+def in_fp32(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """ "parameter/state" → fp32 values of masters and Adam's moments, whatever they are kept in."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in states.items():
+        parameter, _, state = name.rpartition("/")
+        plain = state.removesuffix("_8bit")
+        if not state.endswith("_scale"):
+            scale = states.get(f"{parameter}/{plain}_scale")
+            found[f"{parameter}/{plain}"] = moment_to_fp32(value, scale, root=plain in ROOTS)
+    return found
+
+
+def test_the_version_before_is_read(tmp_path: Path) -> None:
+    losses, _ = saved(tmp_path)
+    index = tmp_path / "global_step5" / "checkpoint.json"
+    written = json.loads(index.read_text())
+    assert written.pop("moments") == "fp32"
+    index.write_text(json.dumps(written | {"version": 1}))
+    with engine_of(seed=7) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, BATCHES[5:]) == losses
+
+
 RESUME = """
 import sys
 from pathlib import Path
@@ -79,6 +138,7 @@ torch.set_num_threads(int(sys.argv[2]))  # the order of sums depends on it
 from support.configs import engine_config
 from support.loops import open_engine, train
 from support.models import Stack, seeded, token_batches
+from support.states import states_of
 with open_engine(seeded(Stack, 9), engine_config(bf16=True, clip=0.5)) as engine:
     engine.load_checkpoint(Path(sys.argv[1]))
     print(train(engine, token_batches(10)[5:]))

@@ -53,6 +53,19 @@ def test_two_ranks_are_one_that_accumulates(
         assert outcomes[0]["norms"] == pytest.approx(expected["norms"], rel=1e-12)
 
 
+@pytest.mark.parametrize(("moments", "master"), [("bf16", "remainder"), ("8bit", "remainder"), ("8bit", "fp32")])
+def test_moments_are_rounded_alike_on_any_number_of_ranks(
+    pair: Group, moments: str, master: str, tmp_path: Path
+) -> None:
+    """Bit for bit: what is rounded stochastically does not depend on who owns it."""
+    common: dict[str, Any] = {"folder": str(tmp_path), "bf16": True, "moments": moments, "master": master}
+    outcomes = pair.run(cases.training, ranks=2, steps=STEPS, **common)
+    expected = cases.one_rank(STEPS, 2, accumulated=True, **common)
+    assert mean(outcomes) == expected["losses"]
+    assert_bits(outcomes[0], outcomes[1])
+    assert_bits(outcomes[0], expected)
+
+
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_two_ranks_match_one(pair: Group, accumulation: int, clip: float, bf16: bool, tmp_path: Path) -> None:
