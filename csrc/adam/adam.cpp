@@ -29,44 +29,7 @@ void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
     parallel_for((n + tile - 1) / tile, threads, piece);
 }
 
-// Apart, and not inlined: the compiler may move arithmetic past a change of the floating-point environment.
-[[gnu::noinline]] Coefficients compute_coefficients(const Hyper& h) {
-    const double step = static_cast<double>(h.step);
-    Coefficients c{};
-    c.grad_scale = static_cast<float>(h.grad_scale);
-    c.decay = static_cast<float>(1.0 - h.lr * h.weight_decay);
-    c.weight_decay = static_cast<float>(h.weight_decay);
-    c.eps = static_cast<float>(h.eps);
-    c.random = h.random;
-    double step_size = h.lr;
-    const float weight = static_cast<float>(1.0 - h.beta1);
-    c.avg_weight = weight;
-    c.beta2 = static_cast<float>(h.beta2);
-    c.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
-    switch (h.rule) {
-        case Rule::kAdam:
-        case Rule::kAdamW:
-            c.lerp_from_grad = weight >= 0.5f;
-            c.avg_weight = c.lerp_from_grad ? weight - 1.0f : weight;
-            c.inv_correction2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(h.beta2, step)));
-            step_size /= 1.0 - std::pow(h.beta1, step);
-            break;
-        case Rule::kAdagrad:
-            step_size /= 1.0 + (step - 1.0) * h.lr_decay;
-            break;
-        case Rule::kLion:
-            break;
-        case Rule::kSgd:
-            c.beta2 = static_cast<float>(h.momentum);
-            // As in torch: the first step takes the gradient whole, and without momentum nothing is dampened.
-            c.one_minus_beta2 = h.step == 1 || h.momentum == 0.0 ? 1.0f : static_cast<float>(1.0 - h.dampening);
-            c.nesterov = h.nesterov;
-            break;
-    }
-    c.step_size = static_cast<float>(-step_size);
-    return c;
-}
-
+// Not inlined, for the reason that coefficients.cpp gives.
 [[gnu::noinline]] double add_in_order(const std::vector<double>& tiles, double scale, double initial) {
     double total = initial;
     for (const double tile : tiles) total += tile * scale * scale;
@@ -74,13 +37,6 @@ void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
 }
 
 }  // namespace
-
-Coefficients make_coefficients(const Hyper& hyper) {
-    const FloatEnvironment environment;
-    return compute_coefficients(hyper);
-}
-
-Rule effective_rule(const Hyper& h) { return h.rule == Rule::kAdam && h.weight_decay == 0.0 ? Rule::kAdamW : h.rule; }
 
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& c,
             std::size_t n, int threads) {

@@ -1,4 +1,4 @@
-// Whole calls: coefficients, tiles and threads around the kernels. Arguments are checked by the bindings.
+// Whole calls: tiles and threads around the kernels. Arguments are checked by the bindings.
 #pragma once
 
 #include <cstddef>
@@ -8,20 +8,6 @@
 #include "types.h"
 
 namespace infinity::adam {
-
-struct Hyper {
-    Rule rule;
-    double lr, beta1, beta2, eps, weight_decay, grad_scale;
-    double momentum, dampening, lr_decay;  // SGD, SGD, Adagrad
-    bool nesterov;                         // SGD
-    std::int64_t step;                     // from 1
-    Random random;
-};
-
-// Bias corrections and all else that does not depend on the element, in double, rounded to fp32 once.
-Coefficients make_coefficients(const Hyper& hyper);
-// Adam without weight decay is AdamW without weight decay, where a non-finite parameter cannot reach the gradient.
-Rule effective_rule(const Hyper& hyper);
 
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients,
             std::size_t n, int threads);

@@ -80,17 +80,6 @@ DType to_dtype(const char* argument, const std::string& name) {
     refuse(std::string(argument) + " is '" + name + "': pass 'fp32', 'bf16' or 'fp16'");
 }
 
-const Kernels& to_kernels(const std::string& isa) {
-    const std::vector<Isa>& isas = available_isas();
-    if (isa == "auto") return *isas.front().kernels;
-    std::string names = "'auto'";
-    for (const Isa& known : isas) {
-        if (isa == known.name) return *known.kernels;
-        names += std::string(", '") + known.name + "'";
-    }
-    refuse("isa '" + isa + "' is not available on this machine: pass one of " + names);
-}
-
 void check_finite(const char* name, double value) {
     if (!(std::fabs(value) <= static_cast<double>(std::numeric_limits<float>::max()))) {
         refuse(std::string(name) + " is " + std::to_string(value) + ": pass a finite number within fp32's range");

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.h"
 #include "types.h"
 
 namespace infinity::adam {
@@ -21,12 +20,16 @@ Format to_format(const std::string& name);
 Rule to_rule(const std::string& name);
 Moments to_moments(const std::string& name);
 DType to_dtype(const char* argument, const std::string& name);
-const Kernels& to_kernels(const std::string& isa);
 
 // Finite, also after rounding to fp32.
 void check_finite(const char* name, double value);
 void check_not_negative(const char* name, double value);  // and finite
 void check_beta(const char* name, double value);
+
+template <class T>
+T* pointer(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
 
 // The arrays of one call: each address aligned to its element, inside the address space, apart from the others.
 class ArrayChecks {

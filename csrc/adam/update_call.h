@@ -1,0 +1,63 @@
+// The arguments of `update`, which the modules for the CPU and for CUDA take alike.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "coefficients.h"
+#include "types.h"
+
+namespace infinity::adam {
+
+// One checked call, but for where and how it runs.
+struct UpdateCall {
+    Format format;
+    Rule rule;
+    Arrays arrays;
+    Coefficients coefficients;
+    std::size_t n;
+};
+
+struct UpdateNames {
+    const std::string &rule, &format, &grad_dtype, &moment_format;
+};
+
+struct UpdateArrays {
+    const pybind11::object &param, &master, &grad;
+    const std::vector<pybind11::object>&moments, &scales;
+    const pybind11::object& n;
+};
+
+UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& given, Hyper hyper,
+                          const pybind11::object& step);
+
+// Defines `update` in `m`: the arguments of every device, then those of this one, which are Own... and have `own` as
+// their names and defaults. It is done by run(const UpdateCall&, Own...).
+template <class... Own, class Run, class... Names>
+void def_update(pybind11::module_& m, const Run& run, const Names&... own) {
+    namespace py = pybind11;
+    using namespace py::literals;
+    m.def(
+        "update",
+        [run](const std::string& rule, const py::object& param, const py::object& master, const py::object& grad,
+              const std::vector<py::object>& moments, const std::vector<py::object>& scales, const py::object& n,
+              const std::string& format, const std::string& grad_dtype, const std::string& moment_format, double lr,
+              double beta1, double beta2, double eps, double weight_decay, double momentum, double dampening,
+              double lr_decay, bool nesterov, double grad_scale, const py::object& step, std::uint64_t key,
+              std::uint64_t first, Own... mine) {
+            const Hyper hyper{Rule{},   lr,        beta1,    beta2,    eps, weight_decay, grad_scale,
+                              momentum, dampening, lr_decay, nesterov, 0,   {key, first}};
+            run(to_update_call({rule, format, grad_dtype, moment_format}, {param, master, grad, moments, scales, n},
+                               hyper, step),
+                mine...);
+        },
+        "rule"_a, py::kw_only(), "param"_a, "master"_a, "grad"_a, "moments"_a, "scales"_a, "n"_a, "format"_a,
+        "grad_dtype"_a, "moment_format"_a, "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,
+        "weight_decay"_a = 0.0, "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false,
+        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own..., "One step on n elements, in place.");
+}
+
+}  // namespace infinity::adam
