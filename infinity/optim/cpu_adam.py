@@ -19,7 +19,8 @@ from torch import Tensor
 
 from infinity import _adam
 from infinity.errors import ConfigError
-from infinity.optim.moments import FORMATS, MOMENTS, MomentFormat, Rule
+from infinity.optim.flat import DTYPES, address_of, update_arguments
+from infinity.optim.moments import MOMENTS, Rule
 
 __all__ = [
     "HYPER_KEYS",
@@ -32,7 +33,7 @@ __all__ = [
     "update_flat",
 ]
 
-_DTYPES: dict[torch.dtype, _adam.DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_CPU = torch.device("cpu")
 _CANONICAL_NAN = 0x7FC00000
 
 
@@ -107,40 +108,8 @@ def update_flat(
 
     Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing.
     """
-    n = param.numel()
-    wanted = MOMENTS[hyper.rule]
-    kind = _moment_format(hyper.rule, moments, scales)
-    master = 0
-    if master_or_remainder is not None:
-        master = _address("master_or_remainder", master_or_remainder, n, torch.int16, torch.float32)
-    address = _address("param", param, n, *_DTYPES)
-    blocks = -(-n // _adam.BLOCK)
-    _adam.update(
-        hyper.rule,
-        param=address,
-        master=master,
-        grad=_address("grad", grad, n, *_DTYPES),
-        moments=[_address(f"moments[{k}]", moments[k], n, FORMATS[kind]) for k in range(wanted)],
-        scales=[_address(f"scales[{k}]", scale, blocks, torch.uint8) for k, scale in enumerate(scales)],
-        n=n,
-        format=_format(param, master_or_remainder),
-        grad_dtype=_DTYPES[grad.dtype],
-        moment_format=kind,
-        lr=hyper.lr,
-        beta1=hyper.betas[0],
-        beta2=hyper.betas[1],
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        momentum=hyper.momentum,
-        dampening=hyper.dampening,
-        lr_decay=hyper.lr_decay,
-        nesterov=hyper.nesterov,
-        grad_scale=grad_scale,
-        step=step,
-        key=key,
-        first=first,
-        threads=threads,
-    )
+    given = update_arguments(_CPU, param, master_or_remainder, grad, moments, scales, hyper)
+    _adam.update(**given, grad_scale=grad_scale, step=step, key=key, first=first, threads=threads)
 
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None, threads: int = 0) -> tuple[Tensor, Tensor]:
@@ -194,45 +163,9 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, thr
     added in unit order.
     """
     n = tensor.numel()
-    address = _address("tensor", tensor, n, *_DTYPES)
-    return _adam.sum_of_squares(address, n, _DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
-
-
-def _format(param: Tensor, master: Tensor | None) -> _adam.Format:
-    if param.dtype == torch.float32:
-        if master is not None:
-            raise ValueError("param is torch.float32 and its own master: pass None for master_or_remainder")
-        return "fp32"
-    if param.dtype == torch.float16:
-        if master is None or master.dtype != torch.float32:
-            raise ValueError("param is torch.float16: pass its fp32 master")
-        return "master_fp16"
-    if master is None:
-        raise ValueError("param is torch.bfloat16: pass its int16 remainder (see split_master) or its fp32 master")
-    return "remainder" if master.dtype == torch.int16 else "master"
-
-
-def _moment_format(rule: Rule, moments: Sequence[Tensor], scales: Sequence[Tensor]) -> MomentFormat:
-    wanted = MOMENTS[rule]
-    if len(moments) != wanted:
-        raise ValueError(f"{rule} has {wanted} moments, not {len(moments)}: pass as many")
-    kinds = [kind for kind, dtype in FORMATS.items() if dtype == moments[0].dtype]
-    if not kinds:
-        raise ValueError(f"moments[0] is {moments[0].dtype}: pass {' or '.join(map(str, FORMATS.values()))}")
-    needed = wanted if kinds[0] == "8bit" else 0
-    if len(scales) != needed:
-        raise ValueError(f"moments of {moments[0].dtype} have {needed} scales, not {len(scales)}: pass as many")
-    return kinds[0]
+    address = _address("tensor", tensor, n, *DTYPES)
+    return _adam.sum_of_squares(address, n, DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
 
 
 def _address(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
-    """The address of a tensor that the native code can use as a flat array of `numel` elements."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}: pass a CPU tensor")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
-    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg():
-        raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a dense, contiguous tensor")
-    if tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel():,} elements where {numel:,} are needed: pass tensors of one size")
-    return tensor.data_ptr()
+    return address_of(name, tensor, numel, *dtypes, device=_CPU)

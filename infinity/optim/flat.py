@@ -1,0 +1,103 @@
+"""Tensors as the native kernels take them, on the CPU and on CUDA alike: flat arrays on one device, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from infinity.optim.moments import BLOCK, FORMATS, MOMENTS, MomentFormat, Rule
+
+if TYPE_CHECKING:
+    from infinity._adam import DType, Format
+    from infinity.optim.cpu_adam import Hyper
+
+__all__ = ["DTYPES", "address_of", "update_arguments"]
+
+DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def address_of(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype, device: torch.device) -> int:
+    """The address of a tensor that the native code can use as a flat array of `numel` elements."""
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        wanted = "a CPU tensor" if device.type == "cpu" else f"tensors on one CUDA device, here {device}"
+        raise ValueError(f"{name} is on {tensor.device}: pass {wanted}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg():
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a dense, contiguous tensor")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel():,} elements where {numel:,} are needed: pass tensors of one size")
+    return tensor.data_ptr()
+
+
+def update_arguments(
+    device: torch.device,
+    param: Tensor,
+    master_or_remainder: Tensor | None,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    hyper: Hyper,
+) -> dict[str, Any]:
+    """What `_adam.update` and `_adam_cuda.update` take of these. Raises ValueError for what does not fit."""
+    n = param.numel()
+    kind = _moment_format(hyper.rule, moments, scales)
+
+    def address(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
+        return address_of(name, tensor, numel, *dtypes, device=device)
+
+    master = 0
+    if master_or_remainder is not None:
+        master = address("master_or_remainder", master_or_remainder, n, torch.int16, torch.float32)
+    blocks = -(-n // BLOCK)
+    return {
+        "rule": hyper.rule,
+        "param": address("param", param, n, *DTYPES),
+        "master": master,
+        "grad": address("grad", grad, n, *DTYPES),
+        "moments": [address(f"moments[{k}]", moment, n, FORMATS[kind]) for k, moment in enumerate(moments)],
+        "scales": [address(f"scales[{k}]", scale, blocks, torch.uint8) for k, scale in enumerate(scales)],
+        "n": n,
+        "format": _format(param, master_or_remainder),
+        "grad_dtype": DTYPES[grad.dtype],
+        "moment_format": kind,
+        "lr": hyper.lr,
+        "beta1": hyper.betas[0],
+        "beta2": hyper.betas[1],
+        "eps": hyper.eps,
+        "weight_decay": hyper.weight_decay,
+        "momentum": hyper.momentum,
+        "dampening": hyper.dampening,
+        "lr_decay": hyper.lr_decay,
+        "nesterov": hyper.nesterov,
+    }
+
+
+def _format(param: Tensor, master: Tensor | None) -> Format:
+    if param.dtype == torch.float32:
+        if master is not None:
+            raise ValueError("param is torch.float32 and its own master: pass None for master_or_remainder")
+        return "fp32"
+    if param.dtype == torch.float16:
+        if master is None or master.dtype != torch.float32:
+            raise ValueError("param is torch.float16: pass its fp32 master")
+        return "master_fp16"
+    if master is None:
+        raise ValueError("param is torch.bfloat16: pass its int16 remainder (see split_master) or its fp32 master")
+    return "remainder" if master.dtype == torch.int16 else "master"
+
+
+def _moment_format(rule: Rule, moments: Sequence[Tensor], scales: Sequence[Tensor]) -> MomentFormat:
+    wanted = MOMENTS[rule]
+    if len(moments) != wanted:
+        raise ValueError(f"{rule} has {wanted} moments, not {len(moments)}: pass as many")
+    kinds = [kind for kind, dtype in FORMATS.items() if dtype == moments[0].dtype]
+    if not kinds:
+        raise ValueError(f"moments[0] is {moments[0].dtype}: pass {' or '.join(map(str, FORMATS.values()))}")
+    needed = wanted if kinds[0] == "8bit" else 0
+    if len(scales) != needed:
+        raise ValueError(f"moments of {moments[0].dtype} have {needed} scales, not {len(scales)}: pass as many")
+    return kinds[0]
