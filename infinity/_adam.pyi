@@ -103,6 +103,23 @@ def sum_of_squares(
     part's `initial`, gives the bits of the whole.
     """
 
+def receive(
+    source: int,
+    target: int,
+    n: int,
+    *,
+    source_dtype: DType,
+    target_dtype: DType,
+    add: bool = False,
+    threads: int = 0,
+    isa: str = "auto",
+) -> float:
+    """target = source, or target += source with `add`; and `sum_of_squares` of the result, in one pass over memory.
+
+    Added in fp32, then rounded to target_dtype, to nearest with ties to even. A NaN is stored as 0x7FC00000, in bf16 as
+    0x7FC0, in fp16 as 0x7E00.
+    """
+
 def split(master: int, param: int, remainder: int, n: int, threads: int = 0, isa: str = "auto") -> None:
     """fp32 `master` to bf16 `param`, rounded half away from zero, and the int16 `remainder` that `join` needs.
 

@@ -355,6 +355,7 @@ class _Assembly:
             pool=self.pool("gradients", size_classes(sizes, _GRADIENTS_AT_ONCE), on_device=True),
             host_pool=host_pool,
             stored_pool=self.pool("stored gradient", {max(shards): 1}, on_device=tier.on_device),
+            threads=self.config.infinity.adam_threads,
         )
 
     def _update_places(self) -> Places:

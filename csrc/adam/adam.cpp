@@ -36,6 +36,22 @@ void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
     return std::isnan(total) ? std::numeric_limits<double>::quiet_NaN() : total;
 }
 
+std::size_t bytes_of(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
+
+// The sum of what sum(at, count) gives for each tile of kSumTile elements.
+template <class Sum>
+double sum_tiles(std::size_t n, int threads, double scale, double initial, const Sum& sum) {
+    std::vector<double> tiles((n + kSumTile - 1) / kSumTile);
+    static_assert(kTile % kSumTile == 0);
+    for_tiles(n, kTile, threads_for(n, threads), [&](std::size_t begin, std::size_t end) {
+        for (std::size_t at = begin; at < end; at += kSumTile) {
+            tiles[at / kSumTile] = sum(at, std::min(kSumTile, end - at));
+        }
+    });
+    const FloatEnvironment environment;
+    return add_in_order(tiles, scale, initial);
+}
+
 }  // namespace
 
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& c,
@@ -69,17 +85,22 @@ void bare(const Kernels& kernels, const std::vector<Stream>& streams, int thread
 double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, std::size_t n, double scale,
                       double initial, int threads) {
     const SumFn kernel = kernels.sum_of_squares[static_cast<std::size_t>(dtype)];
-    const std::size_t element = dtype == DType::kFp32 ? 4 : 2;
-    std::vector<double> tiles((n + kSumTile - 1) / kSumTile);
-    static_assert(kTile % kSumTile == 0);
-    for_tiles(n, kTile, threads_for(n, threads), [&](std::size_t begin, std::size_t end) {
-        for (std::size_t at = begin; at < end; at += kSumTile) {
-            const std::size_t count = std::min(kSumTile, end - at);
-            tiles[at / kSumTile] = kernel(static_cast<const char*>(values) + at * element, count);
-        }
+    const auto* const from = static_cast<const char*>(values);
+    const std::size_t width = bytes_of(dtype);
+    const auto sum = [&](std::size_t at, std::size_t count) { return kernel(from + at * width, count); };
+    return sum_tiles(n, threads, scale, initial, sum);
+}
+
+double receive(const Kernels& kernels, const void* source, DType source_dtype, void* target, DType target_dtype,
+               std::size_t n, bool add, int threads) {
+    const ReceiveFn kernel = kernels.receive[static_cast<std::size_t>(target_dtype)];
+    const SumFn sum = kernels.sum_of_squares[static_cast<std::size_t>(target_dtype)];
+    const auto* const from = static_cast<const char*>(source);
+    auto* const to = static_cast<char*>(target);
+    return sum_tiles(n, threads, 1.0, 0.0, [&](std::size_t at, std::size_t count) {
+        kernel(from + at * bytes_of(source_dtype), source_dtype, to + at * bytes_of(target_dtype), count, add);
+        return sum(to + at * bytes_of(target_dtype), count);
     });
-    const FloatEnvironment environment;
-    return add_in_order(tiles, scale, initial);
 }
 
 void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,

@@ -27,6 +27,11 @@ void bare(const Kernels& kernels, const std::vector<Stream>& streams, int thread
 double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, std::size_t n, double scale,
                       double initial, int threads);
 
+// Copies a gradient to where it is collected, or adds it to what is there; returns the sum of squares of the result, as
+// above with scale 1, in the same pass over memory.
+double receive(const Kernels& kernels, const void* source, DType source_dtype, void* target, DType target_dtype,
+               std::size_t n, bool add, int threads);
+
 void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,
            int threads);
 void join(const Kernels& kernels, const std::uint16_t* param, const std::int16_t* remainder, float* master,

@@ -54,6 +54,20 @@ double py_sum_of_squares(const py::object& address, const py::object& n, const s
     return sum_of_squares(kernels, type, values, count, scale, initial, workers);
 }
 
+double py_receive(const py::object& source, const py::object& target, const py::object& n,
+                  const std::string& source_dtype, const std::string& target_dtype, bool add, const py::object& threads,
+                  const std::string& isa) {
+    const DType from_type = to_dtype("source_dtype", source_dtype), to_type = to_dtype("target_dtype", target_dtype);
+    const Kernels& kernels = to_kernels(isa);
+    const std::size_t count = to_count(n);
+    const int workers = to_threads(threads);
+    ArrayChecks checks(count);
+    const void* from = pointer<const void>(checks.add("source", source, from_type == DType::kFp32 ? 4 : 2));
+    void* to = pointer<void>(checks.add("target", target, to_type == DType::kFp32 ? 4 : 2));
+    const py::gil_scoped_release release;
+    return receive(kernels, from, from_type, to, to_type, count, add, workers);
+}
+
 void py_split(const py::object& master, const py::object& param, const py::object& remainder, const py::object& n,
               const py::object& threads, const std::string& isa) {
     const Kernels& kernels = to_kernels(isa);
@@ -104,6 +118,9 @@ PYBIND11_MODULE(_adam, m) {
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "scale"_a = 1.0,
           "initial"_a = 0.0, "threads"_a = 0, "isa"_a = "auto",
           "initial + sum of (scale * x)^2 in fp64, the same bits for any number of threads.");
+    m.def("receive", &py_receive, "source"_a, "target"_a, "n"_a, py::kw_only(), "source_dtype"_a, "target_dtype"_a,
+          "add"_a = false, "threads"_a = 0, "isa"_a = "auto",
+          "target = source, or target += source; returns the sum of squares of the result.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
           "fp32 to bf16 (half away from zero) and the int16 that makes it exact.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "formats.h"
+#include "receive.h"
 #include "rules.h"
 #include "update.h"
 #include "update_eight.h"
@@ -140,6 +141,9 @@ constexpr Kernels make_kernels() {
     k.sum_of_squares[static_cast<std::size_t>(DType::kFp32)] = sum_of_squares<V, GradFp32<V>>;
     k.sum_of_squares[static_cast<std::size_t>(DType::kBf16)] = sum_of_squares<V, GradBf16<V>>;
     k.sum_of_squares[static_cast<std::size_t>(DType::kFp16)] = sum_of_squares<V, GradFp16<V>>;
+    k.receive[static_cast<std::size_t>(DType::kFp32)] = receive<V, IntoFp32<V>>;
+    k.receive[static_cast<std::size_t>(DType::kBf16)] = receive<V, IntoBf16<V>>;
+    k.receive[static_cast<std::size_t>(DType::kFp16)] = receive<V, IntoFp16<V>>;
     k.split = split<V>;
     k.join = join<V>;
     k.touch = touch<V>;

@@ -86,6 +86,8 @@ inline constexpr std::size_t kSumLanes = 32;
 // [begin, end) of the arrays; begin is a multiple of kBlock.
 using UpdateFn = void (*)(const Arrays&, const Coefficients&, std::size_t begin, std::size_t end);
 using SumFn = double (*)(const void* values, std::size_t count);  // count <= kSumTile
+// `count` values of `dtype` copied to the target, or added to it; count <= kSumTile.
+using ReceiveFn = void (*)(const void* source, DType dtype, void* target, std::size_t count, bool add);
 using SplitFn = void (*)(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t begin,
                          std::size_t end);
 using JoinFn = void (*)(const std::uint16_t* param, const std::int16_t* remainder, float* master, std::size_t begin,
@@ -97,6 +99,7 @@ using TouchFn = void (*)(float* words, std::size_t n, bool writes);
 struct Kernels {
     UpdateFn update[kFormats][kRules];
     SumFn sum_of_squares[kDTypes];
+    ReceiveFn receive[kDTypes];  // by the target's type
     SplitFn split;
     JoinFn join;
     TouchFn touch;

@@ -27,6 +27,7 @@ __all__ = [
     "Hyper",
     "join_master",
     "join_master_torch",
+    "receive",
     "split_master",
     "split_master_torch",
     "sum_of_squares",
@@ -165,6 +166,24 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, thr
     n = tensor.numel()
     address = _address("tensor", tensor, n, *DTYPES)
     return _adam.sum_of_squares(address, n, DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
+
+
+def receive(target: Tensor, source: Tensor, *, add: bool = False, threads: int = 0) -> float:
+    """target = source, or target += source; returns `sum_of_squares(target)`, in one pass over memory.
+
+    Both fp32, bf16 or fp16, of any shape. Added in fp32 and rounded to the target's dtype to nearest, ties to even, as
+    torch does.
+    """
+    n = target.numel()
+    return _adam.receive(
+        _address("source", source, n, *DTYPES),
+        _address("target", target, n, *DTYPES),
+        n,
+        source_dtype=DTYPES[source.dtype],
+        target_dtype=DTYPES[target.dtype],
+        add=add,
+        threads=threads,
+    )
 
 
 def _address(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:

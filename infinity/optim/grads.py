@@ -19,7 +19,7 @@ import torch
 from infinity.comm.collectives import Ranks
 from infinity.errors import LifetimeError
 from infinity.interrupts import uninterrupted
-from infinity.optim.kernels import squared_norm
+from infinity.optim.kernels import receive, squared_norm
 from infinity.optim.update import Gradient
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -42,6 +42,8 @@ class GradPlaces:
     """Host buffers for shards; None where the host works in the device's buffers."""
     stored_pool: Pool
     """One buffer for a shard that was stored before and is added to."""
+    threads: int
+    """Of a pass over a gradient in host memory; 0: one per processor."""
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
         return self.dtype or unit.layout.dtype
@@ -53,7 +55,18 @@ class _Open:
 
     lease: Lease
     flat: torch.Tensor
-    present: set[int] = field(default_factory=set)
+    squares: dict[int, float | None] = field(default_factory=dict)
+    """slot that has arrived → its sum of squares; None where that is taken later."""
+
+    def total(self) -> float | None:
+        """The sum of squares over all slots, in order; None if any is missing."""
+        total = 0.0
+        for slot in sorted(self.squares):
+            square = self.squares[slot]
+            if square is None:
+                return None
+            total += square
+        return total
 
 
 class GradCollector:
@@ -122,14 +135,22 @@ class GradCollector:
         view = collecting.flat[place.offset : place.stop].view(place.shape)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        if slot in collecting.present:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            collecting.present.add(slot)
+        collecting.squares[slot] = self._put(view, gradient, add=slot in collecting.squares)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1
         if self._arrivals[index] == self._expected.get(index, len(unit.parameters)):
             self._send(unit, complete=True)
+
+    def _put(self, view: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> float | None:
+        """Copy or add a gradient to its place. Its sum of squares is taken in the same pass where it is final: on one
+        rank, and where that does not make the host wait for the device.
+        """
+        if self._ranks.alone and self._places.device.host_addressable:
+            return receive(view, gradient, add=add, threads=self._places.threads)
+        if add:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        return None
 
     def _begin(self, unit: Unit) -> _Open:
         dtype = self._places.dtype_of(unit)
@@ -175,9 +196,9 @@ class GradCollector:
         for start, stop in unit.layout.gaps():
             flat[start:stop].zero_()
         for slot, place in enumerate(unit.layout.slots):
-            if slot not in collecting.present:
+            if slot not in collecting.squares:
                 flat[place.offset : place.stop].zero_()
-        self.slots.setdefault(unit.index, set()).update(collecting.present)
+        self.slots.setdefault(unit.index, set()).update(collecting.squares)
         reduced = self._ranks.reduce_scatter(flat, DONE)
         reached = self._places.device.compute_reached()
         add = unit.index in self.stored
@@ -214,21 +235,25 @@ class GradCollector:
                 lease, shard = host, host.flat(shard.dtype)
             else:
                 reached.wait()  # the update runs in another thread, on a stream of its own
-            if add:
-                self._add_stored(unit, shard)
-            return Gradient(shard, lease)
+            squares = self._add_stored(unit, shard) if add else collecting.total()
+            if squares is None:
+                squares = squared_norm(shard, unit.layout.parts(self._ranks.rank))
+            return Gradient(shard, lease, squares)
         except BaseException:
             lease.release()
             raise
         finally:
             del collecting.flat
 
-    def _add_stored(self, unit: Unit, shard: torch.Tensor) -> None:
+    def _add_stored(self, unit: Unit, shard: torch.Tensor) -> float:
+        """Add what was stored before to the shard; returns the sum of squares of the result."""
         places = self._places
         before = places.stored_pool.lease(shard.numel() * shard.element_size())
         try:
             places.tier.read(places.placement.of(unit.index, State.GRAD), before.tensor).wait()
-            shard.add_(before.flat(shard.dtype))
+            stored = before.flat(shard.dtype)
+            parts = unit.layout.parts(self._ranks.rank)
+            return sum((receive(shard[a:b], stored[a:b], add=True, threads=places.threads) for a, b in parts), 0.0)
         finally:
             before.release()
 
@@ -238,7 +263,7 @@ class GradCollector:
         try:
             gradient = self._land(unit, collecting, reduced, reached, add)
             try:
-                squares.set_result(squared_norm(gradient.shard))
+                squares.set_result(gradient.squares)
                 extent = self._places.placement.of(unit.index, State.GRAD)
                 self._places.tier.write(extent, gradient.shard.view(torch.uint8)).wait()
             finally:

@@ -4,9 +4,13 @@ AdamW on CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from infinity.optim.cpu_adam import Hyper, join_master_torch, split_master_torch, sum_of_squares, update_flat
+from infinity.optim.cpu_adam import receive as receive_flat
+from infinity.optim.flat import DTYPES
 from infinity.optim.formats import moments_in
 from infinity.optim.moments import rounding_key
 
@@ -91,9 +95,32 @@ def _fused(
 _NORM_TILE = 1 << 22
 
 
-def squared_norm(shard: torch.Tensor) -> float:
-    """The sum of squares of a gradient shard (n,), in fp64 partials over fixed tiles; NaN or inf if any element is."""
-    if shard.device.type == "cpu":
-        return sum_of_squares(shard)
+def squared_norm(shard: torch.Tensor, parts: Sequence[tuple[int, int]]) -> float:
+    """The sum of squares of a gradient shard (n,), by its parameters' `parts`; NaN or inf if any element is.
+
+    Each part is summed in fp64 over fixed tiles, and the parts in order: so it does not matter whether they are summed
+    here or one by one as they arrive (`receive`).
+    """
+    return sum((_squares(shard[start:stop]) for start, stop in parts), 0.0)
+
+
+def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, threads: int = 0) -> float:
+    """Copy a gradient to where it is collected, or add it to what is there; returns the sum of squares of the result.
+
+    In host memory this is one pass, unless the strides forbid it.
+    """
+    on_host = target.device.type == "cpu" and source.device.type == "cpu"
+    if on_host and source.is_contiguous() and target.is_contiguous() and source.dtype in DTYPES:
+        return receive_flat(target, source, add=add, threads=threads)
+    if add:
+        target.add_(source)
+    else:
+        target.copy_(source)
+    return _squares(target)
+
+
+def _squares(values: torch.Tensor) -> float:
+    if values.device.type == "cpu":
+        return sum_of_squares(values)
     # Tile by tile, so that the fp64 copy stays small.
-    return sum(float(part.to(torch.float64).square().sum()) for part in shard.split(_NORM_TILE))
+    return sum(float(part.to(torch.float64).square().sum()) for part in values.split(_NORM_TILE))

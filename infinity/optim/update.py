@@ -20,7 +20,6 @@ import torch
 
 from infinity.optim.cpu_adam import Hyper
 from infinity.optim.formats import StateFormat
-from infinity.optim.kernels import squared_norm
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.placement import Extent, Tile, tiles
@@ -35,10 +34,11 @@ Kernel = Callable[..., None]
 
 
 class Gradient:
-    """A reduced gradient shard (shard_numel,) in a leased buffer."""
+    """A reduced gradient shard (shard_numel,) in a leased buffer, and its sum of squares."""
 
-    def __init__(self, shard: torch.Tensor, lease: Lease) -> None:
+    def __init__(self, shard: torch.Tensor, lease: Lease, squares: float) -> None:
         self.shard = shard
+        self.squares = squares
         self._lease = lease
 
     def release(self) -> None:
@@ -79,9 +79,9 @@ class UpdateJob:
         self.target = target
         self.arrives = arrives
 
-    def gradient_shard(self) -> torch.Tensor:
+    def arrived(self) -> Gradient:
         assert self.gradient is not None
-        return self.gradient.result().shard
+        return self.gradient.result()
 
     def release_gradient(self) -> None:
         if self.gradient is not None:
@@ -319,12 +319,12 @@ class UpdatePipeline:
         grad = item.grad.tensor.view(self._places.grad_dtype or job.layout.dtype) if item.grad else None
         if grad is None:
             if job.require_finite and running.skipped is None:
-                running.skipped = not math.isfinite(squared_norm(job.gradient_shard()))
+                running.skipped = not math.isfinite(job.arrived().squares)
                 if running.skipped:
                     self.refused.append(job.layout.name)
             if running.skipped:
                 return
-            grad = job.gradient_shard()[tile.start : tile.stop]
+            grad = job.arrived().shard[tile.start : tile.stop]
         began = time.perf_counter()
         ranges = self._places.formats(job.layout.dtype).ranges(tile.stop - tile.start)
         states = {name: place.of(item.states.tensor) for name, place in ranges.items()}

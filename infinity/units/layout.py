@@ -108,6 +108,12 @@ class UnitLayout:
             runs.append(run)
         return runs
 
+    def parts(self, rank: int) -> list[tuple[int, int]]:
+        """The part [start, stop) of `rank`'s shard that each slot has, in order; slots without one are left out."""
+        low, high = self.shard_range(rank)
+        found = ((max(slot.offset, low) - low, min(slot.stop, high) - low) for slot in self.slots)
+        return [(start, stop) for start, stop in found if start < stop]
+
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Ranges of the flat tensor that belong to no parameter."""
         end = 0

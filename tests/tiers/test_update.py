@@ -11,7 +11,7 @@ import torch
 
 from infinity.optim.cpu_adam import Hyper
 from infinity.optim.formats import state_format
-from infinity.optim.kernels import update_run
+from infinity.optim.kernels import squared_norm, update_run
 from infinity.optim.update import Gradient, Places, UpdateJob, UpdatePipeline
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import CpuDevice
@@ -114,7 +114,7 @@ class Bench:
             shard = lease.flat(torch.float32)
             shard.copy_(gradient)
             arriving = Future()
-            arriving.set_result(Gradient(shard, lease))
+            arriving.set_result(Gradient(shard, lease, squared_norm(shard, self.layout.parts(0))))
         runs = self.layout.runs(0, {0: step})
         job = UpdateJob(self.layout, runs, [HYPER], 1.0, 0, arriving, require_finite=require_finite)
         job.attach(self.buffer.view(torch.uint8), DONE)

@@ -95,3 +95,32 @@ def test_the_slot_at_an_element(layout: UnitLayout, data: st.DataObject) -> None
         number = data.draw(st.sampled_from(slots))
         slot = layout.slots[number]
         assert layout.slot_at(data.draw(st.integers(slot.offset, slot.stop - 1))) == number
+
+
+@given(layouts())
+def test_parts_are_the_slots_of_every_shard(layout: UnitLayout) -> None:
+    found = [0] * layout.numel
+    for rank in range(layout.world_size):
+        low, _ = layout.shard_range(rank)
+        parts = layout.parts(rank)
+        assert parts == sorted(parts) and all(0 <= start < stop <= layout.shard_numel for start, stop in parts)
+        for start, stop in parts:
+            for element in range(low + start, low + stop):
+                found[element] += 1
+    wanted = [0] * layout.numel
+    for slot in layout.slots:
+        wanted[slot.offset : slot.stop] = [1] * slot.numel
+    assert found == wanted
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
+def test_elements_are_numbered_through_the_model_on_any_number_of_ranks(sizes: list[int], ranks: int) -> None:
+    """And in any division into units."""
+    first = 0
+    units = []
+    for index, size in enumerate(sizes):
+        units.append(layout_unit(index, "unit", [("p", (size,), 0)], torch.float32, True, ranks, first))
+        first = units[-1].end
+    together = layout_unit(0, "unit", [(f"p{i}", (size,), 0) for i, size in enumerate(sizes)], torch.float32, True, 1)
+    assert [unit.first for unit in units] == [slot.offset for slot in together.slots]
+    assert all(unit.first % SLOT_ALIGNMENT == 0 for unit in units)

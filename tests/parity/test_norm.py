@@ -1,0 +1,73 @@
+"""The gradient norm: the same bits wherever and whenever it is taken, and the right number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.tiers.device import CpuDevice, Device
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import open_engine, train
+from support.models import Stack, seeded, token_batches
+
+STEPS = 3
+
+
+def norms(folder: Path, device: Device | None = None, accumulation: int = 1, **options: Any) -> list[float | None]:
+    config = engine_config(folder=folder, accumulation=accumulation, clip=0.3, **options)
+    found = []
+    with open_engine(seeded(lambda: Stack(width=48, depth=4, tied=True)), config, device) as engine:
+        for step in range(STEPS):
+            train(engine, token_batches(accumulation, seed=step))
+            found.append(engine.get_global_grad_norm())
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_it_is_the_same_on_arrival_and_later(bf16: bool, accumulation: int, tmp_path: Path) -> None:
+    """On the CPU it is taken as gradients arrive, on a device that the host cannot address when they are complete."""
+    options: dict[str, Any] = {"bf16": bf16, "accumulation": accumulation}
+    expected = norms(tmp_path, CpuDevice(), **options)
+    assert None not in expected and len(set(expected)) == STEPS
+    for optim in ("none", "cpu", "nvme"):
+        assert norms(tmp_path, LateDevice(delay=0.005), optim=optim, **options) == expected, optim
+    for other in ({"adam_threads": 3}, {"tile_size": 8192}, {"update": "after_backward"}, {"optim": "cpu"}):
+        assert norms(tmp_path, **options, **other) == expected, other
+
+
+def test_it_is_that_of_torch(tmp_path: Path) -> None:
+    [norm, *_] = norms(tmp_path)
+    model = seeded(lambda: Stack(width=48, depth=4, tied=True))
+    [batch] = token_batches(1, seed=0)
+    model(*batch).backward()
+    expected = nn.utils.get_total_norm([p.grad.double() for p in model.parameters() if p.grad is not None])
+    assert norm == pytest.approx(float(expected), rel=1e-6)
+
+
+class Crossed(nn.Module):
+    """A gradient with strides of its own, and one that arrives transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 40, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return (self.weight.t() * x.float().mean()).pow(3).sum()
+
+
+def test_gradients_with_strides(tmp_path: Path) -> None:
+    config = engine_config(folder=tmp_path, clip=1e9)
+    batch = token_batches(1)[0]
+    with open_engine(Crossed(), config) as engine:
+        train(engine, [batch])
+        norm = engine.get_global_grad_norm()
+    model = Crossed()
+    model(*batch).backward()
+    assert model.weight.grad is not None
+    assert norm == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-6)
