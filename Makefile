@@ -8,7 +8,7 @@ ARGS ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_INSTALL = $(PIP) install --constraint constraints.txt
-NATIVE = CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/*/*.map csrc/*/CMakeLists.txt)
+NATIVE = CMakeLists.txt $(foreach file,*.cpp *.cu *.cuh *.h *.map CMakeLists.txt,$(wildcard csrc/*/$(file) csrc/*/*/$(file)))
 
 # Of these, CMake takes what was asked for and finds the rest itself.
 ifneq ($(origin CXX), default)
@@ -35,12 +35,12 @@ lint: install ## check style and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 format: install ## put the code into the style that lint checks
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
+	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
 
 run: install ## train a GPT-2 with every state on NVMe
 	$(VENV)/bin/python bench/pretrain_gpt2.py $(ARGS)

@@ -58,6 +58,7 @@ template <class V>
 struct FormatFp32 {
     using Param = float;
     static constexpr std::size_t kMasterBytes = 0;
+    static constexpr bool kReadsParam = true;
     INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
         return V::load(static_cast<float*>(a.param) + i);
     }
@@ -70,6 +71,7 @@ template <class V>
 struct FormatRemainder {
     using Param = std::uint16_t;
     static constexpr std::size_t kMasterBytes = 2;
+    static constexpr bool kReadsParam = true;
     INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
         return V::as_float(V::add_int(V::load_high_16(static_cast<std::uint16_t*>(a.param) + i),
                                       V::load_signed_16(static_cast<std::int16_t*>(a.master) + i)));
@@ -86,6 +88,7 @@ template <class V, bool fp16>
 struct FormatMaster {
     using Param = std::uint16_t;
     static constexpr std::size_t kMasterBytes = 4;
+    static constexpr bool kReadsParam = false;
     INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
         return V::load(static_cast<float*>(a.master) + i);
     }

@@ -22,14 +22,30 @@ struct Plain {
     INFINITY_FN static Float add(Float a, Float b) { return a + b; }
     INFINITY_FN static Float sub(Float a, Float b) { return a - b; }
     INFINITY_FN static Float mul(Float a, Float b) { return a * b; }
-#ifdef __CUDA_ARCH__  // by name, so that no flag of nvcc's decides how they round
+    // On a GPU by name, so that no flag of nvcc's decides how they round; a square is exact in fp64, so that its fused
+    // addition rounds as the other. The conversion's NaN is not ours: it writes 0x7FFF.
+#ifdef __CUDA_ARCH__
     INFINITY_FN static Float fma(Float a, Float b, Float c) { return __fmaf_rn(a, b, c); }
     INFINITY_FN static Float div(Float a, Float b) { return __fdiv_rn(a, b); }
     INFINITY_FN static Float sqrt(Float x) { return __fsqrt_rn(x); }
+    INFINITY_FN static Double add_square(Double sum, Double x) { return __fma_rn(x, x, sum); }
+    INFINITY_FN static Float load_fp16(const std::uint16_t* from) {
+        Float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(*from));
+        return x;
+    }
+    INFINITY_FN static void store_fp16(std::uint16_t* to, Float x) {  // x: canonical
+        std::uint16_t half;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+        *to = x == x ? half : std::uint16_t{0x7E00};
+    }
 #else
     INFINITY_FN static Float fma(Float a, Float b, Float c) { return std::fma(a, b, c); }
     INFINITY_FN static Float div(Float a, Float b) { return a / b; }
     INFINITY_FN static Float sqrt(Float x) { return std::sqrt(x); }
+    INFINITY_FN static Double add_square(Double sum, Double x) { return sum + x * x; }
+    INFINITY_FN static Float load_fp16(const std::uint16_t* from) { return from_fp16(*from); }
+    INFINITY_FN static void store_fp16(std::uint16_t* to, Float x) { *to = to_fp16(x); }
 #endif
     INFINITY_FN static Float canonical(Float x) { return x == x ? x : __builtin_bit_cast(float, kCanonicalNan); }
 
@@ -62,16 +78,13 @@ struct Plain {
     }
     INFINITY_FN static void store_low_16(std::uint16_t* to, Int x) { *to = static_cast<std::uint16_t>(x); }
 
-    INFINITY_FN static Float load_fp16(const std::uint16_t* from) { return from_fp16(*from); }
-    INFINITY_FN static void store_fp16(std::uint16_t* to, Float x) { *to = to_fp16(x); }
     INFINITY_FN static Int load_8(const std::uint8_t* from) { return *from; }
     INFINITY_FN static void store_8(std::uint8_t* to, Int x) { *to = static_cast<std::uint8_t>(x); }
 
     INFINITY_FN static Double zero_double() { return 0.0; }
     INFINITY_FN static Double load_double(const float* from) { return *from; }
     INFINITY_FN static Double load_double_bf16(const std::uint16_t* from) { return as_float(load_high_16(from)); }
-    INFINITY_FN static Double load_double_fp16(const std::uint16_t* from) { return from_fp16(*from); }
-    INFINITY_FN static Double add_square(Double sum, Double x) { return sum + x * x; }
+    INFINITY_FN static Double load_double_fp16(const std::uint16_t* from) { return load_fp16(from); }
     INFINITY_FN static void store_double(double* to, Double x) { *to = x; }
 };
 

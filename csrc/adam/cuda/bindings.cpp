@@ -1,0 +1,96 @@
+// infinity._adam_cuda: addresses of a device's memory in, kernels put on a stream, nothing waited for or allocated.
+// Types and documentation for users of Python: infinity/_adam_cuda.pyi.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../arguments.h"
+#include "../update_call.h"
+#include "launch.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace infinity::adam::cuda {
+namespace {
+
+void py_sum_of_squares(const py::object& address, const py::object& n, const std::string& dtype, const py::object& out,
+                       const py::object& tiles, double scale, double initial, const py::object& initial_at, int device,
+                       std::uintptr_t stream) {
+    check_finite("scale", scale);
+    Sum sum{};
+    sum.n = to_count(n);
+    sum.dtype = to_dtype("dtype", dtype);
+    sum.scale = scale;
+    sum.initial = initial;
+    ArrayChecks arrays(sum.n), results(1);
+    sum.values = pointer<const void>(arrays.add("address", address, sum.dtype == DType::kFp32 ? 4 : 2));
+    sum.tiles = pointer<double>(arrays.add("tiles", tiles, 8, (sum.n + kSumTile - 1) / kSumTile));
+    sum.out = pointer<double>(results.add("out", out, 8));
+    if (!initial_at.is_none()) sum.initial_at = pointer<const double>(ArrayChecks(1).add("initial_at", initial_at, 8));
+    const py::gil_scoped_release release;
+    sum_of_squares(sum, {device, stream});
+}
+
+void py_split(const py::object& master, const py::object& param, const py::object& remainder, const py::object& n,
+              int device, std::uintptr_t stream) {
+    const std::size_t count = to_count(n);
+    ArrayChecks checks(count);
+    const auto* from = pointer<const float>(checks.add("master", master, 4));
+    auto* high = pointer<std::uint16_t>(checks.add("param", param, 2));
+    auto* low = pointer<std::int16_t>(checks.add("remainder", remainder, 2));
+    const py::gil_scoped_release release;
+    split(from, high, low, count, {device, stream});
+}
+
+void py_join(const py::object& param, const py::object& remainder, const py::object& master, const py::object& n,
+             int device, std::uintptr_t stream) {
+    const std::size_t count = to_count(n);
+    ArrayChecks checks(count);
+    const auto* high = pointer<const std::uint16_t>(checks.add("param", param, 2));
+    const auto* low = pointer<const std::int16_t>(checks.add("remainder", remainder, 2));
+    auto* to = pointer<float>(checks.add("master", master, 4));
+    const py::gil_scoped_release release;
+    join(high, low, to, count, {device, stream});
+}
+
+std::vector<std::string> architectures() {  // as CMake was given them: 75-real;90
+    std::vector<std::string> names;
+    std::istringstream list(INFINITY_CUDA_ARCHITECTURES);
+    for (std::string name; std::getline(list, name, ' ');) {
+        const std::string number = name.substr(0, name.find('-'));
+        if (name.find("-virtual") == std::string::npos) names.push_back("sm_" + number);
+        if (name.find("-real") == std::string::npos) names.push_back("compute_" + number);
+    }
+    return names;
+}
+
+PYBIND11_MODULE(_adam_cuda, m) {
+    m.doc() = "Optimizer steps over flat arrays in a CUDA device's memory, given by address.";
+    def_update<int, std::uintptr_t>(
+        m,
+        [](const UpdateCall& call, int device, std::uintptr_t stream) {
+            const py::gil_scoped_release release;
+            update(call.format, call.rule, call.arrays, call.coefficients, call.n, {device, stream});
+        },
+        "device"_a, "stream"_a);
+    m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "out"_a, "tiles"_a,
+          "scale"_a = 1.0, "initial"_a = 0.0, "initial_at"_a = py::none(), "device"_a, "stream"_a,
+          "initial + sum of (scale * x)^2 in fp64, written to `out`.");
+    m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
+          "fp32 to bf16 (half away from zero) and the int16 that makes it exact.");
+    m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
+          "bf16 and int16 back to fp32.");
+    m.def("device_count", &device_count, "Devices that this module could use; 0 without a driver.");
+    m.def("refusal", &refusal, "What CUDA says if there is no device, else nothing.");
+    m.def("compute_capability", &compute_capability, "device"_a, "10 * major + minor.");
+    m.attr("ARCHITECTURES") = architectures();
+    m.attr("TOOLKIT") = INFINITY_CUDA_TOOLKIT;
+    m.attr("SUM_TILE") = kSumTile;
+}
+
+}  // namespace
+}  // namespace infinity::adam::cuda

@@ -1,0 +1,170 @@
+#include "launch.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "norms.cuh"
+#include "update.cuh"
+
+namespace infinity::adam::cuda {
+namespace {
+
+constexpr std::size_t kMostBlocks = std::size_t{1} << 20;  // of a grid; beyond that, each does several parts
+
+void check(cudaError_t status, const char* what) {
+    if (status == cudaSuccess) return;
+    cudaGetLastError();  // so that the next call is not blamed for it
+    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
+                             ")");
+}
+
+// The stream's device is the calling thread's for one scope: kernels go to no other.
+class OnDevice {
+  public:
+    explicit OnDevice(int device) : wanted_(device) {
+        check(cudaGetDevice(&before_), "cudaGetDevice");
+        if (before_ != wanted_) check(cudaSetDevice(wanted_), "cudaSetDevice");
+    }
+    ~OnDevice() {
+        if (before_ != wanted_) cudaSetDevice(before_);
+    }
+    OnDevice(const OnDevice&) = delete;
+    OnDevice& operator=(const OnDevice&) = delete;
+
+  private:
+    int before_ = 0, wanted_;
+};
+
+// Enough blocks for `n` elements at `each` a block.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), std::size_t n, std::size_t each, const Stream& stream,
+            Arguments... arguments) {
+    const OnDevice on(stream.device);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(std::min((n + each - 1) / each, kMostBlocks)));
+    config.blockDim = dim3(kThreads);
+    config.stream = reinterpret_cast<cudaStream_t>(stream.handle);
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), "launching a kernel");
+}
+
+// Whether an array of elements of `width` bytes can be gone over in whole runs.
+bool runs_of(std::size_t width, const void* array) {
+    return reinterpret_cast<std::uintptr_t>(array) % (kRun * width) == 0;
+}
+
+bool aligned(Format format, const Arrays& a) {
+    const std::size_t moment = a.moments == Moments::kEight ? 1 : a.moments == Moments::kBf16 ? 2 : 4;
+    return runs_of(format == Format::kFp32 ? 4 : 2, a.param) &&
+           runs_of(format == Format::kRemainder ? 2 : 4, a.master) && runs_of(grad_bytes(a.grad_dtype), a.grad) &&
+           runs_of(moment, a.moment[0]) && runs_of(moment, a.moment[1]);  // what is unused is null
+}
+
+// ---- the table, as kernel.h has it ----
+
+using UpdateKernel = void (*)(Arrays, Coefficients, std::size_t, bool);
+
+template <class F, class R, class Root, int root>
+UpdateKernel kernel_with(Moments moments) {
+    switch (moments) {
+        case Moments::kFp32:
+            return update_runs<F, MomentsFp32<Plain>, R>;
+        case Moments::kBf16:
+            return update_runs<F, MomentsBf16<Plain>, R>;
+        case Moments::kEight:
+            return update_blocks<F, Root, root>;
+    }
+    throw std::logic_error("moments");
+}
+
+template <class F>
+UpdateKernel kernel_of(Rule rule, Moments moments) {
+    using V = Plain;
+    switch (rule) {
+        case Rule::kAdam:
+            return kernel_with<F, RuleAdam<V, false, false>, RuleAdam<V, false, true>, 1>(moments);
+        case Rule::kAdamW:
+            return kernel_with<F, RuleAdam<V, true, false>, RuleAdam<V, true, true>, 1>(moments);
+        case Rule::kAdagrad:
+            return kernel_with<F, RuleAdagrad<V, false>, RuleAdagrad<V, true>, 0>(moments);
+        case Rule::kLion:
+            return kernel_with<F, RuleLion<V>, RuleLion<V>, -1>(moments);
+        case Rule::kSgd:
+            return kernel_with<F, RuleSgd<V>, RuleSgd<V>, -1>(moments);
+    }
+    throw std::logic_error("rule");
+}
+
+UpdateKernel kernel_of(Format format, Rule rule, Moments moments) {
+    switch (format) {
+        case Format::kFp32:
+            return kernel_of<FormatFp32<Plain>>(rule, moments);
+        case Format::kRemainder:
+            return kernel_of<FormatRemainder<Plain>>(rule, moments);
+        case Format::kMaster:
+            return kernel_of<FormatMaster<Plain, false>>(rule, moments);
+        case Format::kMasterFp16:
+            return kernel_of<FormatMaster<Plain, true>>(rule, moments);
+    }
+    throw std::logic_error("format");
+}
+
+}  // namespace
+
+void update(Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients, std::size_t n,
+            const Stream& stream) {
+    if (n == 0) return;
+    const std::size_t each = arrays.moments == Moments::kEight ? kThreads / kWarp * kBlock : kThreads * kRun;
+    launch(kernel_of(format, rule, arrays.moments), n, each, stream, arrays, coefficients, n, aligned(format, arrays));
+}
+
+void sum_of_squares(const Sum& s, const Stream& stream) {
+    constexpr std::size_t kEach = kThreads / kWarp * kSumTile;
+    if (s.n > 0) {
+        void (*kernel)(const void*, std::size_t, double*) = sum_tiles<GradFp32<Plain>>;
+        if (s.dtype == DType::kBf16) kernel = sum_tiles<GradBf16<Plain>>;
+        if (s.dtype == DType::kFp16) kernel = sum_tiles<GradFp16<Plain>>;
+        launch(kernel, s.n, kEach, stream, s.values, s.n, s.tiles);
+    }
+    const std::size_t tiles = (s.n + kSumTile - 1) / kSumTile;
+    launch(add_tiles, 1, 1, stream, s.tiles, tiles, s.scale, s.initial, s.initial_at, s.out);
+}
+
+void split(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n, const Stream& stream) {
+    if (n == 0) return;
+    const bool aligned = runs_of(4, master) && runs_of(2, param) && runs_of(2, remainder);
+    launch(split_runs, n, kThreads * kRun, stream, master, param, remainder, n, aligned);
+}
+
+void join(const std::uint16_t* param, const std::int16_t* remainder, float* master, std::size_t n,
+          const Stream& stream) {
+    if (n == 0) return;
+    const bool aligned = runs_of(4, master) && runs_of(2, param) && runs_of(2, remainder);
+    launch(join_runs, n, kThreads * kRun, stream, param, remainder, master, n, aligned);
+}
+
+int device_count() {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    cudaGetLastError();
+    return 0;
+}
+
+std::string refusal() {
+    int driver = 0, count = 0;
+    if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "there is no CUDA driver";
+    cudaError_t status = cudaGetDeviceCount(&count);
+    cudaGetLastError();
+    if (status == cudaSuccess && count == 0) status = cudaErrorNoDevice;
+    return status == cudaSuccess ? "" : cudaGetErrorString(status);
+}
+
+int compute_capability(int device) {
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
+    return 10 * major + minor;
+}
+
+}  // namespace infinity::adam::cuda

@@ -1,0 +1,134 @@
+"""Optimizer steps on CUDA tensors: checked, typed calls of the native `infinity._adam_cuda`.
+
+The functions of `infinity.optim.cpu_adam`, with the same bits, for contiguous tensors on one CUDA device. They are put
+on the device's current stream and wait for nothing: as with torch's own operations, memory that another stream frees
+or writes meanwhile is the caller's to keep (`Tensor.record_stream`).
+
+Not every installation has the kernels: they are built where nvcc is found. `available()` tells, `why_not()` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.optim.cpu_adam import Hyper
+from infinity.optim.flat import DTYPES, address_of, update_arguments
+
+__all__ = ["available", "join_master", "split_master", "sum_of_squares", "update_flat", "why_not"]
+
+
+def available() -> bool:
+    """Whether the kernels are built in and this process has devices that run them."""
+    return not why_not()
+
+
+@cache
+def why_not() -> str:
+    """Why the functions here cannot be used: the loader's error or CUDA's; empty if they can."""
+    try:
+        import infinity._adam_cuda as native
+    except ModuleNotFoundError:
+        return "this build has no CUDA kernels: nvcc was not found when it was built"
+    except ImportError as error:
+        return f"the CUDA kernels do not load: {error}"
+    if reason := native.refusal():
+        return reason
+    oldest = min(int(name.partition("_")[2]) for name in native.ARCHITECTURES)
+    for device in range(native.device_count()):
+        if (found := native.compute_capability(device)) < oldest:
+            return f"this build's CUDA kernels are for sm_{oldest} and later, and device {device} is sm_{found}"
+    return ""
+
+
+def update_flat(
+    param: Tensor,
+    master_or_remainder: Tensor | None,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    hyper: Hyper,
+    step: int,
+    *,
+    grad_scale: float = 1.0,
+    key: int = 0,
+    first: int = 0,
+) -> None:
+    """One optimizer step, in place, on all n elements of `param`: see `cpu_adam.update_flat`.
+
+    Fastest if every array begins at a multiple of 16 bytes, as slices of flat tensors at multiples of `BLOCK` do.
+
+    Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing;
+    RuntimeError with CUDA's words for what CUDA refuses.
+    """
+    import infinity._adam_cuda as native
+
+    device = _device("param", param)
+    given = update_arguments(device, param, master_or_remainder, grad, moments, scales, hyper)
+    native.update(**given, grad_scale=grad_scale, step=step, key=key, first=first, **_where(device))
+
+
+def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor = 0.0) -> Tensor:
+    """initial + the sum of (scale * x)^2: fp64, of no dimension, on the tensor's device; inf and NaN propagate.
+
+    The bits of `cpu_adam.sum_of_squares`. initial: also a result of this function on the same device, so that the sum
+    over many tensors waits for none.
+    """
+    import infinity._adam_cuda as native
+
+    n, device = tensor.numel(), _device("tensor", tensor)
+    address = address_of("tensor", tensor, n, *DTYPES, device=device)
+    start: dict[str, Any] = {"initial": initial}
+    if isinstance(initial, Tensor):
+        start = {"initial_at": address_of("initial", initial, 1, torch.float64, device=device)}
+    tiles = torch.empty(-(-n // native.SUM_TILE), dtype=torch.float64, device=device)
+    out = torch.empty((), dtype=torch.float64, device=device)
+    results = {"out": out.data_ptr(), "tiles": tiles.data_ptr()}
+    native.sum_of_squares(address, n, DTYPES[tensor.dtype], **results, scale=scale, **start, **_where(device))
+    return out
+
+
+def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 to (bf16 parameter, int16 remainder), written into `out` if given: see `cpu_adam.split_master`."""
+    import infinity._adam_cuda as native
+
+    n, device = master.numel(), _device("master", master)
+    address = address_of("master", master, n, torch.float32, device=device)
+    if out is None:
+        out = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    param, remainder = out
+    native.split(
+        address,
+        address_of("param", param, n, torch.bfloat16, device=device),
+        address_of("remainder", remainder, n, torch.int16, device=device),
+        n,
+        **_where(device),
+    )
+    return param, remainder
+
+
+def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
+    """(bf16 parameter, int16 remainder) to the fp32 they came from, written into `out` if given."""
+    import infinity._adam_cuda as native
+
+    n, device = param.numel(), _device("param", param)
+    high = address_of("param", param, n, torch.bfloat16, device=device)
+    low = address_of("remainder", remainder, n, torch.int16, device=device)
+    master = torch.empty_like(param, dtype=torch.float32) if out is None else out
+    native.join(high, low, address_of("master", master, n, torch.float32, device=device), n, **_where(device))
+    return master
+
+
+def _device(name: str, tensor: Tensor) -> torch.device:
+    """The CUDA device on which the others have to be too."""
+    if tensor.device.type != "cuda":
+        raise ValueError(f"{name} is on {tensor.device}: pass a CUDA tensor")
+    return tensor.device
+
+
+def _where(device: torch.device) -> dict[str, Any]:
+    return {"device": device.index, "stream": torch.cuda.current_stream(device).cuda_stream}

@@ -1,0 +1,5 @@
+// What of the module is C++ already, in one, which compiles faster.
+#include "../../../csrc/adam/arguments.cpp"
+#include "../../../csrc/adam/coefficients.cpp"
+#include "../../../csrc/adam/cuda/bindings.cpp"
+#include "../../../csrc/adam/update_call.cpp"

@@ -1,0 +1,136 @@
+"""The source of the CUDA kernels, compiled for the host, gives the bits of the plain kernel: its indices, tails, warps
+and blocks, checked where there is no GPU. tests/gpu/test_cuda_adam.py asks the same of a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import infinity
+from infinity.optim import cpu_adam, cuda_adam
+from infinity.optim.moments import zero_moments
+from support.cuda_kernels import CudaKernels, check_halves, check_numbers_of_elements, check_sums, check_updates
+
+HERE = Path(__file__).parent / "cuda_on_cpu"
+SOURCE = Path(__file__).parents[2] / "csrc/adam/cuda/launch.cu"
+SIZES = (0, 1, 3, 4, 5, 31, 33, 127, 129, 255, 256, 257, 1028, 4099)
+
+
+@pytest.fixture(scope="session")
+def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """infinity._adam_cuda, whole, of which the kernels run on the CPU."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to compile the kernels for the host")
+    pybind11 = pytest.importorskip("pybind11", reason="pybind11, which the build needs, is not installed here")
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{HERE}"]
+    python = sysconfig.get_path("include")
+    host = ["-O0", f"-I{pybind11.get_include()}", f"-I{python}", '-DINFINITY_CUDA_ARCHITECTURES="80-real 90"']
+    host += ['-DINFINITY_CUDA_TOOLKIT="none"', str(HERE / "host.cpp")]
+    kernels = ["-O1", "-Werror=conversion-null", "-x", "c++", str(SOURCE)]
+    parts = [folder / "host.o", folder / "kernels.o"]
+    running = [
+        subprocess.Popen([compiler, *flags, *part, "-c", "-o", str(to)], stderr=subprocess.PIPE, text=True)
+        for part, to in zip((host, kernels), parts, strict=True)
+    ]
+    for process in running:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    file = folder / "_adam_cuda.so"
+    subprocess.run([compiler, "-shared", *map(str, parts), "-o", str(file)], check=True)
+    spec = importlib.util.spec_from_file_location("_adam_cuda", file)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def kernels(module: ModuleType) -> CudaKernels:
+    return CudaKernels(module)
+
+
+def test_updates(kernels: CudaKernels, format: str, rule: str, moments: str) -> None:
+    check_updates(kernels, format, rule, moments, SIZES)
+
+
+def test_random_bits_are_of_the_number_of_the_element(kernels: CudaKernels, moments: str) -> None:
+    check_numbers_of_elements(kernels, moments)
+
+
+def test_sums(kernels: CudaKernels, grad_dtype: str) -> None:
+    check_sums(kernels, grad_dtype, (0, 1, 31, 32, 33, 4095, 4096, 4097, 70_001, 300 * 4096))
+
+
+def test_halves(kernels: CudaKernels) -> None:
+    check_halves(kernels, SIZES)
+
+
+def test_what_cuda_refuses_is_an_error_in_its_words(kernels: CudaKernels) -> None:
+    with pytest.raises(RuntimeError, match="cudaSetDevice: invalid device ordinal"):
+        kernels.native.split(4096, 8192, 16384, 4, device=3, stream=0)
+
+
+def test_what_is_built_in(kernels: CudaKernels) -> None:
+    assert kernels.native.ARCHITECTURES == ["sm_80", "sm_90", "compute_90"]
+
+
+# ---- infinity.optim.cuda_adam, with CPU tensors in the place of CUDA's ----
+
+
+@pytest.fixture
+def wrapped(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "infinity._adam_cuda", module)
+    monkeypatch.setattr(infinity, "_adam_cuda", module, raising=False)
+    monkeypatch.setattr(cuda_adam, "_device", lambda name, tensor: tensor.device)
+    monkeypatch.setattr(cuda_adam, "_where", lambda device: {"device": 0, "stream": 0})
+    cuda_adam.why_not.cache_clear()
+    yield
+    cuda_adam.why_not.cache_clear()
+
+
+@pytest.mark.usefixtures("wrapped")
+def test_update_flat_is_that_of_the_cpu(moments: str) -> None:
+    assert cuda_adam.available() and not cuda_adam.why_not()
+    n, hyper = 1000, cpu_adam.Hyper(lr=1e-2, weight_decay=0.1)
+    results = []
+    for module in (cpu_adam, cuda_adam):
+        generator = torch.Generator().manual_seed(1)
+        param, remainder = module.split_master(torch.randn(n, generator=generator))
+        states, scales = zero_moments("adamw", n, moments)  # type: ignore[arg-type]
+        for step in (1, 2):
+            grad = torch.randn(n, generator=generator).bfloat16()
+            given = param, remainder, grad, states, scales, hyper, step
+            module.update_flat(*given, grad_scale=0.5, key=step, first=512)
+        results.append([module.join_master(param, remainder), *states, *scales])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("wrapped")
+def test_sums_follow_each_other_without_a_number_of_the_host() -> None:
+    tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (5000, 0, 77)]
+    expected, total = 0.0, torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        expected = cpu_adam.sum_of_squares(tensor, 0.5, expected)
+        total = cuda_adam.sum_of_squares(tensor, 0.5, total)
+    assert total.shape == () and total.item() == expected
+    assert cuda_adam.sum_of_squares(tensors[0], initial=2.0).item() == cpu_adam.sum_of_squares(tensors[0], initial=2.0)
+
+
+@pytest.mark.usefixtures("wrapped")
+def test_devices_too_old_are_said(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    monkeypatch.setattr(module, "ARCHITECTURES", ["sm_100", "compute_100"])
+    assert cuda_adam.why_not() == "this build's CUDA kernels are for sm_100 and later, and device 0 is sm_90"
+    assert not cuda_adam.available()
