@@ -18,7 +18,7 @@ from infinity.config import Config
 from infinity.errors import ModelError, OutOfMemoryError
 from infinity.optim.formats import state_format
 from infinity.optim.grads import GradCollector, GradPlaces
-from infinity.optim.kernels import update_run
+from infinity.optim.kernels import check_on_device, update_run
 from infinity.optim.update import Places, UpdatePipeline
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
@@ -231,6 +231,8 @@ def assemble(
     found, layouts = lay_out(model, config, groups, ranks.size)
     check_values(model)
     rules = policy(config, accumulation, ranks)
+    if rules.optim_tier == "device" and device.torch_device.type == "cuda":
+        check_on_device(config.optimizer.rule, config.infinity.moments)
     placement = place(layouts, rules)
     tiers = _open_tiers(config, placement, device, ranks)
     try:

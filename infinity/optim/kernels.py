@@ -1,5 +1,5 @@
-"""One optimizer step on one run of elements, wherever the run lies: the native kernels in host memory, torch's fused
-AdamW on CUDA.
+"""One optimizer step on one run of elements, wherever the run lies: the native kernels in host memory and on CUDA, with
+the same bits; on CUDA without them torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
+from infinity.errors import ConfigError
+from infinity.optim import cuda_adam
 from infinity.optim.cpu_adam import Hyper, join_master_torch, split_master_torch, sum_of_squares, update_flat
 from infinity.optim.cpu_adam import receive as receive_flat
 from infinity.optim.flat import DTYPES
 from infinity.optim.formats import moments_in
-from infinity.optim.moments import rounding_key
+from infinity.optim.moments import MomentFormat, Rule, rounding_key
 
 
 def update_run(
@@ -33,14 +35,26 @@ def update_run(
     first: number of the first element in the model, a multiple of 256; with `seed` and `step` it decides how moments
     of 16 and 8 bits are rounded.
     """
+    on_host = param.device.type == "cpu"
+    if not on_host and not cuda_adam.available():
+        return _update_by_torch(states, param, grad, hyper, step, grad_scale)
     kept = states.get("remainder", states.get("master"))
-    if param.device.type == "cpu":
-        moments, scales = moments_in(hyper.rule, states)
-        key = rounding_key(seed, step)
-        given = param, kept, grad, moments, scales, hyper, step
+    given = (param, kept, grad, *moments_in(hyper.rule, states), hyper, step)
+    key = rounding_key(seed, step)
+    if on_host:
         update_flat(*given, grad_scale=grad_scale, key=key, first=first, threads=threads)
+    else:
+        cuda_adam.update_flat(*given, grad_scale=grad_scale, key=key, first=first)
+
+
+def check_on_device(rule: Rule, moments: MomentFormat) -> None:
+    """ConfigError if a CUDA device cannot update states of this format in its own memory."""
+    if cuda_adam.available() or (rule in ("adam", "adamw") and moments == "fp32"):
         return
-    _update_by_torch(states, param, grad, hyper, step, grad_scale)
+    raise ConfigError(
+        f"states of {rule} with infinity.moments {moments!r} on a CUDA device need Infinity's CUDA kernels "
+        f"({cuda_adam.why_not()}): give offload_optimizer the device cpu or nvme, or take AdamW with moments in fp32"
+    )
 
 
 def _update_by_torch(
@@ -51,7 +65,7 @@ def _update_by_torch(
     step: int,
     grad_scale: float,
 ) -> None:
-    """Adam and AdamW with moments in fp32, where there are no kernels of our own."""
+    """Adam and AdamW with moments in fp32, without kernels of our own."""
     if "remainder" in states:
         master = join_master_torch(param, states["remainder"])
     elif "master" in states:
@@ -63,8 +77,10 @@ def _update_by_torch(
         new_param, new_remainder = split_master_torch(master)
         param.copy_(new_param)
         states["remainder"].copy_(new_remainder)
-    elif "master" in states:
+    elif param.dtype == torch.bfloat16:
         param.copy_(split_master_torch(master)[0])  # rounds as the native kernels do; a cast rounds ties to even
+    elif "master" in states:
+        param.copy_(master)
 
 
 def _fused(
@@ -122,5 +138,7 @@ def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, threads: i
 def _squares(values: torch.Tensor) -> float:
     if values.device.type == "cpu":
         return sum_of_squares(values)
+    if values.device.type == "cuda" and cuda_adam.available():
+        return cuda_adam.sum_of_squares(values).item()
     # Tile by tile, so that the fp64 copy stays small.
     return sum(float(part.to(torch.float64).square().sum()) for part in values.split(_NORM_TILE))
