@@ -108,7 +108,8 @@ class Parts:
 def update_schedule(config: Config) -> str:
     """ "during_backward" unless something global must be known before the first update; then "next_forward"."""
     if config.infinity.update == "auto":
-        return "next_forward" if config.gradient_clipping > 0 else "during_backward"
+        global_first = config.gradient_clipping > 0 or config.fp16.enabled
+        return "next_forward" if global_first else "during_backward"
     return config.infinity.update
 
 
@@ -133,19 +134,26 @@ def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
     )
 
 
-def _trained_dtype(unit: Discovered, bf16: bool) -> torch.dtype:
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """What all parameters are kept and computed in; None: in what they are."""
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else None
+
+
+def _trained_dtype(unit: Discovered, wanted: torch.dtype | None) -> torch.dtype:
     if not unit.dtype.is_floating_point:
         if unit.trainable:
             raise ModelError(
                 f"{unit.names[0]} is {unit.dtype}, which no optimizer here trains: make it fp32, or freeze it"
             )
         return unit.dtype
-    if bf16:
-        return torch.bfloat16
+    if wanted is not None:
+        return wanted
     if unit.trainable and unit.dtype != torch.float32:
         raise ModelError(
-            f'{unit.names[0]} is {str(unit.dtype).removeprefix("torch.")}, which is trained only with "bf16": '
-            '{"enabled": true}. Set that, or give the model fp32 parameters.'
+            f'{unit.names[0]} is {str(unit.dtype).removeprefix("torch.")}, which is trained only with "bf16" or '
+            '"fp16": {"enabled": true}. Set one, or give the model fp32 parameters.'
         )
     return unit.dtype
 
@@ -155,15 +163,15 @@ def lay_out(
 ) -> tuple[list[Discovered], list[UnitLayout]]:
     """The units of `model` and the layout of each."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
-    bf16 = config.bf16.enabled
-    found = discover(model, config.infinity.unit_size, width=2 if bf16 else None)
+    wanted = compute_dtype(config)
+    found = discover(model, config.infinity.unit_size, width=wanted.itemsize if wanted else None)
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(found):
         members = [
             (name, tuple(p.shape), group_of.get(id(p), -1)) for name, p in zip(unit.names, unit.parameters, strict=True)
         ]
         first = layouts[-1].end if layouts else 0
-        dtype = _trained_dtype(unit, bf16)
+        dtype = _trained_dtype(unit, wanted)
         layouts.append(layout_unit(index, unit.name, members, dtype, unit.trainable, world_size, first))
     # A layout orders its slots by param_group; the parameters follow it.
     ordered = []

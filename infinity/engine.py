@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,12 +22,16 @@ from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import StepLog, logger, show_by_default
 from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
+from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr import make_scheduler
 from infinity.optim.update import Gradient, UpdateJob
 from infinity.tiers.device import Device, default_device
 from infinity.units import saved
 from infinity.units.hooks import ModelHooks
 from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.checkpoint.format import Index
 
 
 class Engine:
@@ -64,7 +68,10 @@ class Engine:
             self.optimizer, config.scheduler, config.optimizer.params.lr
         )
         self.global_steps = 0
+        self.skipped_steps = 0
+        """Of `global_steps`, those whose gradients overflowed (fp16)."""
         self.micro_steps = 0
+        self.loss_scale = LossScale.of(config.fp16)
         self._grad_norm: float | None = None
         self._broken = ""
         self.ledger = Ledger(parts.counters, parts.tier_bytes, seam.peak_bytes)
@@ -99,7 +106,8 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of `loss` (a scalar) divided by the number of accumulated micro-batches.
 
-        Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite.
+        Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite; in fp16 that
+        is an overflow as any other, and the step is skipped.
         """
         self._check_open()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -112,11 +120,18 @@ class Engine:
                 "the last one. Call engine.step(), raise gradient_accumulation_steps, or set infinity.update to "
                 '"next_forward"'
             )
-        if self.config.infinity.check_nan:
+        if self.config.infinity.check_nan and not self.config.fp16.enabled:
             self._check_loss(loss)
         self._loss = loss.detach()
         with self._failing():
-            (loss / self.batch.accumulation if self.batch.accumulation > 1 else loss).backward()
+            self.scale(loss).backward()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What backward is to be called on: `loss` × the loss scale, divided by the number of accumulated
+        micro-batches. `engine.backward` does it; call it where you call `backward()` yourself.
+        """
+        factor = self.loss_scale.value / self.batch.accumulation
+        return loss if factor == 1.0 else loss * factor
 
     def step(self) -> None:
         """Update the parameters if this was the last micro-batch of the step, and let the lr scheduler go on."""
@@ -125,17 +140,19 @@ class Engine:
             raise UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
         if self.micro_steps < self.batch.accumulation:
             return
+        skipped = self.skipped_steps
         with self._failing():
             self.optimizer.step()
         self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and self.skipped_steps == skipped:
             self.lr_scheduler.step()
 
     @uninterrupted()
     def _update(self) -> None:
         """The step's stored gradients become updates that are due, and the step ends."""
         parts = self.parts
-        self._make_due()
+        if not self._make_due():
+            return
         parts.collector.end_step()
         self.micro_steps = 0
         self.global_steps += 1
@@ -144,18 +161,23 @@ class Engine:
         else:
             parts.store.prefetch()
 
-    def _make_due(self) -> None:
-        """Turn stored gradients into updates that are due; start those of units that are in a buffer."""
+    def _make_due(self) -> bool:
+        """Turn stored gradients into updates that are due; start those of units that are in a buffer. False: they
+        overflowed, and the step is skipped.
+        """
         parts = self.parts
         collector, store = parts.collector, parts.store
         for unit in parts.units:
             if unit.job is not None and unit.job.done.done():
                 unit.job.done.wait()
-        scale = 1.0 / parts.ranks.size
+        scale = 1.0 / (parts.ranks.size * self.loss_scale.value)
         self._grad_norm = None
-        clipping = self.config.gradient_clipping > 0
-        if clipping or (self.config.infinity.check_nan and (collector.stored or not self.ranks.alone)):
+        clipping, scaled = self.config.gradient_clipping > 0, self.config.fp16.enabled
+        if clipping or scaled or (self.config.infinity.check_nan and (collector.stored or not self.ranks.alone)):
             norm = math.sqrt(collector.squared_norm()) * scale
+            if scaled and not math.isfinite(norm):
+                self._skip()
+                return False
             self._check_norm(norm)
             if clipping:
                 self._grad_norm = norm
@@ -167,6 +189,21 @@ class Engine:
             unit.pending_job = self._job(unit, scale, None)
             if unit.lease is not None:
                 store.start_update(unit, unit.pending_job)
+        self.loss_scale.passed()
+        return True
+
+    def _skip(self) -> None:
+        """Drop the step's gradients, which overflowed in fp16; nothing has changed but the loss scale."""
+        self.parts.collector.settle()
+        self.parts.collector.end_step()
+        self.micro_steps = 0
+        self.global_steps += 1
+        self.skipped_steps += 1
+        before = self.loss_scale.value
+        self.loss_scale.overflowed()
+        if self.ranks.rank == 0:
+            now = self.loss_scale.value
+            logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
     def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         slots = self.parts.collector.slots[unit.index]
@@ -339,13 +376,15 @@ class Engine:
         self.parts.collector.discard()
         self.micro_steps = 0
 
-    def restore(self, global_steps: int, groups: list[dict[str, Any]], schedule: dict[str, Any] | None) -> None:
-        """Take over a checkpoint's step count, hyper-parameters and schedule."""
-        self.global_steps = global_steps
-        for group, saved_group in zip(self.optimizer.param_groups, groups, strict=False):
+    def restore(self, index: Index) -> None:
+        """Take over a checkpoint's step counts, hyper-parameters, schedule and loss scale."""
+        self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
+        for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):
             group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
-        if self.lr_scheduler is not None and schedule is not None:
-            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **schedule})
+        if self.lr_scheduler is not None and index.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **index.lr_scheduler})
+        if index.loss_scale is not None:
+            self.loss_scale.load_state_dict(index.loss_scale)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

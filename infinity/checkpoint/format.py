@@ -50,6 +50,9 @@ class Index:
     param_groups: list[dict[str, Any]]
     lr_scheduler: dict[str, Any] | None
     moments: MomentFormat = "fp32"
+    skipped_steps: int = 0
+    loss_scale: dict[str, Any] | None = None
+    """Where `infinity.optim.loss_scale` stands; None: there is none."""
 
     def kinds(self, name: str) -> tuple[StateKind, ...]:
         """The tensors of a parameter: trained ones are kept as fp32 master and moments, frozen ones as they are."""

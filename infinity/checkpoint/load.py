@@ -54,7 +54,7 @@ def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[s
     for buffer, value in buffers:
         buffer.copy_(value)
     engine.ranks.barrier()
-    engine.restore(index.global_steps, index.param_groups, index.lr_scheduler)
+    engine.restore(index)
     return folder, client_state
 
 

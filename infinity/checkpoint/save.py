@@ -87,8 +87,17 @@ def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, int]) -> 
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     if schedule is not None:
         schedule = {name: value for name, value in schedule.items() if name != "lr_lambdas"}
-    config = engine.config
-    return Index(engine.global_steps, entries, files, config.optimizer.type, groups, schedule, config.infinity.moments)
+    return Index(
+        global_steps=engine.global_steps,
+        parameters=entries,
+        file_bytes=files,
+        optimizer=engine.config.optimizer.type,
+        param_groups=groups,
+        lr_scheduler=schedule,
+        moments=engine.config.infinity.moments,
+        skipped_steps=engine.skipped_steps,
+        loss_scale=engine.loss_scale.state_dict() if engine.config.fp16.enabled else None,
+    )
 
 
 class _Writer:

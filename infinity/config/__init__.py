@@ -11,10 +11,11 @@ from infinity.config.optimization import (
     WarmupDecayLR,
     WarmupLR,
 )
-from infinity.config.sections import BF16, Aio, Config, Infinity, Offload, ZeroOptimization
+from infinity.config.sections import BF16, FP16, Aio, Config, Infinity, Offload, ZeroOptimization
 
 __all__ = [
     "BF16",
+    "FP16",
     "Aio",
     "Batch",
     "Config",

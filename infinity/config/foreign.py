@@ -24,7 +24,6 @@ _ADAM = _AUTOMATIC.format("there is one Adam per device, chosen by where the opt
 
 FOREIGN: dict[str, str] = {
     # Top level.
-    "fp16": 'not supported yet: use "bf16": {"enabled": true}, which needs no loss scale, or fp32; remove it',
     "amp": 'not supported: use "bf16": {"enabled": true}; remove it',
     "torch_autocast": _NOT_YET.format(': "bf16" keeps the parameters themselves in bfloat16'),
     "data_types": _AUTOMATIC.format(
@@ -71,7 +70,9 @@ FOREIGN: dict[str, str] = {
     "weight_quantization": _NOT_YET.format(""),
     "graph_harvesting": _NOT_YET.format(""),
     "use_data_before_expert_parallelism": _NOT_YET.format(": there is no expert parallelism"),
-    # bf16.
+    # fp16 and bf16.
+    "fp16.auto_cast": _ELSEWHERE.format("cast float inputs to float16 in the training loop"),
+    "fp16.fp16_master_weights_and_grads": _NOT_YET.format(": the master of float16 parameters is fp32"),
     "bf16.immediate_grad_update": _AUTOMATIC.format("a unit's gradients leave as they arrive"),
     "bf16.check_grad_overflow": "not a key here: infinity.check_nan does it",
     "bf16.loss_scale": _AUTOMATIC.format("bfloat16 has the range of fp32"),

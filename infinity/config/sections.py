@@ -13,7 +13,18 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from infinity.config.batch import Batch, resolve_batch
-from infinity.config.fields import Count, CountOrZero, Folders, Number, Section, Size, SizeOrZero, Switch, Threads
+from infinity.config.fields import (
+    Count,
+    CountOrZero,
+    Folders,
+    Number,
+    Positive,
+    Section,
+    Size,
+    SizeOrZero,
+    Switch,
+    Threads,
+)
 from infinity.config.load import load_config
 from infinity.config.optimization import AdamW, Optimizer, Scheduler
 from infinity.sizes import parse_size
@@ -28,6 +39,32 @@ class BF16(Section):
     enabled: Switch = False
     """Keep and compute with bfloat16 parameters; the optimizer updates their exact values (`infinity.master`) and keeps
     its moments as `infinity.moments` says."""
+
+
+class FP16(Section):
+    """Training in float16, with a loss scale."""
+
+    enabled: Switch = False
+    """Keep and compute with float16 parameters, beside an fp32 master of each; the loss is scaled, and a step whose
+    gradients overflow is skipped. bf16 needs neither; use fp16 on devices without it."""
+
+    loss_scale: Number = 0.0
+    """What the loss is multiplied by; 0: found while training, by the next keys."""
+
+    initial_scale_power: CountOrZero = Field(default=16, le=126)
+    """The scale begins at 2 to this power."""
+
+    loss_scale_window: Count = 1000
+    """Steps without overflow after which the scale is doubled."""
+
+    hysteresis: Count = 2
+    """Overflows that the scale endures before it is halved; counted anew whenever it is doubled."""
+
+    consecutive_hysteresis: Switch = False
+    """true: every step without overflow lets the count of `hysteresis` begin anew."""
+
+    min_loss_scale: Positive = 1.0
+    """The scale is not halved below this; training stops with an error when 20 steps in a row overflow there."""
 
 
 class Offload(Section):
@@ -169,7 +206,7 @@ class Infinity(Section):
 
     master: Literal["remainder", "fp32"] = "remainder"
     """What holds the exact value of a bfloat16 parameter: `remainder`, the 16 bits that it lacks; `fp32`, a copy of its
-    own, which is 2 bytes more per parameter to hold, read and write. Unused in fp32 training."""
+    own, which is 2 bytes more per parameter to hold, read and write. That of a float16 parameter is `fp32`."""
 
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How the optimizer's moments are kept: 4, 2 or 1 bytes each to hold, read and write. `bf16` and `8bit` (with one
@@ -221,6 +258,9 @@ class Config(Section):
     bf16: BF16 = BF16()
     """Training in bfloat16."""
 
+    fp16: FP16 = FP16()
+    """Training in float16, with a loss scale."""
+
     optimizer: Optimizer = AdamW()
     """Which optimizer, and its constants."""
 
@@ -251,12 +291,19 @@ class Config(Section):
         )
 
     @model_validator(mode="after")
-    def _clipping_needs_all_gradients(self) -> Config:
-        if self.infinity.update == "during_backward" and self.gradient_clipping > 0:
-            raise ValueError(
-                'infinity.update is "during_backward", but gradient_clipping needs the norm of all gradients before '
-                'the first update: use "auto", "next_forward" or "after_backward", or set gradient_clipping to 0'
-            )
+    def _one_16_bit_type(self) -> Config:
+        if self.bf16.enabled and self.fp16.enabled:
+            raise ValueError("bf16 and fp16 are both enabled: choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _some_need_all_gradients(self) -> Config:
+        for name, needs in (("gradient_clipping", self.gradient_clipping > 0), ("fp16", self.fp16.enabled)):
+            if needs and self.infinity.update == "during_backward":
+                raise ValueError(
+                    f'infinity.update is "during_backward", but {name} needs the norm of all gradients before the '
+                    f'first update: use "auto", "next_forward" or "after_backward", or do without {name}'
+                )
         return self
 
 

@@ -61,7 +61,8 @@ def training(
             losses.append(sum(train(engine, mine)) / accumulation)
             norms.append(engine.get_global_grad_norm())
         values = parameters_of(engine) | states_of(engine)
-        return {"losses": losses, "norms": norms, "values": values, "held": engine.ledger.tier_bytes()}
+        held, skipped = engine.ledger.tier_bytes(), engine.skipped_steps
+        return {"losses": losses, "norms": norms, "values": values, "held": held, "skipped": skipped}
 
 
 def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **options: Any) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **option
             losses.append(sum(train(engine, list(cut))) / (accumulation * times))
             norms.append(engine.get_global_grad_norm())
         values = parameters_of(engine) | states_of(engine)
-        return {"losses": losses, "norms": norms, "values": values, "held": engine.ledger.tier_bytes()}
+        held, skipped = engine.ledger.tier_bytes(), engine.skipped_steps
+        return {"losses": losses, "norms": norms, "values": values, "held": held, "skipped": skipped}
 
 
 def traffic(rank: int, *, folder: str, prefetch_bytes: Any, accumulation: int = 1) -> list[dict[str, int]]:

@@ -66,6 +66,15 @@ def test_moments_are_rounded_alike_on_any_number_of_ranks(
     assert_bits(outcomes[0], expected)
 
 
+def test_ranks_skip_the_same_steps(pair: Group, tmp_path: Path) -> None:
+    """fp16 with a first scale that is too large: whichever rank overflows, all skip the step."""
+    options: dict[str, Any] = {"folder": str(tmp_path), "fp16": {"initial_scale_power": 20}}
+    one, other = pair.run(cases.training, ranks=2, steps=2 * STEPS, **options)
+    assert one["skipped"] == other["skipped"] > 1
+    assert_bits(one, other)
+    assert mean([one, other])[-1] < mean([one, other])[0]
+
+
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_two_ranks_match_one(pair: Group, accumulation: int, clip: float, bf16: bool, tmp_path: Path) -> None:

@@ -30,11 +30,13 @@ def engine_config(
     unit_size: int | str = 100_000,
     debug: bool = True,
     aio: Mapping[str, Any] | None = None,
+    fp16: Mapping[str, Any] | None = None,
     **infinity: Any,
 ) -> Config:
     """A config with `debug` on. `infinity`: more keys of that section (update, prefetch_bytes, tile_size, master, ...).
 
-    folder: where nvme files lie, or several; the system's folder for temporary files by default. aio: that section.
+    folder: where nvme files lie, or several; the system's folder for temporary files by default. aio, fp16: these
+    sections.
     """
     path = folder or tempfile.gettempdir()
     params = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if optimizer in ("Adam", "AdamW") else {})}
@@ -45,6 +47,7 @@ def engine_config(
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": clip,
             "bf16": {"enabled": bf16},
+            "fp16": {"enabled": fp16 is not None, **(fp16 or {})},
             "optimizer": {"type": optimizer, "params": params},
             "zero_optimization": {
                 "stage": 3,

@@ -54,8 +54,15 @@ def plain(model: nn.Module, batches: Batches, config: Config, loss_of: LossOf = 
 
 def plain_bf16(model: nn.Module, batches: Batches, config: Config, loss_of: LossOf = call) -> Result:
     """The same in bf16 with an fp32 master: gradients are summed and the update is done in fp32."""
+    return plain_16(model, batches, config, loss_of, torch.bfloat16)
+
+
+def plain_16(
+    model: nn.Module, batches: Batches, config: Config, loss_of: LossOf, dtype: torch.dtype, loss_scale: float = 1.0
+) -> Result:
+    """The same in a 16-bit type with an fp32 master, the loss multiplied by `loss_scale` and the gradients divided."""
     masters = {name: p.detach().clone().float().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-    model = model.to(torch.bfloat16)
+    model = model.to(dtype)
     accumulation = config.resolve_batch(1).accumulation
     params = config.optimizer.params
     trained = [p for p in masters.values() if p.requires_grad]
@@ -64,12 +71,12 @@ def plain_bf16(model: nn.Module, batches: Batches, config: Config, loss_of: Loss
     losses = []
     for number, batch in enumerate(batches, 1):
         loss = loss_of(model, batch)
-        (loss / accumulation).backward()  # type: ignore[no-untyped-call]
+        (loss * (loss_scale / accumulation)).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
         for name, p in model.named_parameters():
             if p.grad is not None:
-                master = masters[name]
-                master.grad = p.grad.float() if master.grad is None else master.grad + p.grad.float()
+                master, gradient = masters[name], p.grad.float() / loss_scale
+                master.grad = gradient if master.grad is None else master.grad + gradient
                 p.grad = None
         if number % accumulation == 0:
             if config.gradient_clipping > 0:

@@ -1,0 +1,88 @@
+"""The loss scale of fp16 training (Micikevicius et al. 2018): gradients are computed of loss × scale, so that small
+ones do not become 0, and divided by it in the update. A step whose gradients overflowed is skipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from infinity.config import FP16
+from infinity.errors import NonFiniteError
+
+_FACTOR = 2.0
+_MOST_SKIPPED = 20
+"""Steps that may be skipped in a row while the scale can become no smaller: then it is not the scale's fault."""
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied by now. Pure bookkeeping: the engine says what it saw, the same on all ranks.
+
+    `window` steps without overflow double the scale, `hysteresis` overflows halve it; 0 as window: it stays.
+    """
+
+    value: float
+    window: int = 0
+    hysteresis: int = 1
+    consecutive: bool = False
+    """Whether a step without overflow restores the hysteresis; else only an increase does."""
+    least: float = 1.0
+    tolerance: int = 1
+    """Overflows left until the scale is halved."""
+    good: int = 0
+    """Steps since the last overflow or increase."""
+    skipped_in_a_row: int = 0
+
+    @classmethod
+    def of(cls, config: FP16) -> LossScale:
+        """As the section `fp16` asks; a scale of 1 that stays where it is off."""
+        if not config.enabled:
+            return cls(1.0)
+        if config.loss_scale > 0:
+            return cls(config.loss_scale, least=config.loss_scale)
+        start = max(_FACTOR**config.initial_scale_power, config.min_loss_scale)
+        many = config.hysteresis
+        return cls(start, config.loss_scale_window, many, config.consecutive_hysteresis, config.min_loss_scale, many)
+
+    def passed(self) -> None:
+        """A step was made."""
+        self.skipped_in_a_row = 0
+        self.good += 1
+        if self.consecutive:
+            self.tolerance = self.hysteresis
+        if self.window and self.good == self.window:
+            self.good = 0
+            self.tolerance = self.hysteresis
+            self.value *= _FACTOR
+
+    def overflowed(self) -> None:
+        """A step's gradients were not finite, and it was skipped. NonFiniteError where a smaller scale cannot help."""
+        self.good = 0
+        if self.value > self.least and self.window:
+            self.skipped_in_a_row = 0
+            self.tolerance -= 1
+            if self.tolerance <= 0:
+                self.value = max(self.value / _FACTOR, self.least)
+                self.tolerance = 1
+            return
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= _MOST_SKIPPED:
+            raise NonFiniteError(
+                f"{self.skipped_in_a_row} steps in a row were skipped, since their gradients are NaN or infinite at "
+                f"the smallest loss scale, {self.value:g}: the model diverges, or overflows in its forward. Load an "
+                "earlier checkpoint and lower the learning rate, or train with bf16, which has the range of fp32."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, for a checkpoint."""
+        return {name: value for name, value in asdict(self).items() if name in _PROGRESS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; a scale that the configuration fixes stays."""
+        if self.window:
+            for name in _PROGRESS:
+                setattr(self, name, state[name])
+
+
+_PROGRESS = ("value", "tolerance", "good", "skipped_in_a_row")
