@@ -92,10 +92,6 @@ def test_report_says_why_io_uring_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert facts["aio"]["in use"] != "io_uring" and not broken(facts)
 
 
-def test_report_says_what_updates_on_the_device() -> None:
-    assert "fused AdamW" in collect()["cuda"]["own kernels"]
-
-
 def test_every_command_names_what_it_is_called_elsewhere() -> None:
     for command, name in (("report", "ds_report"), ("aio-bench", "ds_io"), ("tune", "ds_nvme_tune")):
         assert name in run(command, "--help").output

@@ -181,7 +181,7 @@ def _torch() -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     import torch
 
-    kernels = {"own kernels": "not built: there are none yet; torch's fused AdamW updates on the device"}
+    kernels = {"own kernels": _cuda_kernels()}
     if torch.version.cuda is None:
         return {"state": "none: this torch is built without CUDA", **kernels}
     count = torch.cuda.device_count()
@@ -194,6 +194,20 @@ def _cuda() -> dict[str, Any]:
         "devices": [f"{d.name}, {d.total_memory / 1e9:.1f} GB, sm_{d.major}{d.minor}" for d in devices],
         **kernels,
     }
+
+
+def _cuda_kernels() -> str:
+    """What there is of our own, else why there is nothing, and what updates on a device then."""
+    from infinity.optim import cuda_adam
+
+    reason = cuda_adam.why_not()
+    instead = f"{reason}; torch's fused AdamW updates on CUDA devices" if reason else ""
+    try:
+        import infinity._adam_cuda as native
+    except ImportError:
+        return instead
+    built = f"built by nvcc {native.TOOLKIT} for {', '.join(native.ARCHITECTURES)}"
+    return f"{built}; not usable: {instead}" if reason else built
 
 
 def _why_no_cuda() -> str:

@@ -33,7 +33,7 @@ def why_not() -> str:
     try:
         import infinity._adam_cuda as native
     except ModuleNotFoundError:
-        return "this build has no CUDA kernels: nvcc was not found when it was built"
+        return "this build has no CUDA kernels (nvcc was not found when it was built)"
     except ImportError as error:
         return f"the CUDA kernels do not load: {error}"
     if reason := native.refusal():
@@ -65,9 +65,9 @@ def update_flat(
     Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing;
     RuntimeError with CUDA's words for what CUDA refuses.
     """
+    device = _device("param", param)
     import infinity._adam_cuda as native
 
-    device = _device("param", param)
     given = update_arguments(device, param, master_or_remainder, grad, moments, scales, hyper)
     native.update(**given, grad_scale=grad_scale, step=step, key=key, first=first, **_where(device))
 
@@ -78,9 +78,9 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor =
     The bits of `cpu_adam.sum_of_squares`. initial: also a result of this function on the same device, so that the sum
     over many tensors waits for none.
     """
+    n, device = tensor.numel(), _device("tensor", tensor)
     import infinity._adam_cuda as native
 
-    n, device = tensor.numel(), _device("tensor", tensor)
     address = address_of("tensor", tensor, n, *DTYPES, device=device)
     start: dict[str, Any] = {"initial": initial}
     if isinstance(initial, Tensor):
@@ -94,9 +94,9 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor =
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """fp32 to (bf16 parameter, int16 remainder), written into `out` if given: see `cpu_adam.split_master`."""
+    n, device = master.numel(), _device("master", master)
     import infinity._adam_cuda as native
 
-    n, device = master.numel(), _device("master", master)
     address = address_of("master", master, n, torch.float32, device=device)
     if out is None:
         out = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
@@ -113,9 +113,9 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tu
 
 def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
     """(bf16 parameter, int16 remainder) to the fp32 they came from, written into `out` if given."""
+    n, device = param.numel(), _device("param", param)
     import infinity._adam_cuda as native
 
-    n, device = param.numel(), _device("param", param)
     high = address_of("param", param, n, torch.bfloat16, device=device)
     low = address_of("remainder", remainder, n, torch.int16, device=device)
     master = torch.empty_like(param, dtype=torch.float32) if out is None else out

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 import infinity
+from infinity.cli.report import collect
 from infinity.optim import cpu_adam, cuda_adam
 from infinity.optim.moments import zero_moments
+from support.adam_arrays import HYPER, make_problem
 from support.cuda_kernels import CudaKernels, check_halves, check_numbers_of_elements, check_sums, check_updates
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -86,6 +88,21 @@ def test_what_is_built_in(kernels: CudaKernels) -> None:
     assert kernels.native.ARCHITECTURES == ["sm_80", "sm_90", "compute_90"]
 
 
+def test_arguments_are_checked_as_the_cpus_are(kernels: CudaKernels) -> None:
+    problem = make_problem("fp32", "fp32", 10)
+    for wrong, message in (
+        ({"step": 0}, "step is 0"),
+        ({"beta1": 1.0}, r"beta1 is 1\.0"),
+        ({"first": 1}, "first is 1"),
+        ({"n": -1}, "n is -1"),
+        ({"grad": problem.address("param")}, "grad overlaps param"),
+        ({"moments": [1, 2]}, "not aligned"),
+        ({"format": "fp64"}, "format is 'fp64'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.native.update(**(problem.arguments() | HYPER | {"device": 0, "stream": 0} | wrong))
+
+
 # ---- infinity.optim.cuda_adam, with CPU tensors in the place of CUDA's ----
 
 
@@ -127,6 +144,23 @@ def test_sums_follow_each_other_without_a_number_of_the_host() -> None:
         total = cuda_adam.sum_of_squares(tensor, 0.5, total)
     assert total.shape == () and total.item() == expected
     assert cuda_adam.sum_of_squares(tensors[0], initial=2.0).item() == cpu_adam.sum_of_squares(tensors[0], initial=2.0)
+
+
+@pytest.mark.usefixtures("wrapped")
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    param, grad, hyper = torch.zeros(8), torch.zeros(8), cpu_adam.Hyper("sgd", momentum=0.9)
+    for moment, message in (
+        (torch.zeros(9), "9 elements where 8"),
+        (torch.zeros(8, device="meta"), "is on meta: pass a CPU tensor"),
+        (torch.zeros(8, 2)[:, 0], "not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cuda_adam.update_flat(param, None, grad, [moment], [], hyper, 1)
+
+
+@pytest.mark.usefixtures("wrapped")
+def test_report_says_what_is_built_in() -> None:
+    assert collect()["cuda"]["own kernels"] == "built by nvcc none for sm_80, sm_90, compute_90"
 
 
 @pytest.mark.usefixtures("wrapped")

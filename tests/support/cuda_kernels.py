@@ -77,16 +77,14 @@ class CudaKernels:
 
     def split(self, master: Array, offset: int) -> tuple[Array, Array]:
         halves = [self.place(np.zeros(master.size, dtype), offset) for dtype in (np.uint16, np.int16)]
-        source = self.place(master, offset)
-        addresses = [placed.address for placed in (source, *halves)]
-        self.native.split(*addresses, master.size, device=0, stream=self.stream)
+        placed = [self.place(master, offset), *halves]
+        self.native.split(*[array.address for array in placed], master.size, device=0, stream=self.stream)
         return halves[0].get(), halves[1].get()
 
     def join(self, param: Array, remainder: Array, offset: int) -> Array:
-        master = self.place(np.zeros(param.size, np.uint32), offset)
-        addresses = [placed.address for placed in (self.place(param, offset), self.place(remainder, offset), master)]
-        self.native.join(*addresses, param.size, device=0, stream=self.stream)
-        return master.get()
+        placed = [self.place(array, offset) for array in (param, remainder, np.zeros(param.size, np.uint32))]
+        self.native.join(*[array.address for array in placed], param.size, device=0, stream=self.stream)
+        return placed[2].get()
 
 
 def check_updates(kernels: CudaKernels, format: str, rule: str, moments: str, sizes: Sequence[int]) -> None:
