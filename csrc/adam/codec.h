@@ -27,19 +27,22 @@ constexpr std::uint32_t kNotFinite = 255;
 // difference to the fp32 value then always fits a signed integer, and is its low half.
 // bits: canonical fp32 patterns, so that no NaN can round to infinity or wrap round to zero.
 template <class V>
-INFINITY_FN inline typename V::Int round_to_bf16(typename V::Int bits) {
-    return V::template shift_right<16>(V::add_int(bits, V::set_int(0x8000u)));
+INFINITY_FN inline typename V::Int round_high(typename V::Int bits) {  // in the high half of each lane
+    return V::add_int(bits, V::set_int(0x8000u));
+}
+template <class V>
+INFINITY_FN inline typename V::Int round_to_bf16(typename V::Int bits) {  // in the low half, alone
+    return V::template shift_right<16>(round_high<V>(bits));
 }
 
-// 32 random bits for element `index` (lowbias32, a mixer by Chris Wellons, found by search for the least bias).
+// 32 random bits for an element, from its number times kStride plus a key. One round of what hash functions end with
+// suffices after that multiplication; its numbers were found by search for the least correlation of neighbours.
+constexpr std::uint32_t kStride = 0x85EBCA6Bu;
 template <class V>
-INFINITY_FN inline typename V::Int random_bits(typename V::Int index, typename V::Int key) {
-    typename V::Int x = V::xor_int(index, key);
-    x = V::xor_int(x, V::template shift_right<16>(x));
-    x = V::mul_int(x, V::set_int(0x7FEB352Du));
-    x = V::xor_int(x, V::template shift_right<15>(x));
-    x = V::mul_int(x, V::set_int(0x846CA68Bu));
-    return V::xor_int(x, V::template shift_right<16>(x));
+INFINITY_FN inline typename V::Int random_bits(typename V::Int x) {
+    x = V::xor_int(x, V::template shift_right<13>(x));
+    x = V::mul_int(x, V::set_int(0x297A2D39u));
+    return V::xor_int(x, V::template shift_right<12>(x));
 }
 
 // The key of 2^32 elements: a 32-bit digest of all that decides, and the high half of the elements' numbers
@@ -59,14 +62,11 @@ INFINITY_FN inline typename V::Int chance(typename V::Int random) {
     return V::and_int(random, V::set_int((1u << cut) - 1u));
 }
 
-// bf16 of canonical bits, in the low half.
+// bf16 of canonical bits, in the high half of each lane.
 template <class V, int moment>
-INFINITY_FN inline typename V::Int stochastic_bf16(typename V::Int bits, typename V::Int random) {
-    return V::template shift_right<16>(V::add_int(bits, chance<V, moment, 16>(random)));
+INFINITY_FN inline typename V::Int stochastic_high(typename V::Int bits, typename V::Int random) {
+    return V::add_int(bits, chance<V, moment, 16>(random));
 }
-
-// Bits of delta for a block's scale.
-INFINITY_FN inline std::uint32_t delta_bits(std::uint32_t scale) { return (scale - kOctaves) << 23; }
 
 // The scale byte for the bits of a block's largest magnitude; a NaN, whatever its sign, is larger than all others.
 INFINITY_FN inline std::uint32_t scale_of(std::uint32_t largest) {
@@ -75,37 +75,64 @@ INFINITY_FN inline std::uint32_t scale_of(std::uint32_t largest) {
 }
 
 // Codes of one block's scale, for moment number `moment`. With `root` the values are not negative.
+//
+// Values are multiplied by kBase / delta, which is exact, and kBase stands for delta: its exponent ends in four zeros,
+// so that the code is a field of the sum's bits, with nothing to subtract.
 template <class V, int moment, bool root>
 struct Eight {
     static constexpr int kShift = root ? 19 : 20;
-    typename V::Int delta;    // its bits
-    typename V::Float start;  // its value; NaN for a block that was not finite, which makes all that is decoded NaN
+    static constexpr std::uint32_t kCode = (root ? 0xFFu : 0x7Fu) << kShift;
+    static constexpr std::uint32_t kBaseExponent = 128;
+    static constexpr std::uint32_t kBase = kBaseExponent << 23;  // 2.0
+    typename V::Float up, down;                                  // kBase / delta and delta / kBase
+    typename V::Float minus_delta;  // NaN for a block that was not finite, which makes all that is decoded NaN
 
-    INFINITY_FN explicit Eight(std::uint32_t scale)
-        : delta(V::set_int(delta_bits(scale))),
-          start(V::as_float(V::set_int(scale == kNotFinite ? kCanonicalNan : delta_bits(scale)))) {}
+    INFINITY_FN explicit Eight(std::uint32_t scale) : Eight(scale, scale - kOctaves) {}
 
     INFINITY_FN static typename V::Int magnitude(typename V::Float value) {
         if constexpr (root) return V::as_int(value);
         return V::and_int(V::as_int(value), V::set_int(0x7FFFFFFFu));
     }
 
-    // The code, in the low 8 bits of each lane.
+    // The code, in the low 8 bits of each lane; those above mean nothing.
     INFINITY_FN typename V::Int encode(typename V::Float value, typename V::Int random) const {
-        const typename V::Int shifted = V::as_int(V::add(V::as_float(magnitude(value)), V::as_float(delta)));
-        const typename V::Int rounded = V::add_int(shifted, chance<V, moment, kShift>(random));
-        const typename V::Int code = V::template shift_right<kShift>(V::sub_int(rounded, delta));
+        const typename V::Float base = V::as_float(V::set_int(kBase));
+        const typename V::Int sum = V::as_int(V::fma(V::as_float(magnitude(value)), up, base));
+        const typename V::Int rounded = V::add_int(sum, chance<V, moment, kShift>(random));
+        const typename V::Int code = V::template shift_right<kShift>(rounded);
         if constexpr (root) return code;
         return V::blend(V::template shift_right<24>(V::as_int(value)), code, V::set_int(0x80u));
     }
 
     // `code`: zero-extended.
     INFINITY_FN typename V::Float decode(typename V::Int code) const {
-        const typename V::Int octaves = root ? code : V::and_int(code, V::set_int(0x7Fu));
-        const typename V::Int shifted = V::add_int(V::template shift_left<kShift>(octaves), delta);
-        const typename V::Float size = V::sub(V::as_float(shifted), start);
+        if constexpr (root) return decode(code, code);
+        return decode(code, V::template shift_left<24>(code));
+    }
+    // Codes from memory.
+    INFINITY_FN typename V::Float load(const std::uint8_t* codes) const {
+        if constexpr (root) return decode(V::load_8(codes));
+        const typename V::Int code = V::load_signed_8(codes);
+        return decode(code, code);
+    }
+
+  private:
+    // A block that no step has written has scale 0 and codes 0; whose delta wraps round to -2^115, of which they are 0.
+    INFINITY_FN Eight(std::uint32_t scale, std::uint32_t delta_exponent)
+        : up(power(kBaseExponent + 127 - delta_exponent)),
+          down(power(delta_exponent + 127 - kBaseExponent)),
+          minus_delta(scale == kNotFinite ? V::as_float(V::set_int(kCanonicalNan))
+                                          : V::as_float(V::set_int(0x80000000u ^ (delta_exponent << 23)))) {}
+    // 2^(exponent - 127).
+    INFINITY_FN static typename V::Float power(std::uint32_t exponent) {
+        return V::as_float(V::set_int(exponent << 23));
+    }
+    // sign: with the codes' signs in its uppermost bits.
+    INFINITY_FN typename V::Float decode(typename V::Int code, typename V::Int sign) const {
+        const typename V::Int field = V::template shift_left<kShift>(code);
+        const typename V::Int sum = V::blend(field, V::set_int(kBase), V::set_int(kCode));
+        const typename V::Float size = V::fma(V::as_float(sum), down, minus_delta);
         if constexpr (root) return size;
-        const typename V::Int sign = V::template shift_left<24>(code);
         return V::as_float(V::blend(sign, V::as_int(size), V::set_int(0x80000000u)));
     }
 };

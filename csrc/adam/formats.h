@@ -78,7 +78,7 @@ struct FormatRemainder {
     }
     INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
         const typename V::Int bits = V::as_int(V::canonical(value));
-        V::store_low_16(static_cast<std::uint16_t*>(a.param) + i, round_to_bf16<V>(bits));
+        V::store_high_16(static_cast<std::uint16_t*>(a.param) + i, round_high<V>(bits));
         V::store_low_16(static_cast<std::uint16_t*>(a.master) + i, bits);
     }
 };
@@ -99,7 +99,7 @@ struct FormatMaster {
         if constexpr (fp16) {
             V::store_fp16(param, clean);
         } else {
-            V::store_low_16(param, round_to_bf16<V>(V::as_int(clean)));
+            V::store_high_16(param, round_high<V>(V::as_int(clean)));
         }
     }
 };
@@ -109,13 +109,18 @@ struct FormatMaster {
 // Random bits of elements begin, begin + 1, ..., which do not cross a multiple of 2^32.
 template <class V>
 struct Numbers {
-    typename V::Int key, first;
-    INFINITY_FN Numbers(const Random& random, std::size_t begin)
-        : key(V::set_int(random_key(random.key, random.first + begin))),
-          first(V::add_int(V::iota(), V::set_int(static_cast<std::uint32_t>(random.first + begin)))) {}
-    INFINITY_FN typename V::Int random(std::size_t i) const {
-        return random_bits<V>(V::add_int(first, V::set_int(static_cast<std::uint32_t>(i))), key);
+    typename V::Int first;
+    INFINITY_FN Numbers(const Random& random, std::size_t begin) {
+        const typename V::Int number = V::add_int(V::iota(), low_half(random.first + begin));
+        const typename V::Int key = V::set_int(random_key(random.key, random.first + begin));
+        first = V::add_int(V::mul_int(number, V::set_int(kStride)), key);
     }
+    INFINITY_FN typename V::Int random(std::size_t i) const {
+        return random_bits<V>(V::add_int(first, low_half(i * kStride)));
+    }
+
+  private:
+    INFINITY_FN static typename V::Int low_half(std::uint64_t x) { return V::set_int(static_cast<std::uint32_t>(x)); }
 };
 
 template <class V>
@@ -139,7 +144,7 @@ struct MomentsBf16 {
     }
     template <int k>
     INFINITY_FN static void store(void* moment, std::size_t i, typename V::Float value, typename V::Int random) {
-        V::store_low_16(static_cast<std::uint16_t*>(moment) + i, stochastic_bf16<V, k>(V::as_int(value), random));
+        V::store_high_16(static_cast<std::uint16_t*>(moment) + i, stochastic_high<V, k>(V::as_int(value), random));
     }
     INFINITY_FN static typename V::Int random(const Numbers<V>& numbers, std::size_t i) { return numbers.random(i); }
 };

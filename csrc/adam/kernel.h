@@ -13,6 +13,7 @@
 #include "formats.h"
 #include "receive.h"
 #include "rules.h"
+#include "two.h"
 #include "update.h"
 #include "update_eight.h"
 
@@ -54,7 +55,7 @@ template <class V>
 void split(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t begin, std::size_t end) {
     const auto split_vector = [](const float* from, std::uint16_t* high, std::int16_t* low) {
         const typename V::Int bits = V::as_int(V::canonical(V::load(from)));
-        V::store_low_16(high, round_to_bf16<V>(bits));
+        V::store_high_16(high, round_high<V>(bits));
         V::store_low_16(reinterpret_cast<std::uint16_t*>(low), bits);
     };
     std::size_t i = begin;
@@ -131,21 +132,22 @@ constexpr void fill_rules(UpdateFn (&row)[kRules]) {
     row[static_cast<std::size_t>(Rule::kSgd)] = update_with<V, F, RuleSgd<V>, RuleSgd<V>, -1>;
 }
 
-template <class V>
+// V: a vector of the instruction set. U: what goes over flat arrays takes at a time.
+template <class V, class U = Two<V>>
 constexpr Kernels make_kernels() {
     Kernels k{};
-    fill_rules<V, FormatFp32<V>>(k.update[static_cast<std::size_t>(Format::kFp32)]);
-    fill_rules<V, FormatRemainder<V>>(k.update[static_cast<std::size_t>(Format::kRemainder)]);
-    fill_rules<V, FormatMaster<V, false>>(k.update[static_cast<std::size_t>(Format::kMaster)]);
-    fill_rules<V, FormatMaster<V, true>>(k.update[static_cast<std::size_t>(Format::kMasterFp16)]);
+    fill_rules<U, FormatFp32<U>>(k.update[static_cast<std::size_t>(Format::kFp32)]);
+    fill_rules<U, FormatRemainder<U>>(k.update[static_cast<std::size_t>(Format::kRemainder)]);
+    fill_rules<U, FormatMaster<U, false>>(k.update[static_cast<std::size_t>(Format::kMaster)]);
+    fill_rules<U, FormatMaster<U, true>>(k.update[static_cast<std::size_t>(Format::kMasterFp16)]);
     k.sum_of_squares[static_cast<std::size_t>(DType::kFp32)] = sum_of_squares<V, GradFp32<V>>;
     k.sum_of_squares[static_cast<std::size_t>(DType::kBf16)] = sum_of_squares<V, GradBf16<V>>;
     k.sum_of_squares[static_cast<std::size_t>(DType::kFp16)] = sum_of_squares<V, GradFp16<V>>;
-    k.receive[static_cast<std::size_t>(DType::kFp32)] = receive<V, IntoFp32<V>>;
-    k.receive[static_cast<std::size_t>(DType::kBf16)] = receive<V, IntoBf16<V>>;
-    k.receive[static_cast<std::size_t>(DType::kFp16)] = receive<V, IntoFp16<V>>;
-    k.split = split<V>;
-    k.join = join<V>;
+    k.receive[static_cast<std::size_t>(DType::kFp32)] = receive<U, IntoFp32<U>>;
+    k.receive[static_cast<std::size_t>(DType::kBf16)] = receive<U, IntoBf16<U>>;
+    k.receive[static_cast<std::size_t>(DType::kFp16)] = receive<U, IntoFp16<U>>;
+    k.split = split<U>;
+    k.join = join<U>;
     k.touch = touch<V>;
     return k;
 }

@@ -37,10 +37,8 @@ struct Avx2 {
     static Float as_float(Int x) { return _mm256_castsi256_ps(x); }
     static Int set_int(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
     static Int add_int(Int a, Int b) { return _mm256_add_epi32(a, b); }
-    static Int sub_int(Int a, Int b) { return _mm256_sub_epi32(a, b); }
     static Int mul_int(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
     static Int and_int(Int a, Int b) { return _mm256_and_si256(a, b); }
-    static Int or_int(Int a, Int b) { return _mm256_or_si256(a, b); }
     static Int xor_int(Int a, Int b) { return _mm256_xor_si256(a, b); }
     static Int blend(Int a, Int b, Int mask) {  // mask ? a : b
         return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
@@ -65,10 +63,11 @@ struct Avx2 {
         return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(from)), 16);
     }
     static Int load_signed_16(const std::int16_t* from) { return _mm256_cvtepi16_epi32(load_128(from)); }
-    static void store_low_16(std::uint16_t* to, Int x) {
-        const Int low = _mm256_and_si256(x, _mm256_set1_epi32(0xFFFF));
-        const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
+    static void store_low_16(std::uint16_t* to, Int a, Int b) {
+        store_words(to, and_int(a, set_int(0xFFFFu)), and_int(b, set_int(0xFFFFu)));
+    }
+    static void store_high_16(std::uint16_t* to, Int a, Int b) {
+        store_words(to, shift_right<16>(a), shift_right<16>(b));
     }
 
     static Float load_fp16(const std::uint16_t* from) { return _mm256_cvtph_ps(load_128(from)); }
@@ -77,6 +76,9 @@ struct Avx2 {
     }
     static Int load_8(const std::uint8_t* from) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    }
+    static Int load_signed_8(const std::uint8_t* from) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
     }
     static void store_8(std::uint8_t* to, Int x) {
         const __m256i bytes = _mm256_shuffle_epi8(  // the low byte of each lane to the front of its half
@@ -99,6 +101,11 @@ struct Avx2 {
     static void store_double(double* to, Double x) { _mm256_storeu_pd(to, x); }
 
   private:
+    // Lanes below 2^16, those of a, then those of b. The instruction packs them by halves of the registers.
+    static void store_words(std::uint16_t* to, Int a, Int b) {
+        const Int packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
+    }
     static __m128i load_128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
 };
 

@@ -38,7 +38,6 @@ struct Avx512 {
     static Float as_float(Int x) { return _mm512_castsi512_ps(x); }
     static Int set_int(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
     static Int add_int(Int a, Int b) { return _mm512_add_epi32(a, b); }
-    static Int sub_int(Int a, Int b) { return _mm512_sub_epi32(a, b); }
     static Int mul_int(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
     static Int and_int(Int a, Int b) { return _mm512_and_si512(a, b); }
     static Int or_int(Int a, Int b) { return _mm512_or_si512(a, b); }
@@ -59,9 +58,8 @@ struct Avx512 {
         return _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(from)), 16);
     }
     static Int load_signed_16(const std::int16_t* from) { return _mm512_cvtepi16_epi32(load_256(from)); }
-    static void store_low_16(std::uint16_t* to, Int x) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(x));
-    }
+    static void store_low_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, halves(a, b, 0)); }
+    static void store_high_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, halves(a, b, 1)); }
 
     static Float load_fp16(const std::uint16_t* from) { return _mm512_cvtph_ps(load_256(from)); }
     static void store_fp16(std::uint16_t* to, Float x) {
@@ -69,6 +67,9 @@ struct Avx512 {
     }
     static Int load_8(const std::uint8_t* from) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    static Int load_signed_8(const std::uint8_t* from) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     }
     static void store_8(std::uint8_t* to, Int x) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
@@ -87,6 +88,12 @@ struct Avx512 {
     static void store_double(double* to, Double x) { _mm512_storeu_pd(to, x); }
 
   private:
+    // 16 bits of each lane of a, then of b: the low halves, or the high ones if `high` is 1.
+    static Int halves(Int a, Int b, std::uint32_t high) {
+        const Int at = shift_left<2>(iota());  // lane i of the result is words 4i and 4i + 2 of both, or the next
+        const Int words = add_int(or_int(at, shift_left<16>(at)), set_int(0x00020000u + 0x00010001u * high));
+        return _mm512_permutex2var_epi16(a, words, b);
+    }
     static __m256i load_256(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 };
 

@@ -55,10 +55,8 @@ struct Plain {
     INFINITY_FN static Float as_float(Int x) { return __builtin_bit_cast(float, x); }
     INFINITY_FN static Int set_int(std::uint32_t x) { return x; }
     INFINITY_FN static Int add_int(Int a, Int b) { return a + b; }
-    INFINITY_FN static Int sub_int(Int a, Int b) { return a - b; }
     INFINITY_FN static Int mul_int(Int a, Int b) { return a * b; }
     INFINITY_FN static Int and_int(Int a, Int b) { return a & b; }
-    INFINITY_FN static Int or_int(Int a, Int b) { return a | b; }
     INFINITY_FN static Int xor_int(Int a, Int b) { return a ^ b; }
     INFINITY_FN static Int blend(Int a, Int b, Int mask) { return (a & mask) | (b & ~mask); }
     INFINITY_FN static Int max_int(Int a, Int b) { return a > b ? a : b; }
@@ -77,8 +75,12 @@ struct Plain {
         return static_cast<Int>(static_cast<std::int32_t>(*from));
     }
     INFINITY_FN static void store_low_16(std::uint16_t* to, Int x) { *to = static_cast<std::uint16_t>(x); }
+    INFINITY_FN static void store_high_16(std::uint16_t* to, Int x) { *to = static_cast<std::uint16_t>(x >> 16); }
 
     INFINITY_FN static Int load_8(const std::uint8_t* from) { return *from; }
+    INFINITY_FN static Int load_signed_8(const std::uint8_t* from) {
+        return static_cast<Int>(static_cast<std::int32_t>(static_cast<std::int8_t>(*from)));
+    }
     INFINITY_FN static void store_8(std::uint8_t* to, Int x) { *to = static_cast<std::uint8_t>(x); }
 
     INFINITY_FN static Double zero_double() { return 0.0; }

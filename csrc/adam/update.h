@@ -61,7 +61,7 @@ class Staged {
 };
 
 template <class V, class F, class M, class R>
-void update_plainly(const Arrays& arrays, const Coefficients& c, std::size_t begin, std::size_t end) {
+[[gnu::flatten]] void update_plainly(const Arrays& arrays, const Coefficients& c, std::size_t begin, std::size_t end) {
     const Arrays a = arrays;  // a local copy, so that stores through its pointers cannot change it
     const R rule(c);
     for (std::size_t at = begin, stop = begin; at < end; at = stop) {

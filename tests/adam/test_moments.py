@@ -91,6 +91,23 @@ def test_random_bits_are_even_and_differ() -> None:
     assert abs(np.corrcoef(rows[0] >> 12, rows[0] & 0x7FFFF)[0, 1]) < 0.025
 
 
+def test_neighbours_and_steps_draw_independently() -> None:
+    """As noise would: errors of neighbours, of the two moments and of successive steps neither add up nor cancel."""
+    n, lags = 1 << 16, 600
+    for key in range(4):
+        x = _random_bits(key, 0, n)
+        draws = [(part - part.mean()) / part.std() for part in ((x >> 12).astype(float), (x & 0x7FFFF).astype(float))]
+        for a in draws:
+            spread = np.square(a.reshape(-1, BLOCK).sum(axis=1)).mean() / BLOCK  # of the blocks' sums
+            assert abs(spread - 1) < 6 * np.sqrt(2 * BLOCK / n)
+            for b in draws:
+                assert max(abs((a[lag:] * b[: n - lag]).mean()) for lag in range(1, lags)) < 8 / np.sqrt(n)
+    steps = np.stack([_random_bits(key, 0, BLOCK) for key in range(4000)]).astype(float)
+    steps = (steps - 2.0**31) / (2.0**32 / np.sqrt(12))
+    assert np.abs(steps.mean(axis=0)).max() < 5 / np.sqrt(4000)
+    assert np.abs((steps[1:] * steps[:-1]).mean(axis=0)).max() < 5 / np.sqrt(4000)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (16, 40)])
 def test_conversions_keep_shapes(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape).square()
@@ -147,13 +164,13 @@ def test_bf16_takes_a_neighbour_and_is_right_in_the_mean(isa: str) -> None:
 
 def test_every_code_at_every_scale_has_its_value() -> None:
     codes = np.arange(256, dtype=np.uint8)
-    for scale in range(16, 254):
+    for scale in range(16, 255):
         scales = np.array([scale], np.uint8)
         param = np.zeros(256, np.float32)
         one_step("sgd", param, param.copy(), codes.copy(), scales.copy(), "8bit", momentum=1.0)  # param = -moment
         sizes = grid(scale, root=False)
-        expected = np.concatenate([sizes, -sizes]).astype(np.float32)
         with np.errstate(over="ignore"):
+            expected = np.concatenate([sizes, -sizes]).astype(np.float32)
             assert np.array_equal(-param, expected), scale
         decoded = moment_to_fp32(torch.from_numpy(codes), torch.from_numpy(scales)).numpy()
         assert np.array_equal(decoded, expected), scale

@@ -100,8 +100,8 @@ def test_moments_are_brought_into_the_format_of_the_engine(tmp_path: Path, momen
             if name.endswith("/master") or into in (moments, "fp32"):
                 assert torch.equal(value, before[name]), name
             else:
-                # A code of a root is 1/16 of an octave wide, and the square of that is twice as much.
-                width = 2**-7 if into == "bf16" else 2**-3
+                # A code of a root is up to 1/16 and a little from the next, and the square of that a little over twice.
+                width = 2**-7 if into == "bf16" else 2**-3 + 2**-6
                 near = (value - before[name]).abs() <= width * before[name].abs() + 2**-12 * before[name].abs().max()
                 assert near.all(), name
         assert train(engine, BATCHES[5:])[-1] > 0

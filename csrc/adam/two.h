@@ -1,0 +1,81 @@
+// Two vectors of an instruction set as one, for the update: what goes to memory in 16 bits comes from two registers at
+// once, which takes half the instructions that it takes from one, and constants are loaded half as often.
+// Included by kernel.h, whose rules hold here.
+#pragma once
+
+#include "types.h"
+
+namespace infinity::adam {
+namespace {
+
+template <class W>
+struct Two {
+    static constexpr std::size_t kWidth = 2 * W::kWidth;
+    struct Float {
+        typename W::Float a, b;
+    };
+    struct Int {
+        typename W::Int a, b;
+    };
+    using Double = typename W::Double;
+
+    static Float load(const float* from) { return {W::load(from), W::load(from + W::kWidth)}; }
+    static void store(float* to, Float x) {
+        W::store(to, x.a);
+        W::store(to + W::kWidth, x.b);
+    }
+    static Float set(float x) { return {W::set(x), W::set(x)}; }
+    static Float add(Float x, Float y) { return {W::add(x.a, y.a), W::add(x.b, y.b)}; }
+    static Float sub(Float x, Float y) { return {W::sub(x.a, y.a), W::sub(x.b, y.b)}; }
+    static Float mul(Float x, Float y) { return {W::mul(x.a, y.a), W::mul(x.b, y.b)}; }
+    static Float div(Float x, Float y) { return {W::div(x.a, y.a), W::div(x.b, y.b)}; }
+    static Float fma(Float x, Float y, Float z) { return {W::fma(x.a, y.a, z.a), W::fma(x.b, y.b, z.b)}; }
+    static Float sqrt(Float x) { return {W::sqrt(x.a), W::sqrt(x.b)}; }
+    static Float canonical(Float x) { return {W::canonical(x.a), W::canonical(x.b)}; }
+    static Float sign(Float x) { return {W::sign(x.a), W::sign(x.b)}; }
+
+    static Int as_int(Float x) { return {W::as_int(x.a), W::as_int(x.b)}; }
+    static Float as_float(Int x) { return {W::as_float(x.a), W::as_float(x.b)}; }
+    static Int set_int(std::uint32_t x) { return {W::set_int(x), W::set_int(x)}; }
+    static Int add_int(Int x, Int y) { return {W::add_int(x.a, y.a), W::add_int(x.b, y.b)}; }
+    static Int mul_int(Int x, Int y) { return {W::mul_int(x.a, y.a), W::mul_int(x.b, y.b)}; }
+    static Int and_int(Int x, Int y) { return {W::and_int(x.a, y.a), W::and_int(x.b, y.b)}; }
+    static Int xor_int(Int x, Int y) { return {W::xor_int(x.a, y.a), W::xor_int(x.b, y.b)}; }
+    static Int blend(Int x, Int y, Int mask) { return {W::blend(x.a, y.a, mask.a), W::blend(x.b, y.b, mask.b)}; }
+    static Int max_int(Int x, Int y) { return {W::max_int(x.a, y.a), W::max_int(x.b, y.b)}; }
+    template <int bits>
+    static Int shift_right(Int x) {
+        return {W::template shift_right<bits>(x.a), W::template shift_right<bits>(x.b)};
+    }
+    template <int bits>
+    static Int shift_left(Int x) {
+        return {W::template shift_left<bits>(x.a), W::template shift_left<bits>(x.b)};
+    }
+    static Int iota() { return {W::iota(), W::add_int(W::iota(), W::set_int(W::kWidth))}; }
+    static std::uint32_t largest(Int x) { return W::largest(W::max_int(x.a, x.b)); }
+
+    static Int load_high_16(const std::uint16_t* from) {
+        return {W::load_high_16(from), W::load_high_16(from + W::kWidth)};
+    }
+    static Int load_signed_16(const std::int16_t* from) {
+        return {W::load_signed_16(from), W::load_signed_16(from + W::kWidth)};
+    }
+    static void store_low_16(std::uint16_t* to, Int x) { W::store_low_16(to, x.a, x.b); }
+    static void store_high_16(std::uint16_t* to, Int x) { W::store_high_16(to, x.a, x.b); }
+    static Float load_fp16(const std::uint16_t* from) { return {W::load_fp16(from), W::load_fp16(from + W::kWidth)}; }
+    static void store_fp16(std::uint16_t* to, Float x) {
+        W::store_fp16(to, x.a);
+        W::store_fp16(to + W::kWidth, x.b);
+    }
+    static Int load_8(const std::uint8_t* from) { return {W::load_8(from), W::load_8(from + W::kWidth)}; }
+    static Int load_signed_8(const std::uint8_t* from) {
+        return {W::load_signed_8(from), W::load_signed_8(from + W::kWidth)};
+    }
+    static void store_8(std::uint8_t* to, Int x) {
+        W::store_8(to, x.a);
+        W::store_8(to + W::kWidth, x.b);
+    }
+};
+
+}  // namespace
+}  // namespace infinity::adam
