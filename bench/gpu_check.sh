@@ -3,6 +3,8 @@
 #
 #   bench/gpu_check.sh [RESULTS]          RESULTS: folder for the figures (default bench/results/gpu)
 #   WHEELS=folder bench/gpu_check.sh      install the wheels in that folder first (pydantic and what it needs, say)
+#   INFINITY_WHEEL=file bench/gpu_check.sh     this build instead of one made here: one with CUDA kernels, where there
+#                                         is no nvcc (made by `pip wheel --no-deps .` for the same Python)
 #
 # Needs python3 with torch, cmake, ninja, pybind11 and scikit-build-core. Nothing is installed outside a temporary folder.
 set -euo pipefail
@@ -18,7 +20,7 @@ pip_install() { python3 -m pip install --quiet --no-index --no-deps --no-compile
 
 step "build"
 if [ -n "${WHEELS:-}" ]; then pip_install "$WHEELS"/*.whl; fi
-pip_install --no-build-isolation .
+if [ -n "${INFINITY_WHEEL:-}" ]; then pip_install "$INFINITY_WHEEL"; else pip_install --no-build-isolation .; fi
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 # The package that was built, not the source folder beside this script, whose natives are not there.
 work=$(mktemp -d)
@@ -30,7 +32,10 @@ python3 -m infinity.cli.main report || true
 
 step "tests marked gpu"
 # The timeout plugin may be missing there; its two settings are then unknown to pytest.
-timeout 240 python3 -m pytest -q -m gpu tests/gpu -o timeout=0 -W ignore -p no:cacheprovider 2>&1 | tee "$results/tests.txt"
+timeout 300 python3 -m pytest -q -m gpu tests/gpu -o timeout=0 -W ignore -p no:cacheprovider 2>&1 | tee "$results/tests.txt"
+
+step "speed of the optimizer's kernels"
+timeout 90 python3 bench/adam_cuda.py --output "$results/adam_cuda.md" || true
 
 nvme=$work/nvme
 mkdir -p "$nvme"

@@ -1,0 +1,139 @@
+"""The optimizer step on a CUDA device: G parameters/s and GB/s of every format, beside a copy on the device.
+
+    python bench/adam_cuda.py                         # 10^8 parameters: 4 GB of the device's memory, less than a minute
+    python bench/adam_cuda.py --output adam_cuda.md   # into a file too
+
+A turn is ten calls between two events; each format takes turns with the copy, round by round. Times are medians;
+ratios, of GB/s, are medians of the ratios to the copy of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adam import CASES, DTYPES, HYPER, TORCH_BYTES, Case
+from infinity.optim import cuda_adam
+from infinity.optim.cpu_adam import Hyper
+from infinity.optim.moments import zero_moments
+
+CALLS = 10
+COPY = "copy"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """bytes: read and written for each parameter."""
+
+    name: str
+    bytes: float
+    run: Callable[[], object]
+
+
+def updates(case: Case, n: int, device: str) -> list[Candidate]:
+    given = {name: value for name, value in HYPER.items() if not name.startswith("beta")}
+    hyper = Hyper(case.rule, betas=(HYPER["beta1"], HYPER["beta2"]), **given)
+    param = torch.zeros(n, dtype=DTYPES[case.gradient], device=device)
+    kept = {"fp32": None, "remainder": torch.int16}.get(case.format, torch.float32)
+    master = None if kept is None else torch.zeros(n, dtype=kept, device=device)
+    grad = torch.randn(n, device=device).mul_(1e-3).to(DTYPES[case.gradient])
+    states, scales = zero_moments(case.rule, n, case.moments)
+    states, scales = [state.to(device) for state in states], [scale.to(device) for scale in scales]
+    step = 0
+
+    def run() -> None:
+        nonlocal step
+        step += 1
+        cuda_adam.update_flat(param, master, grad, states, scales, hyper, step, key=step)
+
+    return [Candidate(case.name, case.bytes(), run)]
+
+
+def others(n: int, device: str) -> list[Candidate]:
+    """What else goes over a unit's arrays, and torch's optimizer in fp32."""
+    values = torch.randn(n, device=device)
+    halves = cuda_adam.split_master(values)
+    back = torch.empty_like(values)
+    param = torch.nn.Parameter(torch.zeros(n, device=device))
+    param.grad = values
+    optimizer: Any = torch.optim.AdamW([param], lr=1e-4, fused=True)
+    return [
+        Candidate("sum of squares, fp32", 4, lambda: cuda_adam.sum_of_squares(values)),
+        Candidate("sum of squares, bf16", 2, lambda: cuda_adam.sum_of_squares(halves[0])),
+        Candidate("split", 8, lambda: cuda_adam.split_master(values, halves)),
+        Candidate("join", 8, lambda: cuda_adam.join_master(*halves, back)),
+        Candidate("torch's fused AdamW, fp32", TORCH_BYTES, optimizer.step),
+    ]
+
+
+def copy(n: int, device: str) -> Candidate:
+    here, there = torch.zeros(4 * n, device=device), torch.empty(4 * n, device=device)
+    return Candidate(COPY, 32, lambda: there.copy_(here))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(CALLS):
+        run()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3 / CALLS
+
+
+def measure(candidates: list[Candidate], repeats: int) -> list[list[float]]:
+    """Seconds of a call, by candidate and round. One round first, to load kernels."""
+    times: list[list[float]] = [[] for _ in candidates]
+    for number in range(-1, repeats):
+        for k in range(len(candidates)):
+            k = (k + number) % len(candidates)
+            taken = seconds(candidates[k].run)
+            if number >= 0:
+                times[k].append(taken)
+    return times
+
+
+def table(n: int, candidates: list[Candidate], times: list[list[float]]) -> list[str]:
+    lines = [
+        "| rule | parameter | gradient | moments | bytes | G/s | GB/s | ÷ copy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for candidate, own in zip(candidates, times, strict=True):
+        rate = n / statistics.median(own) / 1e9
+        pairs = zip(times[0], own, strict=True)
+        ratio = statistics.median(base / candidates[0].bytes * candidate.bytes / each for base, each in pairs)
+        name = candidate.name if "|" in candidate.name else f"{candidate.name} | | |"
+        cells = f"{candidate.bytes:.3g} | {rate:.1f} | {rate * candidate.bytes:.0f} | {ratio:.2f}"
+        lines.append(f"| {name} | {cells} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=1e8, help="parameters (1e8)")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds (7)")
+    parser.add_argument("--output", type=Path, help="a file for the table")
+    args = parser.parse_args()
+    if reason := cuda_adam.why_not():
+        raise SystemExit(f"there is nothing to measure: {reason}")
+    n, device = int(args.size), "cuda"
+    lines = [f"# The optimizer step on {torch.cuda.get_device_name()}, {n:.0e} parameters", ""]
+    made: list[Callable[[], list[Candidate]]] = [partial(updates, case, n, device) for case in CASES]
+    for make in [*made, partial(others, n, device)]:  # one at a time beside the copy, so that memory is for one
+        candidates = [copy(n, device), *make()]
+        found = table(n, candidates, measure(candidates, args.repeats))
+        lines += found if len(lines) == 2 else found[3:]
+    print("\n".join(lines))
+    if args.output:
+        args.output.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
