@@ -85,6 +85,13 @@ def bare(streams: Sequence[tuple[int, int, bool]], threads: int = 0) -> None:
     written back, which spoils their data. Addresses are of words; the bytes after the last multiple of 64 are left out.
     """
 
+def first_touch(address: int, nbytes: int, threads: int = 0) -> None:
+    """Zero `nbytes` of fresh memory with several threads, each its share, as an update of fp32 arrays there divides it.
+
+    The system puts a page where the thread runs that first writes to it: on a machine with several memory nodes, spread
+    over those of the threads. (Tested on machines with one node only, where it merely is faster.)
+    """
+
 def sum_of_squares(
     address: int,
     n: int,

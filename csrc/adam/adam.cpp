@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -62,8 +63,16 @@ void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arra
               [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); });
 }
 
+void first_touch(void* memory, std::size_t nbytes, int threads) {
+    const std::size_t words = (nbytes + sizeof(float) - 1) / sizeof(float);
+    for_tiles(words, kTile, threads_for(words, threads), [&](std::size_t begin, std::size_t end) {
+        const std::size_t from = begin * sizeof(float), to = std::min(nbytes, end * sizeof(float));
+        std::memset(static_cast<char*>(memory) + from, 0, to - from);
+    });
+}
+
 void bare(const Kernels& kernels, const std::vector<Stream>& streams, int threads) {
-    constexpr std::size_t kPiece = 1024, kPieces = 128;  // bytes of the longest stream at a time; such pieces of a tile
+    constexpr std::size_t kPiece = 512, kPieces = 256;  // bytes of the longest stream at a time; such pieces of a tile
     std::size_t longest = 0;
     for (const Stream& stream : streams) longest = std::max(longest, stream.nbytes);
     const std::size_t pieces = (longest + kPiece - 1) / kPiece;

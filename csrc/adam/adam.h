@@ -21,6 +21,10 @@ struct Stream {
 };
 void bare(const Kernels& kernels, const std::vector<Stream>& streams, int threads);
 
+// Zeros, written by as many threads at once and in such shares as an update of fp32 arrays there would be: the system
+// puts a page on the node of the thread that first writes to it.
+void first_touch(void* memory, std::size_t nbytes, int threads);
+
 // initial + sum over tiles of kSumTile elements, in order, of scale * scale * (the tile's sum of squares), in fp64.
 // The bits depend on the values, n, scale and initial only. A range cut at multiples of kSumTile, each part's result
 // passed on as the next part's `initial`, gives the bits of the whole.

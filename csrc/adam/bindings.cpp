@@ -41,6 +41,15 @@ void py_bare(const std::vector<std::tuple<std::uintptr_t, std::size_t, bool>>& s
     bare(*available_isas().front().kernels, list, workers);
 }
 
+void py_first_touch(const py::object& address, const py::object& nbytes, const py::object& threads) {
+    const std::size_t count = to_count(nbytes);
+    const int workers = to_threads(threads);
+    ArrayChecks checks(count);
+    void* memory = pointer<void>(checks.add("address", address, 1));
+    const py::gil_scoped_release release;
+    first_touch(memory, count, workers);
+}
+
 double py_sum_of_squares(const py::object& address, const py::object& n, const std::string& dtype, double scale,
                          double initial, const py::object& threads, const std::string& isa) {
     const DType type = to_dtype("dtype", dtype);
@@ -114,6 +123,8 @@ PYBIND11_MODULE(_adam, m) {
         "threads"_a = 0, "isa"_a = "auto");
     m.def("bare", &py_bare, "streams"_a, "threads"_a = 0,
           "Reads and writes as an update does, with one addition a word: the floor that memory sets. Spoils the data.");
+    m.def("first_touch", &py_first_touch, "address"_a, "nbytes"_a, "threads"_a = 0,
+          "Zeros, written by the threads that will update what is there.");
     m.attr("BLOCK") = kBlock;
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "scale"_a = 1.0,
           "initial"_a = 0.0, "threads"_a = 0, "isa"_a = "auto",

@@ -92,18 +92,30 @@ void join(const std::uint16_t* param, const std::int16_t* remainder, float* mast
 
 // ---- the bare pass ----
 
+// As fast as memory allows: what the update does not have to be, this is tuned for. Four vectors at a time and a hint
+// kAhead bytes ahead, without which what stops and starts at every turn of the streams stays behind it.
 template <class V>
 void touch(float* words, std::size_t n, bool writes) {
+    constexpr std::size_t kVectors = 4, kAhead = 2048;
     const typename V::Int one = V::set_int(1);
-    if (writes) {
-        for (std::size_t i = 0; i < n; i += V::kWidth) {
-            V::store(words + i, V::as_float(V::add_int(V::as_int(V::load(words + i)), one)));
+    typename V::Int sums[kVectors] = {one, one, one, one};
+    const auto touch_vector = [one, writes](float* at, typename V::Int& sum) {
+        const typename V::Int x = V::as_int(V::load(at));
+        if (writes) {
+            V::store(at, V::as_float(V::add_int(x, one)));
+        } else {
+            sum = V::add_int(sum, x);
         }
-        return;
+    };
+    std::size_t i = 0;
+    for (; i + kVectors * V::kWidth <= n; i += kVectors * V::kWidth) {
+        for (std::size_t k = 0; k < kVectors; ++k) {
+            __builtin_prefetch(reinterpret_cast<const char*>(words + i + k * V::kWidth) + kAhead);
+            touch_vector(words + i + k * V::kWidth, sums[k]);
+        }
     }
-    typename V::Int sum = one;
-    for (std::size_t i = 0; i < n; i += V::kWidth) sum = V::add_int(sum, V::as_int(V::load(words + i)));
-    asm volatile("" : : "m"(sum));  // the reads are wanted, their sum is not
+    for (; i < n; i += V::kWidth) touch_vector(words + i, sums[0]);
+    asm volatile("" : : "m"(sums));  // the reads are wanted, their sums are not
 }
 
 // ---- the table ----

@@ -17,23 +17,42 @@
 namespace infinity::adam {
 namespace {
 
+// Pieces [next, end) of a job are still to be claimed. A cache line each: their threads do not disturb each other.
+struct alignas(64) Share {
+    std::atomic<std::size_t> next;
+    std::size_t end;
+};
+
 struct Job {
     std::size_t count;
     void (*body)(void*, std::size_t);
     void* context;
-    int places;                            // workers that may still join; guarded by the pool's mutex
-    std::atomic<std::size_t> next{0};      // the next piece to claim
+    int places;  // workers that may still join; guarded by the pool's mutex
+    std::vector<Share> shares;
     std::atomic<std::size_t> finished{0};  // pieces done
     std::mutex mutex;
     std::condition_variable all_finished;
 
     Job(std::size_t count, void (*body)(void*, std::size_t), void* context, int places)
-        : count(count), body(body), context(context), places(places) {}
+        : count(count), body(body), context(context), places(places), shares(static_cast<std::size_t>(places) + 1) {
+        const std::size_t each = count / shares.size(), longer = count % shares.size();
+        std::size_t begin = 0;
+        for (std::size_t k = 0; k < shares.size(); ++k) {
+            shares[k].next.store(begin, std::memory_order_relaxed);
+            shares[k].end = begin += each + (k < longer ? 1 : 0);
+        }
+    }
 
-    // Claims and runs pieces until none is left. `context` is alive as long as a claimed piece is unfinished.
-    void work() {
+    // Claims and runs pieces until none is left, beginning with share number `first`. `context` is alive as long as a
+    // claimed piece is unfinished.
+    void work(std::size_t first) {
         std::size_t done = 0;
-        for (std::size_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < count; ++done) body(context, k);
+        for (std::size_t turn = 0; turn < shares.size(); ++turn) {
+            Share& share = shares[(first + turn) % shares.size()];
+            for (std::size_t k; (k = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end; ++done) {
+                body(context, k);
+            }
+        }
         if (done == 0) return;
         if (finished.fetch_add(done, std::memory_order_acq_rel) + done == count) {
             std::lock_guard lock(mutex);  // so that the caller cannot miss it between its test and its sleep
@@ -56,7 +75,7 @@ class Pool {
             jobs_.push_back(job);
         }
         for (int k = 0; k < helpers; ++k) wake_.notify_one();
-        job->work();
+        job->work(0);
         {
             std::lock_guard lock(mutex_);  // a worker may have taken it off already
             const auto at = std::find(jobs_.begin(), jobs_.end(), job);
@@ -72,13 +91,14 @@ class Pool {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
-            for (; workers_ < wanted; ++workers_) std::thread(&Pool::serve, this).detach();
+            for (; workers_ < wanted; ++workers_) std::thread(&Pool::serve, this, workers_ + 1).detach();
         } catch (const std::system_error&) {
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    void serve() {
+    // What worker number 1, 2, ... does.
+    void serve(int number) {
 #ifdef __linux__
         pthread_setname_np(pthread_self(), "infinity-adam");
 #endif
@@ -88,7 +108,7 @@ class Pool {
             const std::shared_ptr<Job> job = jobs_.front();
             if (--job->places == 0) jobs_.pop_front();
             lock.unlock();
-            job->work();
+            job->work(static_cast<std::size_t>(number));
             lock.lock();
         }
     }

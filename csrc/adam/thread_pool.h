@@ -1,9 +1,11 @@
 // A persistent pool of threads that sleep when there is nothing to do.
 //
-// A call is a job: `count` pieces, claimed one at a time by the calling thread and by the workers that wake up in time.
-// The caller never waits for a worker that has not begun, so a busy machine (the update runs beside torch's own
-// threads) costs a helper but no latency. Jobs of several calling threads share the workers. After fork() the child
-// starts with a new, empty pool.
+// A call is a job of `count` pieces. Each of its threads begins with a share of its own, pieces that lie beside each
+// other, and goes on with what is left of the others' shares. A worker keeps its place among the shares from call to
+// call, so that it finds in its caches and in its node's memory what it worked on before, as far as the system leaves
+// it where it is. The caller never waits for a worker that has not begun, so a busy machine (the update runs beside
+// torch's own threads) costs a helper but no latency. Jobs of several calling threads share the workers. After fork()
+// the child starts with a new, empty pool.
 #pragma once
 
 #include <cstddef>

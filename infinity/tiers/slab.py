@@ -6,6 +6,7 @@ import torch
 
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
+from infinity.tiers.memory import first_touch
 from infinity.tiers.placement import Extent
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import DONE, Transfer
@@ -20,6 +21,8 @@ class SlabTier(Tier):
         self.on_device = on_device
         self._device = device
         self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=pin)
+        if not self._slab.is_cuda:
+            first_touch(self._slab)
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         start = extent.offset + offset

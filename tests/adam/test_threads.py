@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,22 @@ def test_a_users_flushing_of_denormals_changes_nothing(make: Callable[..., Any],
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.parametrize("threads", [0, 1, 3, 64])
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4097, 131_072, 1_000_001])
+def test_first_touch_zeroes_what_it_is_given(nbytes: int, threads: int) -> None:
+    memory = np.full(nbytes + 200, 0xA5, np.uint8)
+    _adam.first_touch(memory.ctypes.data + 100, nbytes, threads)
+    assert not memory[100 : 100 + nbytes].any()
+    assert (memory[:100] == 0xA5).all() and (memory[100 + nbytes :] == 0xA5).all()
+
+
+def test_first_touch_refuses_what_is_no_memory() -> None:
+    for address, nbytes, threads in ((0, 8, 0), (4096, -1, 0), (4096, 8, -1), (2**63 - 8, 4096, 0)):
+        with pytest.raises(ValueError, match="address|is -1"):
+            _adam.first_touch(address, nbytes, threads)
+    _adam.first_touch(0, 0)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 def test_default_threads_follow_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a launcher's setting does not count
@@ -134,6 +151,21 @@ def test_default_threads_follow_the_affinity(monkeypatch: pytest.MonkeyPatch) ->
         assert _adam.default_threads() == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+def test_default_threads_of_a_process_that_a_launcher_starts() -> None:
+    """torchrun sets OMP_NUM_THREADS=1; `taskset` and containers set the affinity."""
+    program = "from infinity import _adam; print(_adam.default_threads())"
+    for cpus in (os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}):
+        run = subprocess.run(
+            [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {cpus}); {program}"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert int(run.stdout) == len(cpus)
 
 
 def test_idle_threads_sleep_and_the_process_ends() -> None:
