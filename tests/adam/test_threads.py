@@ -136,7 +136,7 @@ def test_first_touch_zeroes_what_it_is_given(nbytes: int, threads: int) -> None:
 
 def test_first_touch_refuses_what_is_no_memory() -> None:
     for address, nbytes, threads in ((0, 8, 0), (4096, -1, 0), (4096, 8, -1), (2**63 - 8, 4096, 0)):
-        with pytest.raises(ValueError, match="address|is -1"):
+        with pytest.raises(ValueError, match=r"address|is -1"):
             _adam.first_touch(address, nbytes, threads)
     _adam.first_touch(0, 0)
 
