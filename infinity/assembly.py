@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from infinity.comm.collectives import Ranks
+from infinity.comm.stage import Sharding
 from infinity.config import Config
 from infinity.errors import ModelError, OutOfMemoryError
 from infinity.optim.formats import state_format
@@ -63,6 +64,7 @@ class Parts:
     unit_of: dict[int, Unit]
     states: UnitStates
     update: str
+    stage: int
 
     @property
     def units(self) -> list[Unit]:
@@ -116,6 +118,7 @@ def update_schedule(config: Config) -> str:
 def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
     """Which tier holds what, in which format. Gradients are kept beside the optimizer states while they wait."""
     zero = config.zero_optimization
+    sharding = Sharding.of(zero.stage)
     optim_tier = _TIERS[zero.offload_optimizer.device]
     # Sums over micro-batches are kept in fp32; gloo sums ranks in fp32, as its 16-bit sums round at every rank.
     wide = accumulation > 1 or ranks.backend == "gloo"
@@ -131,6 +134,8 @@ def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
             moments=config.infinity.moments,
         ),
         tile_size=config.infinity.tile_size,
+        resident=not sharding.params,
+        grads_whole=not sharding.grads and accumulation > 1,
     )
 
 
@@ -159,7 +164,7 @@ def _trained_dtype(unit: Discovered, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def lay_out(
-    model: nn.Module, config: Config, groups: Sequence[dict[str, object]], world_size: int
+    model: nn.Module, config: Config, groups: Sequence[dict[str, object]], shards: int
 ) -> tuple[list[Discovered], list[UnitLayout]]:
     """The units of `model` and the layout of each."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
@@ -172,7 +177,7 @@ def lay_out(
         ]
         first = layouts[-1].end if layouts else 0
         dtype = _trained_dtype(unit, wanted)
-        layouts.append(layout_unit(index, unit.name, members, dtype, unit.trainable, world_size, first))
+        layouts.append(layout_unit(index, unit.name, members, dtype, unit.trainable, shards, first))
     # A layout orders its slots by param_group; the parameters follow it.
     ordered = []
     for unit, layout in zip(found, layouts, strict=True):
@@ -236,7 +241,7 @@ def assemble(
     accumulation: int,
 ) -> Parts:
     """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
-    found, layouts = lay_out(model, config, groups, ranks.size)
+    found, layouts = lay_out(model, config, groups, ranks.shards)
     check_values(model)
     rules = policy(config, accumulation, ranks)
     if rules.optim_tier == "device" and device.torch_device.type == "cuda":
@@ -303,10 +308,7 @@ class _Assembly:
         for unit in units:
             unit.unbind()
         _move_buffers(self.model, self.device.torch_device)
-        largest = max(layout.nbytes for layout in self.layouts)
-        asked = self.config.infinity.prefetch_bytes
-        prefetch = 4 * largest if asked == "auto" else int(asked)
-        depth = math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH
+        prefetch, depth = self._reach()
         unit_pool = self.pool("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
         param_tier = self.tiers[self.rules.param_tier]
         store = UnitStore(units, unit_pool, param_tier, self.placement, self.device, self.ranks, prefetch)
@@ -336,7 +338,17 @@ class _Assembly:
             unit_of=unit_of,
             states=self.states,
             update=update_schedule(self.config),
+            stage=self.config.zero_optimization.stage,
         )
+
+    def _reach(self) -> tuple[int, int]:
+        """Bytes of units that are fetched ahead, and how many units are in device buffers at once."""
+        if self.rules.resident:
+            return sum(layout.nbytes for layout in self.layouts), len(self.layouts)
+        largest = max(layout.nbytes for layout in self.layouts)
+        asked = self.config.infinity.prefetch_bytes
+        prefetch = 4 * largest if asked == "auto" else int(asked)
+        return prefetch, math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH
 
     def _stream_in(self) -> None:
         values = Materializer(self.model, {unit.root for unit in self.found})
@@ -352,8 +364,9 @@ class _Assembly:
     def _grad_places(self) -> GradPlaces:
         trainable = [layout for layout in self.layouts if layout.trainable]
         sizes = [layout.numel * (self.rules.grad_dtype or layout.dtype).itemsize for layout in trainable]
-        shards = [size // self.ranks.size for size in sizes]
+        shards = [size // self.ranks.shards for size in sizes]
         tier = self.tiers[self.rules.optim_tier]
+        at_once = len(trainable) if self.rules.grads_whole else _GRADIENTS_AT_ONCE
         host_pool = None
         if not self.device.host_addressable and not tier.on_device:
             host_pool = self.pool("gradient shards", size_classes(shards, _GRADIENTS_AT_ONCE), on_device=False)
@@ -362,9 +375,10 @@ class _Assembly:
             tier=tier,
             placement=self.placement,
             dtype=self.rules.grad_dtype,
-            pool=self.pool("gradients", size_classes(sizes, _GRADIENTS_AT_ONCE), on_device=True),
+            pool=self.pool("gradients", size_classes(sizes, at_once), on_device=True),
             host_pool=host_pool,
             stored_pool=self.pool("stored gradient", {max(shards): 1}, on_device=tier.on_device),
+            whole=self.rules.grads_whole,
             threads=self.config.infinity.adam_threads,
         )
 

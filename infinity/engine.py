@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.assembly import Parts, assemble
 from infinity.comm.collectives import Ranks
+from infinity.comm.stage import Sharding
 from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
@@ -51,7 +52,7 @@ class Engine:
     ) -> None:
         self.config = config
         seam = device or default_device()
-        ranks = Ranks(seam)
+        ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim)
         try:
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
@@ -207,7 +208,7 @@ class Engine:
 
     def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         slots = self.parts.collector.slots[unit.index]
-        rank = self.parts.ranks.rank
+        rank = self.parts.ranks.shard_rank
         return UpdateJob(
             unit.layout,
             unit.layout.runs(rank, unit.advance(slots)),

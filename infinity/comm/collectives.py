@@ -29,13 +29,19 @@ class Traffic:
     all_gathers: int = 0
     reduce_scatter_bytes: int = 0
     reduce_scatters: int = 0
+    all_reduce_bytes: int = 0
+    all_reduces: int = 0
 
 
 class Ranks:
-    """The ranks that share one model. Without an initialised process group there is one, and nothing is exchanged."""
+    """The ranks that share one model. Without an initialised process group there is one, and nothing is exchanged.
 
-    def __init__(self, device: Device) -> None:
+    sharded: units are divided into as many shards as there are ranks; else every rank has the one shard, which is all.
+    """
+
+    def __init__(self, device: Device, *, sharded: bool = True) -> None:
         self._device = device
+        self._sharded = sharded
         self.traffic = Traffic()
         self.rank, self.size = 0, 1
         self.backend = ""
@@ -54,20 +60,34 @@ class Ranks:
         """Whether collectives would move nothing: one rank (a group of one still runs them, as a check of the path)."""
         return not self.backend
 
+    @property
+    def shards(self) -> int:
+        """Parts that a unit is divided into."""
+        return self.size if self._sharded else 1
+
+    @property
+    def shard_rank(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank if self._sharded else 0
+
     def all_gather(self, flat: torch.Tensor, after: Transfer) -> Transfer:
         """Complete `flat` (numel,), whose own shard is valid once `after` is done, with the shards of the other
         ranks.
         """
-        if self.alone:
+        if self.alone or not self._sharded:
             return after
         self.traffic.all_gathers += 1
         self.traffic.all_gather_bytes += flat.numel() * flat.element_size()
         return self._submit(self._all_gather, flat, after)
 
-    def reduce_scatter(self, flat: torch.Tensor, after: Transfer) -> Transfer:
+    def reduce(self, flat: torch.Tensor, after: Transfer) -> Transfer:
         """Sum `flat` (numel,) over ranks; this rank's shard of it holds the sum once the transfer is done."""
         if self.alone:
             return after
+        if not self._sharded:
+            self.traffic.all_reduces += 1
+            self.traffic.all_reduce_bytes += flat.numel() * flat.element_size()
+            return self._submit(self._all_reduce, flat, after)
         self.traffic.reduce_scatters += 1
         self.traffic.reduce_scatter_bytes += flat.numel() * flat.element_size()
         return self._submit(self._reduce_scatter, flat, after)
@@ -77,9 +97,9 @@ class Ranks:
         return run_on(self._thread, collective, flat, after, reached)
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard (numel / size,) of a flat tensor."""
-        length = flat.numel() // self.size
-        return flat[self.rank * length : (self.rank + 1) * length]
+        """This rank's shard (numel / shards,) of a flat tensor."""
+        length = flat.numel() // self.shards
+        return flat[self.shard_rank * length : (self.shard_rank + 1) * length]
 
     def _all_gather(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
         self._device.await_copy(reached)
@@ -102,9 +122,15 @@ class Ranks:
             _reduce_scatter(self.shard(flat), flat, group=self._group)
         self._device.compute_reached().wait()
 
+    def _all_reduce(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
+        self._device.await_copy(reached)
+        after.wait()
+        dist.all_reduce(_apart(flat), group=self._group)
+        self._device.compute_reached().wait()
+
     def complete(self, flat: torch.Tensor) -> None:
         """Fill `flat` (numel,), host memory whose own shard is valid, with the shards of all ranks."""
-        if not self.alone:
+        if not self.alone and self._sharded:
             self._thread.submit(self._complete, flat).result()
 
     def _complete(self, flat: torch.Tensor) -> None:
@@ -139,6 +165,10 @@ class Ranks:
         parts = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device.torch_device)
         dist.all_gather_into_tensor(parts, mine, group=self._group)
         return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
+
+    def sum_over_shards(self, value: float) -> float:
+        """The sum of one fp64 number over the ranks' shards, in their order."""
+        return self.sum(value) if self._sharded else value
 
     def barrier(self) -> None:
         if not self.alone:

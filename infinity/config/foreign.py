@@ -126,7 +126,7 @@ FOREIGN: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": _EXPORT,
     "zero_optimization.pipeline_loading_checkpoint": _EXPORT,
     "zero_optimization.ignore_unused_parameters": _AUTOMATIC.format("a parameter without a gradient is always allowed"),
-    "zero_optimization.legacy_stage1": _AUTOMATIC.format("there is one stage"),
+    "zero_optimization.legacy_stage1": _AUTOMATIC.format("all stages are one engine"),
     "zero_optimization.override_module_apply": _AUTOMATIC.format("Module.apply works on units"),
     "zero_optimization.memory_efficient_linear": _AUTOMATIC.format("autograd saves references, whatever the module"),
     "zero_optimization.leaf_module": _AUTOMATIC.format("a path that data decides is fetched on demand"),
@@ -162,7 +162,6 @@ FOREIGN: dict[str, str] = {
 """What is wrong with the key, by its full dotted name."""
 
 VALUES: dict[str, str] = {
-    "zero_optimization.stage": "stages 0 to 2 are not supported: 3 is the one that holds least",
     "optimizer.type": "other optimizers are not supported yet",
     "scheduler.type": "for any other schedule, give torch's schedulers the optimizer that initialize() returns",
 }

@@ -91,8 +91,9 @@ class Offload(Section):
 class ZeroOptimization(Section):
     """How states are sharded and where they live."""
 
-    stage: Literal[3] = 3
-    """3: parameters, gradients and optimizer states are sharded over all ranks."""
+    stage: Literal[0, 1, 2, 3] = 3
+    """What is sharded over the ranks. 0: nothing; 1: the optimizer states; 2: gradients too; 3: parameters too, which
+    may then live on any device. Below 3 they stay where the model computes."""
 
     offload_param: Offload = Offload()
     """Where the parameters live."""
@@ -108,6 +109,15 @@ class ZeroOptimization(Section):
     def _paths_on_nvme(self) -> list[tuple[Path, ...]]:
         sections = (self.offload_param, self.offload_optimizer)
         return [section.nvme_path or () for section in sections if section.device == "nvme"]
+
+    @model_validator(mode="after")
+    def _parameters_leave_in_stage_3_only(self) -> ZeroOptimization:
+        if self.stage < 3 and self.offload_param.device != "none":
+            raise ValueError(
+                f'offload_param.device is "{self.offload_param.device}", but in stage {self.stage} all parameters stay '
+                "where the model computes: use stage 3, or leave offload_param out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_set_of_folders(self) -> ZeroOptimization:

@@ -34,7 +34,7 @@ def describe(parts: Parts) -> str:
     total = sum(unit.layout.parameter_numel for unit in parts.units)
     held = parts.tier_bytes()
     lines.append("")
-    ranks = f", over {parts.ranks.size} ranks" if parts.ranks.size > 1 else ""
+    ranks = f", stage {parts.stage} over {parts.ranks.size} ranks" if parts.ranks.size > 1 else ""
     lines.append(f"{len(parts.units)} units, {total:,} parameters{ranks}; update {parts.update.replace('_', ' ')}")
     lines.append(
         "this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))

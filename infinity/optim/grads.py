@@ -42,6 +42,8 @@ class GradPlaces:
     """Host buffers for shards; None where the host works in the device's buffers."""
     stored_pool: Pool
     """One buffer for a shard that was stored before and is added to."""
+    whole: bool
+    """Gradients are summed over micro-batches before they are reduced, each in a buffer of `pool` of its own."""
     threads: int
     """Of a pass over a gradient in host memory; 0: one per processor."""
 
@@ -137,8 +139,13 @@ class GradCollector:
             gradient = gradient.to_dense()
         collecting.squares[slot] = self._put(view, gradient, add=slot in collecting.squares)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1
-        if self._arrivals[index] == self._expected.get(index, len(unit.parameters)):
+        if self._sends and self._arrivals[index] == self._expected.get(index, len(unit.parameters)):
             self._send(unit, complete=True)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether gradients leave in this micro-batch, or stay whole where they are summed until the last one."""
+        return self.last_micro_step or not self._places.whole
 
     def _put(self, view: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> float | None:
         """Copy or add a gradient to its place. Its sum of squares is taken in the same pass where it is final: on one
@@ -175,7 +182,7 @@ class GradCollector:
         """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing
         arrived.
         """
-        for index in list(self._open):
+        for index in list(self._open) if self._sends else ():
             self._send(self._units[index], complete=True)
         self._expected, self._arrivals = self._arrivals, {}
         return bool(self._expected)
@@ -199,7 +206,7 @@ class GradCollector:
             if slot not in collecting.squares:
                 flat[place.offset : place.stop].zero_()
         self.slots.setdefault(unit.index, set()).update(collecting.squares)
-        reduced = self._ranks.reduce_scatter(flat, DONE)
+        reduced = self._ranks.reduce(flat, DONE)
         reached = self._places.device.compute_reached()
         add = unit.index in self.stored
         live = complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit)
@@ -237,7 +244,7 @@ class GradCollector:
                 reached.wait()  # the update runs in another thread, on a stream of its own
             squares = self._add_stored(unit, shard) if add else collecting.total()
             if squares is None:
-                squares = squared_norm(shard, unit.layout.parts(self._ranks.rank))
+                squares = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank))
             return Gradient(shard, lease, squares)
         except BaseException:
             lease.release()
@@ -252,7 +259,7 @@ class GradCollector:
         try:
             places.tier.read(places.placement.of(unit.index, State.GRAD), before.tensor).wait()
             stored = before.flat(shard.dtype)
-            parts = unit.layout.parts(self._ranks.rank)
+            parts = unit.layout.parts(self._ranks.shard_rank)
             return sum((receive(shard[a:b], stored[a:b], add=True, threads=places.threads) for a, b in parts), 0.0)
         finally:
             before.release()
@@ -283,7 +290,7 @@ class GradCollector:
 
     def squared_norm(self) -> float:
         """The sum of squares of all stored gradients over all ranks, summed in unit order. Waits for them."""
-        return self._ranks.sum(sum(self._squares[index].result() for index in sorted(self.stored)))
+        return self._ranks.sum_over_shards(sum(self._squares[index].result() for index in sorted(self.stored)))
 
     def hand_over(self) -> list[int]:
         """The units whose gradients are stored, in unit order. Their updates are due: they take no more gradients."""

@@ -82,6 +82,10 @@ class Policy:
     states: Callable[[torch.dtype], StateFormat]
     """What the optimizer keeps of parameters of a dtype."""
     tile_size: int
+    resident: bool = False
+    """Every unit stays in a device buffer."""
+    grads_whole: bool = False
+    """Gradients of all units are summed over micro-batches in device buffers before they are reduced."""
 
 
 @dataclass

@@ -107,7 +107,7 @@ class UnitStates:
             return
         before, after = flat_tensor(layout.shard_numel, layout.dtype), flat_tensor(layout.shard_numel, layout.dtype)
         self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), before.view(torch.uint8)).wait()
-        self.device.copy(after.view(torch.uint8), unit.shard_bytes(self.ranks.rank)).wait()
+        self.device.copy(after.view(torch.uint8), unit.shard_bytes(self.ranks.shard_rank)).wait()
         changed = before.view(torch.int16) != after.view(torch.int16)
         for tile, record, fields in self._tiles(layout):
             part = slice(tile.start, tile.stop)

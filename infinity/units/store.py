@@ -136,7 +136,7 @@ class UnitStore:
             return
         unit.move(Residency.FETCHING)
         extent = self._placement.of(unit.index, State.PARAM)
-        read = self._tier.read(extent, unit.shard_bytes(self._ranks.rank))
+        read = self._tier.read(extent, unit.shard_bytes(self._ranks.shard_rank))
         unit.transfer = self._ranks.all_gather(unit.flat(), read)
 
     def _follow_update(self, unit: Unit) -> None:
@@ -188,7 +188,7 @@ class UnitStore:
         if unit.job is not None:
             job.after = unit.job.done
         unit.job = job
-        job.attach(unit.shard_bytes(self._ranks.rank), arrives)
+        job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
         self.pipeline.submit(job)
 
     def settle(self) -> None:
@@ -253,7 +253,7 @@ class UnitStore:
 
     def _write_back(self, unit: Unit) -> None:
         extent = self._placement.of(unit.index, State.PARAM)
-        self._tier.write(extent, unit.shard_bytes(self._ranks.rank)).wait()
+        self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
 
     def _name_viewer(self, unit: Unit) -> None:
         handling = sys.exc_info()[0] is not None  # then its traceback refers to whatever its frames did

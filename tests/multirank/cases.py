@@ -83,9 +83,9 @@ def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **option
         return {"losses": losses, "norms": norms, "values": values, "held": held, "skipped": skipped}
 
 
-def traffic(rank: int, *, folder: str, prefetch_bytes: Any, accumulation: int = 1) -> list[dict[str, int]]:
+def traffic(rank: int, *, folder: str, accumulation: int = 1, **options: Any) -> list[dict[str, int]]:
     """Step by step: what was gathered and reduced, and what was fetched."""
-    config = engine_config(folder=folder, micro=SAMPLES, prefetch_bytes=prefetch_bytes, accumulation=accumulation)
+    config = engine_config(folder=folder, micro=SAMPLES, accumulation=accumulation, **options)
     with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
         steps = []
         for number in range(4):
@@ -110,13 +110,15 @@ def counted(engine: Engine) -> dict[str, int]:
         "all_gather_bytes": seen.all_gather_bytes,
         "reduce_scatters": seen.reduce_scatters,
         "reduce_scatter_bytes": seen.reduce_scatter_bytes,
+        "all_reduces": seen.all_reduces,
+        "all_reduce_bytes": seen.all_reduce_bytes,
         "fetches": engine.ledger.snapshot().fetches,
     }
 
 
-def extents(rank: int, *, folder: str, param: str, optim: str) -> dict[str, Any]:
+def extents(rank: int, *, folder: str, param: str, optim: str, stage: int = 3) -> dict[str, Any]:
     """What this rank's tiers hold, by (unit, state). Units are large beside what extents are rounded up to."""
-    config = engine_config(param, optim, folder=folder, micro=SAMPLES)
+    config = engine_config(param, optim, folder=folder, micro=SAMPLES, stage=stage)
     with open_engine(seeded(lambda: Stack(width=128, depth=4)), config) as engine:
         placed = engine.parts.placement
         return {
@@ -217,16 +219,16 @@ def unequal_pace(rank: int, *, folder: str, steps: int, **options: Any) -> list[
         return train(engine, token_batches(steps, batch=SAMPLES, seed=rank))
 
 
-def save(rank: int, *, folder: str, directory: str, steps: int) -> dict[str, Any]:
-    config = engine_config(folder=folder, micro=SAMPLES)
+def save(rank: int, *, folder: str, directory: str, steps: int, **options: Any) -> dict[str, Any]:
+    config = engine_config(folder=folder, micro=SAMPLES, **options)
     with open_engine(seeded(Stack), config) as engine:
         train(engine, token_batches(steps, batch=SAMPLES, seed=rank))
         engine.save_checkpoint(Path(directory), "two")
         return states_of(engine)
 
 
-def load(rank: int, *, folder: str, directory: str) -> dict[str, Any]:
-    config = engine_config(folder=folder, micro=SAMPLES)
+def load(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str, Any]:
+    config = engine_config(folder=folder, micro=SAMPLES, **options)
     with open_engine(seeded(Stack, 7), config) as engine:
         engine.load_checkpoint(Path(directory))
         return states_of(engine)

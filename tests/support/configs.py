@@ -23,6 +23,7 @@ def engine_config(
     accumulation: int = 1,
     clip: float = 0.0,
     micro: int = 4,
+    stage: int = 3,
     lr: float = 1e-3,
     weight_decay: float = 0.01,
     eps: float = 1e-8,
@@ -50,7 +51,7 @@ def engine_config(
             "fp16": {"enabled": fp16 is not None, **(fp16 or {})},
             "optimizer": {"type": optimizer, "params": params},
             "zero_optimization": {
-                "stage": 3,
+                "stage": stage,
                 "offload_param": {"device": param, "nvme_path": path},
                 "offload_optimizer": {"device": optim, "nvme_path": path},
             },

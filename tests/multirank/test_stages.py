@@ -1,0 +1,90 @@
+"""The stages of ZeRO: the same training, with more or less of it sharded, and the bytes that each promises to move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multirank import cases
+from multirank.test_ranks import STEPS, assert_bits, mean
+from support.ranks import Group
+
+OPTIM = ["none", "cpu", "nvme"]
+
+
+def matrix() -> Iterator[Any]:
+    """Everything with everything; every pair of values is in the part that is not slow."""
+    for number, case in enumerate(product([0, 1, 2], [False, True], [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)])):
+        stage, bf16, (accumulation, clip) = case
+        for optim in OPTIM:
+            marks = [] if optim == OPTIM[number % 3] else [pytest.mark.slow]
+            yield pytest.param(stage, bf16, accumulation, clip, optim, marks=marks)
+
+
+@pytest.mark.parametrize(("stage", "bf16", "accumulation", "clip", "optim"), matrix())
+def test_two_ranks_train_as_in_stage_3(
+    pair: Group, stage: int, bf16: bool, accumulation: int, clip: float, optim: str, tmp_path: Path
+) -> None:
+    """Bit for bit without accumulation. With it, stages 0 and 1 sum over micro-batches before they sum over ranks."""
+    common: dict[str, Any] = {"folder": str(tmp_path), "bf16": bf16, "accumulation": accumulation, "clip": clip}
+    found = pair.run(cases.training, ranks=2, steps=STEPS, param="none", optim=optim, stage=stage, **common)
+    expected = pair.run(cases.training, ranks=2, steps=STEPS, param="none", optim="none", **common)
+    assert_bits(found[0], found[1])
+    if clip:
+        assert found[0]["norms"] == pytest.approx(expected[0]["norms"], rel=1e-6 if accumulation > 1 else 1e-12)
+    if accumulation == 1 or stage == 2:
+        assert [outcome["losses"] for outcome in found] == [outcome["losses"] for outcome in expected]
+        assert_bits(found[0], expected[0])
+    else:
+        assert mean(found) == pytest.approx(mean(expected), rel=2**-9 if bf16 else 1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_traffic(pair: Group, stage: int, accumulation: int, tmp_path: Path) -> None:
+    """Each unit is reduced once a step where its gradient stays whole, else once a micro-batch, and gathered once."""
+    options: dict[str, Any] = {"param": "none", "optim": "none", "prefetch_bytes": "1GiB"}
+    for steps in pair.run(cases.traffic, folder=str(tmp_path), stage=stage, accumulation=accumulation, **options):
+        whole = steps.pop()
+        times = accumulation if stage >= 2 else 1
+        for step in steps[2:]:
+            assert step["all_reduces"] == (whole["units"] if stage == 0 else 0)
+            assert step["all_reduce_bytes"] == (whole["bytes"] if stage == 0 else 0)
+            assert step["reduce_scatters"] == (0 if stage == 0 else whole["units"] * times)
+            assert step["reduce_scatter_bytes"] == (0 if stage == 0 else whole["bytes"] * times)
+            assert step["all_gathers"] == (0 if stage == 0 else whole["units"])
+            assert step["all_gather_bytes"] == (0 if stage == 0 else whole["bytes"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_rank_holds(pair: Group, stage: int, tmp_path: Path) -> None:
+    """Optimizer states whole in stage 0, halved from stage 1 on; parameters whole below stage 3."""
+    common: dict[str, Any] = {"folder": str(tmp_path), "param": "none", "optim": "cpu"}
+    sharded = pair.run(cases.extents, **common)[0]["extents"]
+    found = pair.run(cases.extents, stage=stage, **common)[0]["extents"]
+    for (unit, state), (tier, nbytes) in found.items():
+        assert tier == sharded[unit, state][0]
+        # Less the padding that two shards have and one has not.
+        whole = 2 * sharded[unit, state][1] if stage == 0 else sharded[unit, state][1]
+        assert whole - 2 * 2048 * 8 <= nbytes <= whole
+
+
+@pytest.mark.parametrize(("stage", "other"), [(0, 3), (2, 0), (3, 1)])
+def test_checkpoints_go_from_stage_to_stage(pair: Group, stage: int, other: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"folder": str(tmp_path), "directory": str(tmp_path / "saved"), "param": "none"}
+    saved = pair.run(cases.save, steps=3, stage=stage, **options)
+    loaded = pair.run(cases.load, stage=other, **options)
+    for one, two in zip(saved, loaded, strict=True):
+        assert_bits({"values": one}, {"values": two})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_overflow_and_recovery(pair: Group, stage: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"folder": str(tmp_path), "stage": stage, "param": "none", "optim": "cpu"}
+    fp16 = pair.run(cases.training, ranks=2, steps=6, fp16={"initial_scale_power": 20}, accumulation=2, **options)
+    assert fp16[0]["skipped"] == fp16[1]["skipped"] > 0
+    assert_bits(fp16[0], fp16[1])
