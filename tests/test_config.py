@@ -183,9 +183,10 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas[1]: must be less than 1, not 1.0"),
         ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas: must be a list of two numbers, not 0.9"),
         ({"optimizer": {"params": {"eps": 0}}}, "optimizer.params.eps: must be more than 0, not 0"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: must be 0, 1, 2 or 3, not 4"),
         (
-            {"zero_optimization": {"stage": 2}},
-            "zero_optimization.stage: must be 3, not 2; stages 0 to 2 are not supported",
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            'offload_param.device is "cpu", but in stage 2 all parameters stay',
         ),
         (
             {"zero_optimization": {"offload_param": {"device": "gpu"}}},

@@ -118,8 +118,9 @@ def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
         if not layout.trainable:
             continue
         states = policy.states(layout.dtype)
-        last = tiles(layout.shard_numel, policy.tile_size, states)[-1]
-        placement.add(layout, State.OPTIM, policy.optim_tier, last.offset + last.nbytes)
+        full, rest = divmod(layout.shard_numel, policy.tile_size)
+        nbytes = full * states.nbytes(policy.tile_size) + states.nbytes(rest)
+        placement.add(layout, State.OPTIM, policy.optim_tier, nbytes)
         placement.granule = math.gcd(placement.granule, states.nbytes(policy.tile_size))
         if policy.grad_tier is not None:
             width = (policy.grad_dtype or layout.dtype).itemsize
