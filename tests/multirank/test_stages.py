@@ -25,7 +25,7 @@ def matrix() -> Iterator[Any]:
             yield pytest.param(stage, bf16, accumulation, clip, optim, marks=marks)
 
 
-@pytest.mark.parametrize(("stage", "bf16", "accumulation", "clip", "optim"), matrix())
+@pytest.mark.parametrize(("stage", "bf16", "accumulation", "clip", "optim"), list(matrix()))
 def test_two_ranks_train_as_in_stage_3(
     pair: Group, stage: int, bf16: bool, accumulation: int, clip: float, optim: str, tmp_path: Path
 ) -> None:
