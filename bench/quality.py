@@ -267,6 +267,11 @@ class Study:
     def of(self, name: str) -> list[Run]:
         return sorted((run for run in self.runs if run["format"] == name), key=lambda run: int(run["seed"]))
 
+    def formats(self) -> list[str]:
+        """Those that were run with all seeds."""
+        seeds = len(self.of("reference"))
+        return [name for name in FORMATS if seeds and len(self.of(name)) == seeds]
+
     def add(self, run: Run) -> None:
         self.runs.append(run)
         self.save()
@@ -333,10 +338,15 @@ def is_identical(study: Study, name: str) -> bool:
 
 def page(study: Study) -> str:
     recipe, head = study.recipe, study.head
-    names = [name for name in FORMATS if study.of(name)]
+    names = study.formats()
     seeds = [run["seed"] for run in study.of("reference")]
     tokens = recipe.batch * recipe.sequence
-    cpu = sum(run["cpu_seconds"] for run in study.runs)
+    cpu = sum(run["cpu_seconds"] for name in names for run in study.of(name))
+    steps_take = " and ".join(
+        f"{seconds_a_step(study, name):.2f} s in {dtype}"
+        for name, dtype in (("reference", "bf16"), ("fp32", "fp32"))
+        if name in names
+    )
     lines = [
         "# Quality of the formats of optimizer states",
         "",
@@ -345,9 +355,9 @@ def page(study: Study) -> str:
         f"GPT-2 of {recipe.shape.num_parameters / 1e6:.2f} M parameters ({recipe.layers} layers, hidden "
         f"{recipe.hidden}, sequence {recipe.sequence}), {recipe.steps} steps of {tokens:,} bytes of {head['text']}. "
         f"AdamW, lr {recipe.lr:g} with warm-up and cosine, betas 0.9 and 0.95, weight decay 0.1, gradient clipping "
-        "1.0; parameters and gradients in bf16, but for the last row. Held-out loss, in nats a byte, over "
-        f"{recipe.held_out_windows * recipe.sequence:,} bytes of files that are not trained on. Same seed, same "
-        "initial weights and batches.",
+        f"1.0; parameters and gradients in bf16{', but for the last row' if 'fp32' in names else ''}. Held-out loss, "
+        f"in nats a byte, over {recipe.held_out_windows * recipe.sequence:,} bytes of files that are not trained on. "
+        "Same seed, same initial weights and batches.",
         "",
         f"| format | state, bytes a parameter | moved a step | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | "
         "difference to the reference | spread between seeds |",
@@ -355,14 +365,14 @@ def page(study: Study) -> str:
         *(row(study, name) for name in names),
         "",
         "State: master or remainder, and moments, beside the parameter itself. Moved: bytes of it read and written a "
-        "step and parameter, measured with the states on NVMe. Difference: of the mean, in brackets the smallest and "
-        "the largest of a seed. Spread: largest less smallest, in % of the mean.",
+        "step and parameter, measured with the states on NVMe. Difference: mean over seeds, in brackets the smallest "
+        "and the largest. Spread: largest less smallest loss, in % of the mean.",
         "",
         *verdicts(study, names),
         "",
-        f"The {len(study.runs)} runs took {cpu / 60:.1f} minutes of CPU time, one thread each: {cpu / 120:.1f} minutes "
-        f"on two cores that do nothing else. A step took {seconds_a_step(study, 'bf16')} of it in bf16 and "
-        f"{seconds_a_step(study, 'fp32')} in fp32, its share of measuring held-out loss included.",
+        f"The {len(names) * len(seeds)} runs took {cpu / 60:.1f} minutes of CPU time, one thread each: {cpu / 120:.1f} minutes "
+        f"on two cores that do nothing else. Of a step, that is {steps_take}, its share of measuring held-out loss "
+        "included.",
         "",
         "![Loss curves](quality.png)",
         "",
@@ -394,9 +404,8 @@ def finals_of(study: Study, name: str) -> list[float]:
     return [run["held_out"][-1][1] for run in study.of(name)]
 
 
-def seconds_a_step(study: Study, name: str) -> str:
-    runs = study.of(name)
-    return f"{statistics.fmean(run['cpu_seconds'] for run in runs) / study.recipe.steps:.2f} s" if runs else "—"
+def seconds_a_step(study: Study, name: str) -> float:
+    return statistics.fmean(run["cpu_seconds"] for run in study.of(name)) / study.recipe.steps
 
 
 def verdicts(study: Study, names: Sequence[str]) -> list[str]:
@@ -409,10 +418,10 @@ def verdicts(study: Study, names: Sequence[str]) -> list[str]:
             "the parameter that the model sees half away from zero, so nothing can differ. Seen: all "
             f"{count:,} training losses, all held-out losses, and master and moments at the end (the bytes of "
             f"checkpoints) are {'equal' if is_identical(study, 'remainder') else '**NOT equal**'}. A master that torch "
-            "casts differs in ties only, which torch rounds to even: 32,640 of the 2^32 bit patterns of fp32, one "
-            "bf16 up instead of down, both equally near. Reconstruction is tested for all 2^32 patterns, and by name "
-            "for zeros, subnormals, ties, the largest finite values, infinities and NaN (which becomes 0x7FC00000): "
-            "`tests/adam/test_remainder.py`."
+            "casts differs in ties only, which torch rounds to even: for 32,640 of the 2^32 bit patterns of fp32 "
+            "ours is the larger in magnitude of two bf16 that are equally near. Reconstruction is tested for all 2^32 "
+            "patterns, and by name for zeros, subnormals, ties, the largest finite values, infinities and NaN (which "
+            "becomes 0x7FC00000): `tests/adam/test_remainder.py`."
         )
     for name, expected in (
         ("bf16", "8 significant bits, rounded stochastically: each moment is right on average, and a step averages "
@@ -457,13 +466,13 @@ def plot(study: Study, path: Path) -> None:
         axes.tick_params(colors=MUTED, length=0, labelsize=8.5)
         axes.grid(color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.set_xlim(0, study.recipe.steps * 1.01)
+        axes.set_xlim(0, study.recipe.steps * 1.02)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    handles, labels = figure.axes[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=3, frameon=False, fontsize=9,
                   labelcolor=INK)  # fmt: skip
-    title = "Formats of optimizer states: the same training, fewer bytes"
+    title = "What the formats of optimizer states cost in quality"
     subtitle = (
         f"GPT-2 of {study.recipe.shape.num_parameters / 1e6:.2f} M parameters, {study.recipe.steps} steps; lines are "
         f"means of {len(study.of('reference'))} seeds, bands go from the lowest to the highest seed"
@@ -474,39 +483,43 @@ def plot(study: Study, path: Path) -> None:
 
 
 def draw_losses(study: Study, axes: Any) -> None:
-    """Training loss as a running mean, held-out loss as dots; the reference broad and pale, since others lie on it."""
+    """Training and held-out loss. Curves that lie on one another show as dashes in turn, dots as rings."""
     axes.set_title("loss, nats a byte", loc="left", fontsize=10.5, weight="bold", color=INK)
-    window = max(15, study.recipe.steps // 25)
-    for name, kind in FORMATS.items():
-        runs = study.of(name)
-        if not runs:
-            continue
+    axes.annotate("dots: held-out text\nlines: training, running mean", (0.985, 0.965), xycoords="axes fraction",
+                  ha="right", va="top", color=MUTED, fontsize=8.5, linespacing=1.5)  # fmt: skip
+    names = study.formats()
+    window, lowest = max(15, study.recipe.steps // 16), float("inf")
+    for place, name in enumerate(names):
+        kind, runs = FORMATS[name], study.of(name)
         means, lows, highs = over_seeds([running_mean(run["losses"], window) for run in runs])
+        lowest = min(lowest, *lows)
         steps = range(1, len(means) + 1)
         if name == "reference":
-            axes.fill_between(steps, lows, highs, color=kind.colour, alpha=0.1, linewidth=0)
-            axes.plot(steps, means, color=kind.colour, linewidth=6, alpha=0.25, label=kind.title)
-        else:
-            axes.plot(steps, means, color=kind.colour, linewidth=1.5, label=kind.title)
+            axes.fill_between(steps, lows, highs, color=kind.colour, alpha=0.12, linewidth=0)
+        dashes = (4 * place, (4, 4 * (len(names) - 1)))
+        axes.plot(steps, means, color=kind.colour, linewidth=2.2, linestyle=dashes, dash_capstyle="butt")
         held_out = over_seeds([[loss for _, loss in run["held_out"]] for run in runs])[0]
         axes.plot([step for step, _ in runs[0]["held_out"]], held_out, color=kind.colour, linestyle="none", marker="o",
-                  markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)  # fmt: skip
+                  markersize=11 - 1.7 * place, markeredgewidth=0, clip_on=False)  # fmt: skip
+    axes.set_ylim(0.97 * lowest, 1.6 * lowest)  # the first steps fall from chance
 
 
 def draw_differences(study: Study, axes: Any) -> None:
     """What each format loses or gains, and what is allowed."""
     axes.set_title("held-out loss, % from the reference", loc="left", fontsize=10.5, weight="bold", color=INK)
     axes.axhspan(-ALLOWED, ALLOWED, color=GRID, alpha=0.45, linewidth=0)
-    for name, kind in FORMATS.items():
-        runs = study.of(name)
-        if not runs:
-            continue
+    axes.annotate(f"asked for: within {ALLOWED:g} % at the end", (study.recipe.steps, -ALLOWED), xytext=(-4, 6),
+                  textcoords="offset points", ha="right", color=MUTED, fontsize=8.5)  # fmt: skip
+    for name in study.formats():
+        kind, runs = FORMATS[name], study.of(name)
         steps = [step for step, _ in runs[0]["held_out"]]
         by_step = [differences(study, name, at) for at in range(len(steps))]
         means, lows, highs = over_seeds(list(zip(*by_step, strict=True)))
         axes.fill_between(steps, lows, highs, color=kind.colour, alpha=0.12, linewidth=0)
-        axes.plot(steps, means, color=kind.colour, linewidth=1.9, marker="o", markersize=4, markeredgecolor="white",
-                  markeredgewidth=0.8)  # fmt: skip
+        axes.plot(steps, means, color=kind.colour, linewidth=4 if name == "reference" else 1.9, marker="o",
+                  markersize=4.5, markeredgecolor="white", markeredgewidth=0.8, label=kind.title)  # fmt: skip
+    furthest = max(abs(limit) for limit in axes.get_ylim())
+    axes.set_ylim(-furthest, furthest)
 
 
 def over_seeds(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
