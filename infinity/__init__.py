@@ -11,19 +11,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinity.access import (
+        GatheredParameters,
+        get_full_fp32_param,
+        get_full_grad,
+        get_full_optimizer_state,
+        set_full_fp32_param,
+        set_full_grad,
+        set_full_optimizer_state,
+    )
     from infinity.config import Config
     from infinity.engine import Engine
     from infinity.entry import initialize
     from infinity.errors import InfinityError
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Engine", "InfinityError", "initialize"]
+__all__ = [
+    "Config",
+    "Engine",
+    "GatheredParameters",
+    "InfinityError",
+    "get_full_fp32_param",
+    "get_full_grad",
+    "get_full_optimizer_state",
+    "initialize",
+    "set_full_fp32_param",
+    "set_full_grad",
+    "set_full_optimizer_state",
+]
 
 _HOMES = {
     "Config": "infinity.config",
     "Engine": "infinity.engine",
+    "GatheredParameters": "infinity.access",
     "InfinityError": "infinity.errors",
+    "get_full_fp32_param": "infinity.access",
+    "get_full_grad": "infinity.access",
+    "get_full_optimizer_state": "infinity.access",
     "initialize": "infinity.entry",
+    "set_full_fp32_param": "infinity.access",
+    "set_full_grad": "infinity.access",
+    "set_full_optimizer_state": "infinity.access",
 }
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from infinity import access
 from infinity.assembly import Parts, assemble
+from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.collectives import Ranks
 from infinity.comm.stage import Sharding
 from infinity.config import Config
@@ -86,6 +88,7 @@ class Engine:
         collector.on_arrival = self._hooks.enter_backward
         self._watches = collector.watch()
         self._closed = False
+        access.opened(self)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.rank == 0 else 0)
         self._loss = torch.tensor(math.nan)
         show_by_default()
@@ -372,6 +375,26 @@ class Engine:
         self.settle()
         return load(self, Path(directory), tag)
 
+    def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, value in host memory) of every parameter and persistent buffer, named as in the model's
+        `state_dict()`, a unit at a time: whole on every rank, in the dtype that the model computes in.
+        """
+        self.settle()
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for unit in self.units:
+            flat = self.parts.states.read_param(unit.layout)
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                value = flat[slot.offset : slot.stop].view(slot.shape).clone()
+                yield from ((name, value) for name in names.get(id(parameter), [slot.name]))
+        for name, buffer in persistent_buffers(self.module).items():
+            yield name, buffer.detach().cpu().clone()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All of `stream_state_dict()`: the whole model in host memory, which a model of this size may not fit."""
+        return dict(self.stream_state_dict())
+
     def drop_gradients(self) -> None:
         """Forget what backward has collected since the last step."""
         self.parts.collector.discard()
@@ -397,6 +420,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        access.closed(self)
         self._hooks.remove()
         for handle in self._watches:
             handle.remove()

@@ -139,15 +139,15 @@ class Ranks:
         if there is not flat:
             flat.copy_(there)
 
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Make `flat` (host memory) that of the first rank."""
+    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
+        """Make `flat` (on the host or the device) that of rank `source`."""
         if not self.alone:
-            self._thread.submit(self._broadcast, flat).result()
+            self._thread.submit(self._broadcast, flat, source).result()
 
-    def _broadcast(self, flat: torch.Tensor) -> None:
-        there = flat.to(self._device.torch_device)
-        dist.broadcast(there, src=0, group=self._group)
-        if there is not flat:
+    def _broadcast(self, flat: torch.Tensor, source: int) -> None:
+        there = _apart(flat).to(self._device.torch_device)
+        dist.broadcast(there, group_src=source, group=self._group)
+        if there.data_ptr() != flat.data_ptr():
             flat.copy_(there)
 
     def sum(self, value: float) -> float:

@@ -35,6 +35,7 @@ __all__ = [
     "Range",
     "StateFormat",
     "StateKind",
+    "convert_moment",
     "convert_moments",
     "moment_kinds",
     "moments_in",
@@ -139,23 +140,38 @@ def moments_in(rule: Rule, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
 def convert_moments(
     rule: Rule, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, key: int, first: int
 ) -> None:
-    """Fill the moments of `target` with those of `source`, states of n elements by name, kept in any formats.
+    """Fill the moments of `target` with those of `source`, states of n elements by name, kept in any formats."""
+    for name in MOMENT_NAMES[rule]:
+        convert_moment(rule, name, source, target, key=key, first=first)
+
+
+def convert_moment(
+    rule: Rule,
+    name: str,
+    source: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+    *,
+    key: int,
+    first: int,
+) -> None:
+    """Fill one moment of `target` with that of `source`, which may be without the others.
 
     Exact where the target's format can hold the value, else rounded as an update rounds; see `_adam.update` for key and
     first. Host memory; takes a few million elements at a time, so that little besides the two is needed.
     """
-    given, given_scales = moments_in(rule, source)
-    wanted, wanted_scales = moments_in(rule, target)
-    for k, (name, values, into) in enumerate(zip(MOMENT_NAMES[rule], given, wanted, strict=True)):
-        kind = next(kind for kind, dtype in FORMATS.items() if dtype == into.dtype)
-        flat, goal = values.reshape(-1), into.view(-1)
-        for start in range(0, flat.numel(), _CONVERTED_AT_ONCE):
-            part = slice(start, start + _CONVERTED_AT_ONCE)
-            blocks = slice(start // BLOCK, -(-min(part.stop, flat.numel()) // BLOCK))
-            scale = given_scales[k][blocks] if given_scales else None
-            root = name in ROOTS
-            fp32 = moment_to_fp32(flat[part], scale, root=root)
-            stored, scales = moment_from_fp32(fp32, kind, root=root, key=key, first=first + start, moment=k)
-            goal[part] = stored
-            if scales is not None:
-                wanted_scales[k][blocks] = scales
+    values, scales = source.get(name), None
+    if values is None:
+        values, scales = source[f"{name}_8bit"], source[f"{name}_scale"]
+    eight = f"{name}_8bit" in target
+    into = target[f"{name}_8bit" if eight else name]
+    kind = next(kind for kind, dtype in FORMATS.items() if dtype == into.dtype)
+    root, moment = name in ROOTS, MOMENT_NAMES[rule].index(name)
+    flat, goal = values.reshape(-1), into.view(-1)
+    for start in range(0, flat.numel(), _CONVERTED_AT_ONCE):
+        part = slice(start, start + _CONVERTED_AT_ONCE)
+        blocks = slice(start // BLOCK, -(-min(part.stop, flat.numel()) // BLOCK))
+        fp32 = moment_to_fp32(flat[part], None if scales is None else scales[blocks], root=root)
+        stored, scale = moment_from_fp32(fp32, kind, root=root, key=key, first=first + start, moment=moment)
+        goal[part] = stored
+        if scale is not None:
+            target[f"{name}_scale"][blocks] = scale

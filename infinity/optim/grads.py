@@ -23,6 +23,7 @@ from infinity.optim.kernels import receive, squared_norm
 from infinity.optim.update import Gradient
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.memory import host_tensor
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
@@ -279,6 +280,31 @@ class GradCollector:
             if not squares.done():
                 squares.set_exception(error)
             raise
+
+    # -- access ------------------------------------------------------------------------------------------------------
+
+    def is_collecting(self, unit: Unit) -> bool:
+        """Whether gradients of the unit are on the way to being summed."""
+        return unit.index in self._open
+
+    def read_stored(self, unit: Unit) -> torch.Tensor:
+        """The stored gradient of a unit, summed over ranks, whole on every rank: (numel,) in host memory."""
+        self.settle()
+        places = self._places
+        flat = host_tensor(unit.layout.numel * places.dtype_of(unit).itemsize)
+        places.tier.read(places.placement.of(unit.index, State.GRAD), self._ranks.shard(flat)).wait()
+        self._ranks.complete(flat)
+        return flat.view(places.dtype_of(unit))
+
+    def write_stored(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Replace it. `flat`: as `read_stored` gave it."""
+        shard = self._ranks.shard(flat)
+        aligned = host_tensor(shard.numel() * shard.element_size())
+        aligned.copy_(shard.view(torch.uint8))
+        self._places.tier.write(self._places.placement.of(unit.index, State.GRAD), aligned).wait()
+        squares: Future[float] = Future()
+        squares.set_result(squared_norm(shard, unit.layout.parts(self._ranks.shard_rank)))
+        self._squares[unit.index] = squares
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

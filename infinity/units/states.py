@@ -74,9 +74,8 @@ class UnitStates:
 
     def read(self, layout: UnitLayout) -> Flats:
         """The unit's states, complete on every rank. Every rank calls it."""
-        param = flat_tensor(layout.numel, layout.dtype)
+        param = self._read_shard(layout)
         shard = self.ranks.shard(param)
-        self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), shard.view(torch.uint8)).wait()
         flats = {"param": param}
         if layout.trainable:
             flats = self._read_optimizer(layout)
@@ -89,6 +88,19 @@ class UnitStates:
         for flat in flats.values():
             self.ranks.complete(flat.view(torch.uint8))  # as bytes: not every backend knows every dtype
         return flats
+
+    def read_param(self, layout: UnitLayout) -> torch.Tensor:
+        """The unit's parameters (numel,) in its dtype, complete on every rank."""
+        flat = self._read_shard(layout)
+        self.ranks.complete(flat.view(torch.uint8))
+        return flat
+
+    def _read_shard(self, layout: UnitLayout) -> torch.Tensor:
+        """(numel,) with this rank's shard of the parameters in its place."""
+        flat = flat_tensor(layout.numel, layout.dtype)
+        shard = self.ranks.shard(flat).view(torch.uint8)
+        self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), shard).wait()
+        return flat
 
     def kinds(self, layout: UnitLayout) -> tuple[StateKind, ...]:
         """What `write` takes and `read` gives of a unit."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import infinity
 from infinity.engine import Engine
 from infinity.errors import NonFiniteError, UsageError
 from infinity.tiers.device import CpuDevice, Device
@@ -232,6 +233,28 @@ def load(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str,
     with open_engine(seeded(Stack, 7), config) as engine:
         engine.load_checkpoint(Path(directory))
         return states_of(engine)
+
+
+def accessed(rank: int, *, folder: str, stage: int) -> dict[str, Any]:
+    """Rank 1 changes a parameter; every rank reads it, its gradient and a moment, and sets them."""
+    config = engine_config("none", "cpu", folder=folder, micro=SAMPLES, stage=stage, bf16=True, update="next_forward")
+    with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
+        train(engine, token_batches(2, batch=SAMPLES, seed=rank))
+        weight = engine.module.blocks[1].up.weight
+        with infinity.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+            if rank == 1:
+                weight.fill_(0.125)
+        found = {"param": infinity.get_full_fp32_param(weight)}
+        engine.backward(engine(*token_batches(1, batch=SAMPLES, seed=rank)[0]))
+        gradient = infinity.get_full_grad(weight)
+        assert gradient is not None
+        found["grad"] = gradient
+        infinity.set_full_grad(weight, torch.ones_like(gradient))
+        infinity.set_full_optimizer_state(weight, "exp_avg", torch.zeros_like(gradient))
+        engine.step()
+        found["exp_avg"] = infinity.get_full_optimizer_state(weight, "exp_avg")
+        found |= {f"after/{name}": value for name, value in engine.state_dict().items()}
+        return {"values": found}
 
 
 def refused(rank: int, *, folder: str) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from multirank import cases
 from multirank.test_ranks import STEPS, assert_bits, mean
@@ -88,3 +89,14 @@ def test_overflow_and_recovery(pair: Group, stage: int, tmp_path: Path) -> None:
     fp16 = pair.run(cases.training, ranks=2, steps=6, fp16={"initial_scale_power": 20}, accumulation=2, **options)
     assert fp16[0]["skipped"] == fp16[1]["skipped"] > 0
     assert_bits(fp16[0], fp16[1])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_see_the_same_and_change_it_together(pair: Group, stage: int, tmp_path: Path) -> None:
+    one, other = pair.run(cases.accessed, folder=str(tmp_path), stage=stage)
+    assert_bits(one, other)
+    values = one["values"]
+    # A 16-bit value that was 0.125 before is not seen to change, and its master stays what it was.
+    assert values["param"].to(torch.bfloat16).eq(0.125).all() and values["param"].eq(0.125).float().mean() > 0.99
+    assert torch.allclose(values["exp_avg"], torch.tensor(0.1), rtol=1e-6)
+    assert values["grad"].any() and not values["grad"].isnan().any()
