@@ -370,9 +370,9 @@ def page(study: Study) -> str:
         "",
         *verdicts(study, names),
         "",
-        f"The {len(names) * len(seeds)} runs took {cpu / 60:.1f} minutes of CPU time, one thread each: {cpu / 120:.1f} minutes "
-        f"on two cores that do nothing else. Of a step, that is {steps_take}, its share of measuring held-out loss "
-        "included.",
+        f"The {len(names) * len(seeds)} runs took {cpu / 60:.1f} minutes of CPU time, one thread each, so about "
+        f"{cpu / 120:.0f} minutes on two cores that do nothing else. For a step, that is {steps_take}, its share of "
+        "measuring held-out loss included.",
         "",
         "![Loss curves](quality.png)",
         "",
