@@ -93,7 +93,12 @@ def test_report_says_why_io_uring_is_not_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_command_names_what_it_is_called_elsewhere() -> None:
-    for command, name in (("report", "ds_report"), ("aio-bench", "ds_io"), ("tune", "ds_nvme_tune")):
+    for command, name in (
+        ("report", "ds_report"),
+        ("aio-bench", "ds_io"),
+        ("tune", "ds_nvme_tune"),
+        ("export", "zero_to_fp32"),
+    ):
         assert name in run(command, "--help").output
 
 

@@ -20,9 +20,9 @@ from infinity.checkpoint.format import (
     key,
     persistent_buffers,
     read_index,
-    shape_of,
     view,
 )
+from infinity.checkpoint.verify import check_files
 from infinity.errors import CheckpointError
 from infinity.optim.formats import convert_moments
 from infinity.optim.moments import rounding_key
@@ -43,7 +43,7 @@ def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[s
     index = read_index(folder)
     _check_parameters(engine.units, index, folder)
     _check_optimizer(engine, index, folder)
-    _check_files(index, folder)
+    check_files(index, folder)
     buffers = _read_buffers(engine, folder)
     client_state = _client_state(folder)
     engine.drop_gradients()
@@ -97,32 +97,6 @@ def _read_buffers(engine: Engine, folder: Path) -> list[tuple[torch.Tensor, torc
     if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
         raise CheckpointError(f"{folder} is a checkpoint of another model: its buffers have other names or shapes")
     return [(mine[name], value) for name, value in saved.items()]
-
-
-def _check_files(index: Index, folder: Path) -> None:
-    for file, nbytes in index.file_bytes.items():
-        path = folder / file
-        found = path.stat().st_size if path.exists() else None
-        if found != nbytes:
-            state = "is missing" if found is None else f"has {found:,} bytes instead of {nbytes:,}"
-            raise CheckpointError(f"{path} {state}: the checkpoint is damaged, use another one")
-    by_file: dict[str, list[str]] = {}
-    for name, entry in index.parameters.items():
-        by_file.setdefault(entry.file, []).append(name)
-    for file, names in by_file.items():
-        try:
-            with safe_open(folder / file, framework="pt") as tensors:
-                for name in names:
-                    for kind in index.kinds(name):
-                        shape = tuple(tensors.get_slice(key(kind.name, name)).get_shape())
-                        if shape != shape_of(kind, index.parameters[name].shape):
-                            raise CheckpointError(
-                                f"{folder / file}: {kind.name} of {name} has shape {list(shape)}: the file is damaged"
-                            )
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder / file} cannot be read ({error}): the checkpoint is damaged, use another one"
-            ) from None
 
 
 def _client_state(folder: Path) -> dict[str, Any]:

@@ -124,5 +124,27 @@ def tune(
     run(path, out, plot, seconds, size, engine, as_json)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder that checkpoints were saved to, or one of them.")],
+    out: Annotated[Path, typer.Argument(help="The new folder to write.")],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint; by default the last one saved.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32; by default what each parameter computes in.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file; a larger tensor has a file of its own.")] = "5GB",
+    config_from: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder to copy config.json, tokenizer and the like from.")
+    ] = None,
+) -> None:
+    """Write a checkpoint as safetensors that Hugging Face's from_pretrained reads (elsewhere: zero_to_fp32).
+
+    Memory holds a part of one parameter, however large the model. OUT appears whole or not at all.
+    """
+    from infinity.cli.export import run
+
+    run(checkpoint, out, tag, dtype, max_shard_size, config_from)
+
+
 if __name__ == "__main__":
     app()

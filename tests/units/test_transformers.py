@@ -13,38 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support.configs import engine_config
+from support.hugging_face import BATCHES, LENGTH, VOCABULARY, gpt2, llama, loss_of, transformers
 from support.lifetime import Residents, assert_nothing_leaked, pool_buffers
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, plain_bf16, train
 from support.models import seeded
 
-transformers = pytest.importorskip("transformers")
-
-VOCABULARY, LENGTH, STEPS = 67, 12, 5
-GENERATOR = torch.Generator().manual_seed(5)
-BATCHES = [(torch.randint(3, VOCABULARY, (2, LENGTH), generator=GENERATOR),) for _ in range(STEPS)]
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=4,
-        n_head=2,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
-    return transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
-
-
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
 def deberta_v2() -> nn.Module:
@@ -85,11 +59,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "albert": (albert, 4),
 }
 """name → constructor and the least number of units (ALBERT has two layers that are shared by all)."""
-
-
-def loss_of(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=batch[0], labels=batch[0]).loss
-    return loss
 
 
 def checkpointed(forward: Callable[..., Any], reentrant: bool) -> Callable[..., Any]:

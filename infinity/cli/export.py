@@ -1,0 +1,26 @@
+"""`infinity export`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infinity.cli.console import USAGE, check_one_of, fail, one_line_errors, printable, progress, say, size_of
+
+
+def run(
+    checkpoint: Path, out: Path, tag: str | None, dtype: str | None, max_shard_size: str, config_from: Path | None
+) -> None:
+    """The command, as its help describes it."""
+    limit = size_of("--max-shard-size", max_shard_size)
+    if limit == 0:
+        fail("--max-shard-size must be more than 0 bytes", USAGE)
+    with one_line_errors():
+        from infinity.checkpoint.export import DTYPES, export
+
+        if dtype is not None:
+            check_one_of("--dtype", dtype, list(DTYPES))
+        with progress(shown=True) as step:
+            export(checkpoint, out, tag=tag, dtype=dtype, max_shard_size=limit, config_from=config_from, step=step)
+        files = sorted(out.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        say(f"{printable(out)}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e9:.2f} GB")
