@@ -243,6 +243,7 @@ def assemble(
     """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
     found, layouts = lay_out(model, config, groups, ranks.shards)
     check_values(model)
+    ranks.unit_names = [layout.name for layout in layouts]
     rules = policy(config, accumulation, ranks)
     if rules.optim_tier == "device" and device.torch_device.type == "cuda":
         check_on_device(config.optimizer.rule, config.infinity.moments)

@@ -19,7 +19,7 @@ from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.collectives import Ranks
 from infinity.comm.stage import Sharding
 from infinity.config import Config
-from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from infinity.errors import LifetimeError, NonFiniteError, RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
@@ -304,8 +304,8 @@ class Engine:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except (LifetimeError, NonFiniteError, OSError, ForcedInterrupt) as error:
-            if self.parts.collector.spent or isinstance(error, (OSError, ForcedInterrupt)):
+        except (LifetimeError, NonFiniteError, OSError, ForcedInterrupt, RanksError) as error:
+            if self.parts.collector.spent or isinstance(error, (OSError, ForcedInterrupt, RanksError)):
                 self._broken = str(error)
             raise
 

@@ -105,5 +105,9 @@ class CheckpointError(InfinityError):
     """A checkpoint is missing, incomplete, damaged, or of another model."""
 
 
+class RanksError(InfinityError):
+    """Ranks are about to do different things where all have to do the same; raised on all of them, before they do."""
+
+
 class UsageError(InfinityError):
     """Calls in an order that has no meaning: `step()` without `backward()`, any call of the engine after `close()`."""

@@ -1,24 +1,39 @@
 """Collectives over the ranks of one engine.
 
 Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own:
-whatever path the data takes and however late a read arrives, all ranks issue the same collectives in the same order.
+however late a read arrives, all ranks issue the same collectives in the same order. That the model takes the same path
+on all of them is checked before each: two ranks that gather different units would else wait for ever, or exchange
+bytes that do not belong together.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from infinity.errors import RanksError
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer, run_on
 
 # torch 2.13 renames it; earlier versions have the old name only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_DOINGS = (
+    "gathers",
+    "reduces the gradient of",
+    "gathers a state",
+    "broadcasts",
+    "sums numbers",
+    "waits for all",
+)
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -43,8 +58,11 @@ class Ranks:
         self._device = device
         self._sharded = sharded
         self.traffic = Traffic()
+        self.unit_names: Sequence[str] = ()
+        """Names for messages, by the index of a unit."""
         self.rank, self.size = 0, 1
         self.backend = ""
+        self._disagreement = ""
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.backend = str(dist.get_backend())
@@ -53,6 +71,7 @@ class Ranks:
             if self.backend == "gloo":
                 # A rank that cannot make its engine leaves at once, while others are still connecting to it.
                 dist.barrier(self._group)
+            self._words = self._group if self.backend == "gloo" else dist.new_group(backend="gloo")
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm")
 
     @property
@@ -70,31 +89,67 @@ class Ranks:
         """Which of them is this rank's."""
         return self.rank if self._sharded else 0
 
-    def all_gather(self, flat: torch.Tensor, after: Transfer) -> Transfer:
-        """Complete `flat` (numel,), whose own shard is valid once `after` is done, with the shards of the other
-        ranks.
+    def all_gather(self, flat: torch.Tensor, after: Transfer, unit: int) -> Transfer:
+        """Complete `flat` (numel,) of a unit, whose own shard is valid once `after` is done, with the shards of the
+        other ranks.
         """
         if self.alone or not self._sharded:
             return after
         self.traffic.all_gathers += 1
         self.traffic.all_gather_bytes += flat.numel() * flat.element_size()
-        return self._submit(self._all_gather, flat, after)
+        return self._submit("gathers", unit, self._all_gather, flat, after)
 
-    def reduce(self, flat: torch.Tensor, after: Transfer) -> Transfer:
-        """Sum `flat` (numel,) over ranks; this rank's shard of it holds the sum once the transfer is done."""
+    def reduce(self, flat: torch.Tensor, after: Transfer, unit: int) -> Transfer:
+        """Sum `flat` (numel,), a unit's gradient, over ranks; this rank's shard of it holds the sum once the transfer is
+        done.
+        """
         if self.alone:
             return after
         if not self._sharded:
             self.traffic.all_reduces += 1
             self.traffic.all_reduce_bytes += flat.numel() * flat.element_size()
-            return self._submit(self._all_reduce, flat, after)
+            return self._submit("reduces the gradient of", unit, self._all_reduce, flat, after)
         self.traffic.reduce_scatters += 1
         self.traffic.reduce_scatter_bytes += flat.numel() * flat.element_size()
-        return self._submit(self._reduce_scatter, flat, after)
+        return self._submit("reduces the gradient of", unit, self._reduce_scatter, flat, after)
 
-    def _submit(self, collective: Callable[..., None], flat: torch.Tensor, after: Transfer) -> Transfer:
+    def _submit(
+        self, does: str, unit: int, collective: Callable[..., None], flat: torch.Tensor, after: Transfer
+    ) -> Transfer:
         reached = self._device.compute_reached()
-        return run_on(self._thread, collective, flat, after, reached)
+        return run_on(self._thread, self._agreed, does, unit, collective, flat, after, reached)
+
+    def _agreed(self, does: str, unit: int, collective: Callable[..., _Result], *arguments: Any) -> _Result:
+        """`collective(*arguments)`, once all ranks are about to do this with this unit (-1: with none).
+
+        Raises RanksError on all of them if they are not, now and from then on.
+        """
+        if not self._disagreement:
+            mine = torch.tensor([_DOINGS.index(does), unit])
+            found = torch.empty(2 * self.size, dtype=torch.int64)
+            dist.all_gather_into_tensor(found, mine, group=self._words)
+            doings = [(int(kind), int(index)) for kind, index in found.view(self.size, 2)]
+            if len(set(doings)) == 1:
+                return collective(*arguments)
+            self._disagreement = self._describe(doings)
+        raise RanksError(self._disagreement)
+
+    def _describe(self, doings: list[tuple[int, int]]) -> str:
+        by_doing: dict[tuple[int, int], list[int]] = {}
+        for rank, doing in enumerate(doings):
+            by_doing.setdefault(doing, []).append(rank)
+        parts = []
+        for (kind, unit), ranks in by_doing.items():
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self.unit_names[unit]}" if unit >= 0 else ""))
+        return (
+            f"the ranks do different things: {'; '.join(parts)}. Every rank has to use the same units in the same "
+            "order: let no rank's data decide which blocks run, or run the others too, on nothing"
+        )
+
+    def _together(self, does: str, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        """`work(*arguments)` on the thread of all collectives, once all ranks are about to do it."""
+        return self._thread.submit(self._agreed, does, -1, work, *arguments).result()
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard (numel / shards,) of a flat tensor."""
@@ -131,7 +186,7 @@ class Ranks:
     def complete(self, flat: torch.Tensor) -> None:
         """Fill `flat` (numel,), host memory whose own shard is valid, with the shards of all ranks."""
         if not self.alone and self._sharded:
-            self._thread.submit(self._complete, flat).result()
+            self._together("gathers a state", self._complete, flat)
 
     def _complete(self, flat: torch.Tensor) -> None:
         there = flat.to(self._device.torch_device)
@@ -142,7 +197,7 @@ class Ranks:
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Make `flat` (on the host or the device) that of rank `source`."""
         if not self.alone:
-            self._thread.submit(self._broadcast, flat, source).result()
+            self._together("broadcasts", self._broadcast, flat, source)
 
     def _broadcast(self, flat: torch.Tensor, source: int) -> None:
         there = _apart(flat).to(self._device.torch_device)
@@ -158,7 +213,7 @@ class Ranks:
         """The sum of each number, in one exchange."""
         if self.alone:
             return values
-        return self._thread.submit(self._sum, values).result()
+        return self._together("sums numbers", self._sum, values)
 
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
         mine = torch.tensor(values, dtype=torch.float64, device=self._device.torch_device)
@@ -172,13 +227,14 @@ class Ranks:
 
     def barrier(self) -> None:
         if not self.alone:
-            self._thread.submit(dist.barrier, group=self._group).result()
+            self._together("waits for all", dist.barrier, self._group)
 
     def close(self) -> None:
         if not self.alone:
             self._thread.shutdown()
             if dist.is_initialized():
-                dist.destroy_process_group(self._group)
+                for group in {self._group, self._words}:
+                    dist.destroy_process_group(group)
 
 
 def _apart(flat: torch.Tensor) -> torch.Tensor:

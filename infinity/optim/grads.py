@@ -207,7 +207,7 @@ class GradCollector:
             if slot not in collecting.squares:
                 flat[place.offset : place.stop].zero_()
         self.slots.setdefault(unit.index, set()).update(collecting.squares)
-        reduced = self._ranks.reduce(flat, DONE)
+        reduced = self._ranks.reduce(flat, DONE, unit.index)
         reached = self._places.device.compute_reached()
         add = unit.index in self.stored
         live = complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit)

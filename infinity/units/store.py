@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from infinity.comm.collectives import Ranks
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, RanksError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.optim.update import UpdateJob, UpdatePipeline
 from infinity.schedule.trace import Tracer
@@ -49,7 +49,7 @@ class UnitStore:
         """Units whose buffer was released while somebody had a view of it."""
         self.lingered: set[int] = set()
         """Units that were released while somebody was using a parameter it was lent."""
-        self.failure: OSError | ForcedInterrupt | None = None
+        self.failure: OSError | ForcedInterrupt | RanksError | None = None
         """A transfer that failed: what it should have moved is not where it should be, and nothing may build on it."""
         self.pipeline: UpdatePipeline | None = None
         self.adopt: Callable[[Unit], None] = lambda unit: None
@@ -97,7 +97,7 @@ class UnitStore:
         try:
             with uninterrupted():
                 yield
-        except (OSError, ForcedInterrupt) as error:
+        except (OSError, ForcedInterrupt, RanksError) as error:
             self.failure = error
             raise
 
@@ -137,13 +137,13 @@ class UnitStore:
         unit.move(Residency.FETCHING)
         extent = self._placement.of(unit.index, State.PARAM)
         read = self._tier.read(extent, unit.shard_bytes(self._ranks.shard_rank))
-        unit.transfer = self._ranks.all_gather(unit.flat(), read)
+        unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
 
     def _follow_update(self, unit: Unit) -> None:
         """UPDATING → FETCHING: what the update leaves in the buffer is the unit, once the other shards are gathered."""
         assert unit.job is not None
         unit.move(Residency.FETCHING)
-        unit.transfer = self._ranks.all_gather(unit.flat(), unit.job.computed)
+        unit.transfer = self._ranks.all_gather(unit.flat(), unit.job.computed, unit.index)
 
     def prefetch(self) -> None:
         """Start to fetch the units that the trace says come next, as far as `prefetch_bytes` and the pool reach."""

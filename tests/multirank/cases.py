@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import NonFiniteError, UsageError
+from infinity.errors import NonFiniteError, RanksError, UsageError
 from infinity.tiers.device import CpuDevice, Device
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -156,6 +156,25 @@ def branching(rank: int, *, ranks: int, folder: str, update: str, late: bool = F
             mine = [part(batch, rank)] if ranks > 1 else [part(batch, 0), part(batch, 1)]
             losses.append(sum(train(engine, [(*piece, path) for piece in mine])) / len(mine))
         return {"losses": losses, "values": parameters_of(engine) | states_of(engine)}
+
+
+def apart(rank: int, *, folder: str, stage: int, paths: list[list[int]], clip: float) -> dict[str, Any]:
+    """Ranks take the same path for two steps, and then each its own of `paths`."""
+    config = engine_config("none", "none", folder=folder, micro=SAMPLES, stage=stage, prefetch_bytes=0, clip=clip)
+    began = time.perf_counter()
+    outcome: dict[str, Any] = {"raised": "", "stopped": ""}
+    with open_engine(seeded(Branching), config) as engine:
+        batch = token_batches(1, batch=SAMPLES, seed=rank)[0]
+        train(engine, [(*batch, [0, 1, 2, 3, 4])] * 2)
+        try:
+            train(engine, [(*batch, paths[rank])] * 2)
+        except RanksError as error:
+            outcome["raised"] = str(error)
+        try:
+            engine(*batch, [0])
+        except UsageError as error:
+            outcome["stopped"] = str(error)
+    return outcome | {"seconds": time.perf_counter() - began}
 
 
 def bad_loss(rank: int, *, folder: str, where: int) -> dict[str, Any]:

@@ -60,6 +60,24 @@ def test_a_bad_gradient_during_backward_is_raised_on_all(pair: Group, tmp_path: 
         assert outcome["stopped"]
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "paths", [[[0, 1, 2, 3, 4], [0, 1, 3, 2, 4]], [[0, 1, 2], [0, 1]], [[0], [4]]], ids=["order", "fewer", "other"]
+)
+def test_ranks_that_go_apart_are_told(
+    pair: Group, paths: list[list[int]], stage: int, clip: float, tmp_path: Path
+) -> None:
+    """Both, at once, with the units; and neither hangs, exchanges what does not belong together, or goes on."""
+    one, other = pair.run(cases.apart, folder=str(tmp_path), stage=stage, paths=paths, clip=clip)
+    assert one["raised"] == other["raised"]
+    assert one["raised"].startswith("the ranks do different things: rank 0 ") and "; rank 1 " in one["raised"]
+    assert "unit body.blocks." in one["raised"]
+    for outcome in (one, other):
+        assert outcome["stopped"].startswith("the engine stopped (the ranks do different things")
+        assert outcome["seconds"] < 30
+
+
 def test_an_engine_that_cannot_be_made(pair: Group, tmp_path: Path) -> None:
     """The same error on all ranks, and the next engine works."""
     for errors in pair.run(cases.refused, folder=str(tmp_path)):
