@@ -243,7 +243,7 @@ def assemble(
     """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
     found, layouts = lay_out(model, config, groups, ranks.shards)
     check_values(model)
-    ranks.unit_names = [layout.name for layout in layouts]
+    ranks.units = layouts
     rules = policy(config, accumulation, ranks)
     if rules.optim_tier == "device" and device.torch_device.type == "cuda":
         check_on_device(config.optimizer.rule, config.infinity.moments)
@@ -321,6 +321,7 @@ class _Assembly:
         )
         store.pipeline = pipeline
         store.adopt = self.states.adopt
+        store.on_move = collector.moved_on
         unit_of = {id(p): unit for unit in units for p in unit.parameters}
         index_of = {key: unit.index for key, unit in unit_of.items()}
         hooked = modules_to_hook(self.model, index_of, [unit.root for unit in self.found])

@@ -210,11 +210,11 @@ class Engine:
             logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
     def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
-        slots = self.parts.collector.slots[unit.index]
-        rank = self.parts.ranks.shard_rank
+        collector, rank = self.parts.collector, self.parts.ranks.shard_rank
+        slots = collector.slots
         return UpdateJob(
             unit.layout,
-            unit.layout.runs(rank, unit.advance(slots)),
+            lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
             self.optimizer.hypers(),
             scale,
             unit.layout.first + unit.layout.shard_range(rank)[0],

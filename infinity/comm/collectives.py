@@ -20,6 +20,7 @@ import torch.distributed as dist
 from infinity.errors import RanksError
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer, run_on
+from infinity.units.layout import UnitLayout
 
 # torch 2.13 renames it; earlier versions have the old name only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,6 +35,9 @@ _DOINGS = (
     "waits for all",
 )
 _Result = TypeVar("_Result")
+_What = tuple[int, set[int]]
+"""A unit (-1: none), and which of its slots have a gradient."""
+_FLAGS = 62  # in one of the words that ranks exchange, an int64
 
 
 @dataclass
@@ -58,8 +62,8 @@ class Ranks:
         self._device = device
         self._sharded = sharded
         self.traffic = Traffic()
-        self.unit_names: Sequence[str] = ()
-        """Names for messages, by the index of a unit."""
+        self.units: Sequence[UnitLayout] = ()
+        """What is exchanged, by the index of a unit; the same on all ranks."""
         self.rank, self.size = 0, 1
         self.backend = ""
         self._disagreement = ""
@@ -97,39 +101,47 @@ class Ranks:
             return after
         self.traffic.all_gathers += 1
         self.traffic.all_gather_bytes += flat.numel() * flat.element_size()
-        return self._submit("gathers", unit, self._all_gather, flat, after)
+        reached = self._device.compute_reached()
+        return run_on(self._thread, self._agreed, "gathers", (unit, set()), self._all_gather, flat, after, reached)
 
-    def reduce(self, flat: torch.Tensor, after: Transfer, unit: int) -> Transfer:
-        """Sum `flat` (numel,), a unit's gradient, over ranks; this rank's shard of it holds the sum once the transfer is
-        done.
+    def reduce(self, flat: torch.Tensor, after: Transfer, layout: UnitLayout, present: set[int]) -> Transfer:
+        """Sum `flat` (numel,), a unit's gradient, over ranks; this rank's shard holds the sum once it is done.
+
+        present: the slots that have a gradient here. By then, those of the other ranks have been added to it.
         """
         if self.alone:
             return after
-        if not self._sharded:
+        collective = self._reduce_scatter
+        if self._sharded:
+            self.traffic.reduce_scatters += 1
+            self.traffic.reduce_scatter_bytes += flat.numel() * flat.element_size()
+        else:
+            collective = self._all_reduce
             self.traffic.all_reduces += 1
             self.traffic.all_reduce_bytes += flat.numel() * flat.element_size()
-            return self._submit("reduces the gradient of", unit, self._all_reduce, flat, after)
-        self.traffic.reduce_scatters += 1
-        self.traffic.reduce_scatter_bytes += flat.numel() * flat.element_size()
-        return self._submit("reduces the gradient of", unit, self._reduce_scatter, flat, after)
-
-    def _submit(
-        self, does: str, unit: int, collective: Callable[..., None], flat: torch.Tensor, after: Transfer
-    ) -> Transfer:
         reached = self._device.compute_reached()
-        return run_on(self._thread, self._agreed, does, unit, collective, flat, after, reached)
+        what = (layout.index, present)
+        return run_on(self._thread, self._agreed, "reduces the gradient of", what, collective, flat, after, reached)
 
-    def _agreed(self, does: str, unit: int, collective: Callable[..., _Result], *arguments: Any) -> _Result:
-        """`collective(*arguments)`, once all ranks are about to do this with this unit (-1: with none).
+    def _agreed(self, does: str, what: _What, collective: Callable[..., _Result], *arguments: Any) -> _Result:
+        """`collective(*arguments)`, once all ranks are about to do the same.
 
         Raises RanksError on all of them if they are not, now and from then on.
         """
+        unit, present = what
         if not self._disagreement:
-            mine = torch.tensor([_DOINGS.index(does), unit])
-            found = torch.empty(2 * self.size, dtype=torch.int64)
+            # As many words whatever is done, or ranks that do different things could not be told.
+            flags = [0] * -(-max((len(layout.slots) for layout in self.units), default=0) // _FLAGS)
+            for slot in present:
+                flags[slot // _FLAGS] |= 1 << slot % _FLAGS
+            mine = torch.tensor([_DOINGS.index(does), unit, *flags])
+            found = torch.empty(self.size * mine.numel(), dtype=torch.int64)
             dist.all_gather_into_tensor(found, mine, group=self._words)
-            doings = [(int(kind), int(index)) for kind, index in found.view(self.size, 2)]
+            said = found.view(self.size, -1).tolist()
+            doings = [(kind, index) for kind, index, *_ in said]
             if len(set(doings)) == 1:
+                for words in said:
+                    present.update(s for s in range(_FLAGS * len(flags)) if words[2 + s // _FLAGS] >> s % _FLAGS & 1)
                 return collective(*arguments)
             self._disagreement = self._describe(doings)
         raise RanksError(self._disagreement)
@@ -141,7 +153,7 @@ class Ranks:
         parts = []
         for (kind, unit), ranks in by_doing.items():
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self.unit_names[unit]}" if unit >= 0 else ""))
+            parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self.units[unit].name}" if unit >= 0 else ""))
         return (
             f"the ranks do different things: {'; '.join(parts)}. Every rank has to use the same units in the same "
             "order: let no rank's data decide which blocks run, or run the others too, on nothing"
@@ -149,7 +161,7 @@ class Ranks:
 
     def _together(self, does: str, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """`work(*arguments)` on the thread of all collectives, once all ranks are about to do it."""
-        return self._thread.submit(self._agreed, does, -1, work, *arguments).result()
+        return self._thread.submit(self._agreed, does, (-1, set()), work, *arguments).result()
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard (numel / shards,) of a flat tensor."""

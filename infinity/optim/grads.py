@@ -61,6 +61,11 @@ class _Open:
     squares: dict[int, float | None] = field(default_factory=dict)
     """slot that has arrived → its sum of squares; None where that is taken later."""
 
+    present: set[int] = field(default_factory=set)
+    """Slots with a gradient, on any rank once it is reduced."""
+    slots: dict[int, set[int]] = field(default_factory=dict)
+    """Where they are noted: `GradCollector.slots` of the step, which may have ended before that."""
+
     def total(self) -> float | None:
         """The sum of squares over all slots, in order; None if any is missing."""
         total = 0.0
@@ -84,6 +89,12 @@ class GradCollector:
         self._open: dict[int, _Open] = {}
         self._arrivals: dict[int, int] = {}
         self._expected: dict[int, int] = {}
+        self._passed: set[int] = set()
+        """Units that backward has used for the last time; with several ranks."""
+        self._late: set[int] = set()
+        """Units that ever received a gradient after that."""
+        self._punctual: set[int] = set()
+        """Units that were passed before, and are never late."""
         self._sent_live: set[int] = set()
         self._squares: dict[int, Future[float]] = {}
         self._moves: list[Future[None]] = []
@@ -91,7 +102,9 @@ class GradCollector:
         self.stored: set[int] = set()
         """Units whose gradient, or a part of it, waits in its tier for the update."""
         self.slots: dict[int, set[int]] = {}
-        """unit → slots that received a gradient in this step."""
+        """unit → slots that received a gradient in this step, on any rank; whole once its gradient is where it should
+        be.
+        """
         self.last_micro_step = False
         self.wait_seconds = 0.0
         self.take_live: Callable[[Unit, Future[Gradient]], None] | None = None
@@ -140,8 +153,27 @@ class GradCollector:
             gradient = gradient.to_dense()
         collecting.squares[slot] = self._put(view, gradient, add=slot in collecting.squares)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1
-        if self._sends and self._arrivals[index] == self._expected.get(index, len(unit.parameters)):
+        if index in self._passed:
+            self._late.add(index)
+        complete = self._arrivals[index] == self._expected.get(index, len(unit.parameters))
+        if complete and self._sends and self._ranks.alone:
             self._send(unit, complete=True)
+
+    @uninterrupted()
+    def moved_on(self, to: Unit, finished: Callable[[int], bool]) -> None:
+        """A unit is used that is not the one before. Several ranks send the gradients of `finished` ones here.
+
+        They have to send in the same order, and which parameters get a gradient, and so how many arrive, may differ
+        (experts that no token of a rank was for). Which units are used does not. A unit of which gradients arrive after
+        its last use (an embedding that saves nothing for backward) is sent when backward ends.
+        """
+        if self._ranks.alone or not self.in_mid_backward:
+            return
+        for index in list(self._open):
+            if index != to.index and index not in self._passed and finished(index):
+                self._passed.add(index)
+                if index in self._punctual and self._sends:
+                    self._send(self._units[index], complete=True)
 
     @property
     def _sends(self) -> bool:
@@ -186,6 +218,9 @@ class GradCollector:
         for index in list(self._open) if self._sends else ():
             self._send(self._units[index], complete=True)
         self._expected, self._arrivals = self._arrivals, {}
+        self._punctual |= self._passed
+        self._punctual -= self._late
+        self._passed = set()
         return bool(self._expected)
 
     @property
@@ -201,13 +236,14 @@ class GradCollector:
     def _send(self, unit: Unit, *, complete: bool) -> None:
         collecting = self._open.pop(unit.index)
         flat = collecting.flat
+        collecting.present.update(collecting.squares)
+        collecting.slots = self.slots
         for start, stop in unit.layout.gaps():
             flat[start:stop].zero_()
         for slot, place in enumerate(unit.layout.slots):
             if slot not in collecting.squares:
                 flat[place.offset : place.stop].zero_()
-        self.slots.setdefault(unit.index, set()).update(collecting.squares)
-        reduced = self._ranks.reduce(flat, DONE, unit.index)
+        reduced = self._ranks.reduce(flat, DONE, unit.layout, collecting.present)
         reached = self._places.device.compute_reached()
         add = unit.index in self.stored
         live = complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit)
@@ -231,6 +267,7 @@ class GradCollector:
         lease = collecting.lease
         try:
             reduced.wait()
+            collecting.slots.setdefault(unit.index, set()).update(collecting.present)
             shard = self._ranks.shard(collecting.flat)
             if places.host_pool is not None:
                 host = places.host_pool.lease(shard.numel() * shard.element_size())
@@ -338,6 +375,7 @@ class GradCollector:
             collecting.lease.release()
         self._open = {}
         self._arrivals = {}
+        self._passed = set()
         for move in self._moves:
             move.exception()
         self._moves = []

@@ -51,7 +51,8 @@ class UpdateJob:
     """One unit's update in one step. `computed`: the parameters are new. `done`: everything is back in its tier."""
 
     layout: UnitLayout
-    runs: Sequence[Run]
+    runs: Callable[[], Sequence[Run]]
+    """What is updated; called once the gradient is there, as only then all ranks know which parameters have one."""
     hypers: Sequence[Hyper]
     grad_scale: float
     first: int
@@ -131,6 +132,7 @@ class _Running:
     arrived: Transfer
     staging: Lease | None
     tiles: deque[Tile]
+    runs: Sequence[Run] | None = None
     failed: BaseException | None = None
     skipped: bool | None = None
     """Whether the gradient was found to be NaN or infinite, so that nothing is updated; None: not looked at."""
@@ -325,10 +327,12 @@ class UpdatePipeline:
             if running.skipped:
                 return
             grad = job.arrived().shard[tile.start : tile.stop]
+        if running.runs is None:
+            running.runs = job.runs()
         began = time.perf_counter()
         ranges = self._places.formats(job.layout.dtype).ranges(tile.stop - tile.start)
         states = {name: place.of(item.states.tensor) for name, place in ranges.items()}
-        for run in job.runs:
+        for run in running.runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
             if low >= high:
                 continue

@@ -122,6 +122,10 @@ class Tracer:
             return False
         return self._counts.get(unit, 0) == self._trace.counts.get(unit, 0)
 
+    def passed(self, unit: int) -> bool:
+        """Whether this cycle uses `unit` no more, by the trace. False without a trace."""
+        return self._trace is not None and not self._trace.used_from(unit, self._position)
+
     def upcoming(self) -> Iterator[int]:
         if self._trace is not None:
             yield from self._trace.upcoming(self._position)

@@ -52,6 +52,8 @@ class UnitStore:
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
         """A transfer that failed: what it should have moved is not where it should be, and nothing may build on it."""
         self.pipeline: UpdatePipeline | None = None
+        self.on_move: Callable[[Unit, Callable[[int], bool]], None] = lambda unit, passed: None
+        """Called when another unit is used than before, and with what tells whether a unit is used again."""
         self.adopt: Callable[[Unit], None] = lambda unit: None
         """Called with a resident unit whose parameters were edited, before the edit is written back or updated."""
         self._pool = pool
@@ -68,6 +70,8 @@ class UnitStore:
         next.
         """
         news = self.tracer.touch(unit.index)
+        if news:
+            self.on_move(unit, self.tracer.passed)
         if unit.residency is Residency.RESIDENT and not news:
             return
         with self._moving():
@@ -90,7 +94,9 @@ class UnitStore:
         """
         resident = unit.residency is Residency.RESIDENT
         wanted = unit.holds or unit.references or unit.is_lent()
-        return resident and not wanted and self.tracer.finished_with(unit.index)
+        # How often a unit is used may differ between ranks (experts), in which order units are may not.
+        over = self.tracer.finished_with if self._ranks.alone else self.tracer.passed
+        return resident and not wanted and over(unit.index)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:

@@ -158,6 +158,57 @@ def branching(rank: int, *, ranks: int, folder: str, update: str, late: bool = F
         return {"losses": losses, "values": parameters_of(engine) | states_of(engine)}
 
 
+class Expert(nn.Module):
+    """A block of four experts, of which each sample is for one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x.mean(1)).softmax(-1)
+        weight, chosen = scores.max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            if mine.any():
+                out = out.index_put((mine,), weight[mine, None, None] * expert(x[mine]).tanh())
+        return x + out
+
+
+class Routed(nn.Module):
+    """What data decides is which experts run, and so which parameters get gradients; blocks always do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack(depth=2)
+        self.body.blocks = nn.ModuleList(Expert(32) for _ in range(5))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.body(tokens, targets)
+        return loss
+
+
+def routed(rank: int, *, ranks: int, folder: str, steps: int, **options: Any) -> dict[str, Any]:
+    """Training of experts; how often each rank used each of them."""
+    accumulation = 1 if ranks > 1 else 2
+    config = engine_config(folder=folder, micro=SAMPLES, accumulation=accumulation, **options)
+    used = [0] * 20
+    model = seeded(Routed)
+    for number, block in enumerate(model.body.blocks):
+        for kind, expert in enumerate(block.experts):
+            expert.register_forward_hook(lambda *_, at=4 * number + kind: used.__setitem__(at, used[at] + 1))
+    with open_engine(model, config) as engine:
+        losses = []
+        for batch in global_batches(steps, 2 * SAMPLES):
+            mine = [part(batch, rank)] if ranks > 1 else [part(batch, 0), part(batch, 1)]
+            losses.append(sum(train(engine, mine)) / len(mine))
+        values = parameters_of(engine) | states_of(engine)
+        counts = {slot.name: n for unit in engine.units for slot, n in zip(unit.layout.slots, unit.steps, strict=True)}
+        return {"losses": losses, "values": values, "used": used, "steps": counts}
+
+
 def apart(rank: int, *, folder: str, stage: int, paths: list[list[int]], clip: float) -> dict[str, Any]:
     """Ranks take the same path for two steps, and then each its own of `paths`."""
     config = engine_config("none", "none", folder=folder, micro=SAMPLES, stage=stage, prefetch_bytes=0, clip=clip)

@@ -60,6 +60,32 @@ def test_a_bad_gradient_during_backward_is_raised_on_all(pair: Group, tmp_path: 
         assert outcome["stopped"]
 
 
+@pytest.mark.parametrize(
+    ("options"),
+    [
+        {},
+        {"clip": 0.3},
+        {"bf16": True, "update": "next_forward", "moments": "8bit"},
+        {"stage": 2, "param": "none", "optim": "cpu"},
+        {"stage": 0, "param": "none"},
+        {"prefetch_bytes": 0},
+    ],
+    ids=str,
+)
+def test_experts_that_some_ranks_use(pair: Group, options: dict[str, Any], tmp_path: Path) -> None:
+    """As one rank that accumulates, bit for bit: an expert is updated on all ranks if any has a gradient for it."""
+    common: dict[str, Any] = {"folder": str(tmp_path), "steps": 8}
+    one, other = pair.run(cases.routed, ranks=2, **common, **options)
+    assert any((a == 0) != (b == 0) for a, b in zip(one["used"], other["used"], strict=True))
+    assert one["steps"] == other["steps"] and len(set(one["steps"].values())) > 1
+    alone = cases.routed(0, ranks=1, **common, **{**options, "stage": 3})
+    assert [sum(two) / 2 for two in zip(one["losses"], other["losses"], strict=True)] == alone["losses"]
+    assert one["steps"] == alone["steps"]
+    for outcome in (one, other):
+        for name, value in alone["values"].items():
+            assert torch.equal(outcome["values"][name], value), name
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class Bench:
             arriving = Future()
             arriving.set_result(Gradient(shard, lease, squared_norm(shard, self.layout.parts(0))))
         runs = self.layout.runs(0, {0: step})
-        job = UpdateJob(self.layout, runs, [HYPER], 1.0, 0, arriving, require_finite=require_finite)
+        job = UpdateJob(self.layout, lambda: runs, [HYPER], 1.0, 0, arriving, require_finite=require_finite)
         job.attach(self.buffer.view(torch.uint8), DONE)
         return job
 
