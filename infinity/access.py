@@ -236,11 +236,12 @@ def _has_grad(engine: Engine, unit: Unit, slot: int) -> bool:
     collector = engine.parts.collector
     if collector.is_collecting(unit):
         raise UsageError("gradients are summed up in the last micro-batch of a step: call engine.backward for it first")
-    if slot not in collector.slots.get(unit.index, ()):
-        return False
-    if unit.index not in collector.stored:
+    if unit.index in collector.stored:
+        collector.settle()
+        return slot in collector.slots[unit.index]
+    if collector.is_updating(unit):
         raise UsageError(
             f"the gradient of unit {unit.name} is gone: it was updated during backward. Set infinity.update to "
             '"next_forward" or "after_backward"'
         )
-    return True
+    return False

@@ -324,6 +324,10 @@ class GradCollector:
         """Whether gradients of the unit are on the way to being summed."""
         return unit.index in self._open
 
+    def is_updating(self, unit: Unit) -> bool:
+        """Whether the unit's gradient of this step has gone to its update."""
+        return unit.index in self._sent_live
+
     def read_stored(self, unit: Unit) -> torch.Tensor:
         """The stored gradient of a unit, summed over ranks, whole on every rank: (numel,) in host memory."""
         self.settle()
