@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         set_full_grad,
         set_full_optimizer_state,
     )
+    from infinity.checkpoint.pretrained import load_pretrained
     from infinity.config import Config
     from infinity.engine import Engine
     from infinity.entry import initialize
@@ -35,6 +36,7 @@ __all__ = [
     "get_full_grad",
     "get_full_optimizer_state",
     "initialize",
+    "load_pretrained",
     "set_full_fp32_param",
     "set_full_grad",
     "set_full_optimizer_state",
@@ -49,6 +51,7 @@ _HOMES = {
     "get_full_grad": "infinity.access",
     "get_full_optimizer_state": "infinity.access",
     "initialize": "infinity.entry",
+    "load_pretrained": "infinity.checkpoint.pretrained",
     "set_full_fp32_param": "infinity.access",
     "set_full_grad": "infinity.access",
     "set_full_optimizer_state": "infinity.access",

@@ -16,7 +16,7 @@ from torch import nn
 from infinity.comm.collectives import Ranks
 from infinity.comm.stage import Sharding
 from infinity.config import Config
-from infinity.errors import ModelError, OutOfMemoryError
+from infinity.errors import ModelError, OutOfMemoryError, RanksError
 from infinity.optim.formats import state_format
 from infinity.optim.grads import GradCollector, GradPlaces
 from infinity.optim.kernels import check_on_device, update_run
@@ -32,8 +32,9 @@ from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
 from infinity.units.discover import Discovered, discover, modules_to_hook
-from infinity.units.init import Materializer, check_values, initial_states
+from infinity.units.init import Materializer, check_values, initial_states, make_buffers, read_shard
 from infinity.units.layout import UnitLayout, layout_unit
+from infinity.units.sources import source_of
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
@@ -242,6 +243,7 @@ def assemble(
 ) -> Parts:
     """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
     found, layouts = lay_out(model, config, groups, ranks.shards)
+    make_buffers(model)
     check_values(model)
     ranks.units = layouts
     rules = policy(config, accumulation, ranks)
@@ -353,15 +355,28 @@ class _Assembly:
         return prefetch, math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH
 
     def _stream_in(self) -> None:
+        self._check_sources()
         values = Materializer(self.model, {unit.root for unit in self.found})
         for number, (unit, layout) in enumerate(zip(self.found, self.layouts, strict=True)):
+            sources = [source_of(parameter) for parameter in unit.parameters]
             parameters = values.materialize(unit.root, unit.parameters)
             self.found[number] = replace(unit, parameters=parameters)
-            flats = initial_states(layout, [p.data for p in parameters])
+            flats = initial_states(
+                layout, [p.data if source is None else None for p, source in zip(parameters, sources, strict=True)]
+            )
             for flat in flats.values():
-                self.ranks.broadcast(flat)
+                if None in sources:
+                    self.ranks.broadcast(flat)
+                read_shard(layout, flat, sources, self.ranks.shard_rank)
             self.states.write(layout, flats)
             Unit(layout, list(parameters), self.device.torch_device).unbind()
+
+    def _check_sources(self) -> None:
+        """Ranks must agree on what is read and what rank 0 sends."""
+        mine = float(sum(source_of(p) is not None for unit in self.found for p in unit.parameters))
+        total, squares = self.ranks.sums(mine, mine**2)
+        if total**2 != self.ranks.size * squares:
+            raise RanksError("ranks load different pretrained parameters: call load_pretrained alike on every rank")
 
     def _grad_places(self) -> GradPlaces:
         trainable = [layout for layout in self.layouts if layout.trainable]

@@ -299,6 +299,19 @@ def test_a_module_that_cannot_be_initialised(tmp_path: Path) -> None:
         Engine(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Nameless())), engine_config(folder=tmp_path))
 
 
+class Masked(nn.Linear):
+    """Computes a buffer where it is built, and nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
+
+
 def test_a_buffer_on_meta(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="buffer running_mean is on the meta device"):
-        Engine(on_meta(lambda: nn.BatchNorm1d(3)), engine_config(folder=tmp_path))
+    """Its module may set it when it is initialised; where it does not, nobody knows what it is."""
+    with Engine(on_meta(lambda: nn.BatchNorm1d(3)), engine_config(folder=tmp_path), device=CpuDevice()) as engine:
+        found = dict(engine.module.named_buffers())
+    expected = dict(nn.BatchNorm1d(3).named_buffers())
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+    with pytest.raises(ModelError, match="buffer mask is on the meta device"):
+        Engine(on_meta(Masked), engine_config(folder=tmp_path))

@@ -14,15 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import BUFFERS, INDEX, find, key, read_index
-from infinity.checkpoint.tensors import Spec, parts_of, spec_of, write_tensors
+from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, parts_of, spec_of, write_tensors
 from infinity.checkpoint.verify import check_files
 from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
 from infinity.optim.cpu_adam import split_master
 from infinity.sizes import parse_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
 """Without it, readers refuse the file."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")

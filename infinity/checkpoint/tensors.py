@@ -14,6 +14,10 @@ import torch
 
 from infinity.errors import CheckpointError
 
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""What a Hugging Face folder names its files."""
+
 PART = 1 << 24
 """Elements that are read, converted and written at once."""
 

@@ -1,13 +1,15 @@
 """Bring a model's values into their tiers unit by unit, so that construction needs no more memory than training.
 
 A model built on the meta device is initialised here: each unit's modules are given real parameters on the host,
-initialised, moved to their tier and let go before the next unit's are made.
+initialised, moved to their tier and let go before the next unit's are made. Parameters that have a source
+(`infinity.units.sources`) are read from it instead, each rank its shard.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -15,7 +17,9 @@ from torch import nn
 from infinity.errors import ModelError
 from infinity.units.hooks import UnitParameters
 from infinity.units.layout import UnitLayout
+from infinity.units.sources import Source, is_loaded, source_of
 from infinity.units.states import Flats, flat_tensor
+from infinity.units.unit import placeholder
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -58,13 +62,56 @@ def check_values(model: nn.Module) -> None:
     if initializer(model) is not _reset:
         return
     for name, module in model.named_modules():
-        holds = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+        holds = any(p.is_meta and source_of(p) is None for p in module.parameters(recurse=False))
         if holds and not callable(getattr(module, "reset_parameters", None)):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) was built on the meta device and has no "
                 "reset_parameters(): give it one, give the model an initialize_module(module) method, or build the "
                 "model on the cpu."
             )
+
+
+def make_buffers(model: nn.Module) -> None:
+    """Give buffers on the meta device the values that their modules' initialisation gives them, where it does.
+
+    It does in transformers from version 5 on (rotary frequencies, causal masks) and in torch's batch norms. Whether it
+    does shows by doing it twice, over other values: they are gone if it sets all of them.
+    """
+    initialize = initializer(model)
+    for module in model.modules():
+        on_meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        if not on_meta:
+            continue
+        made: list[dict[str, torch.Tensor]] = []
+        with _aside(module, set(module._parameters), {name for name in module._buffers if name not in on_meta}):
+            for fill in (0, 1):
+                made.append({name: torch.full_like(buffer, fill, device="cpu") for name, buffer in on_meta.items()})
+                module._buffers.update(made[-1])
+                _seeded(initialize, module, 0)
+        for name, buffer in on_meta.items():
+            module._buffers[name] = made[0][name] if torch.equal(made[0][name], made[1][name]) else buffer
+
+
+def _seeded(initialize: Callable[[nn.Module], None], module: nn.Module, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        initialize(module)
+
+
+@contextmanager
+def _aside(module: nn.Module, parameters: set[str], buffers: set[str]) -> Iterator[None]:
+    """Stand-ins take the place of what a module holds by these names, and the changes, in the block."""
+    held = {name: p for name, p in module._parameters.items() if p is not None and name in parameters}
+    kept = {name: b for name, b in module._buffers.items() if b is not None and name in buffers}
+    for name, parameter in held.items():
+        stand_in = torch.empty(parameter.shape, dtype=parameter.dtype)
+        module._parameters[name] = nn.Parameter(stand_in, parameter.requires_grad)
+    module._buffers.update({name: buffer.clone() for name, buffer in kept.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(held)
+        module._buffers.update(kept)
 
 
 class Materializer:
@@ -89,7 +136,8 @@ class Materializer:
                 self._owner.setdefault(parameter, module)
 
     def materialize(self, root: str, wanted: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """The parameters `wanted`, which belong to the unit that stands at `root`, with values and on the host.
+        """The parameters `wanted`, which belong to the unit that stands at `root`, with values and on the host; those
+        that have a source are placeholders.
 
         Shared parameters stay shared over the whole model, with the values that the first module to hold them gives.
         """
@@ -105,9 +153,12 @@ class Materializer:
                     if held is not None and held in fresh:
                         module._parameters[name] = fresh[held]
                         self._owner[fresh[held]] = self._owner[held]
-            values = set(fresh.values())
-            for path, module in self._scope(self._model.get_submodule(root), root):
-                self._fill(path, module, values)
+            values = {made for parameter, made in fresh.items() if source_of(parameter) is None}
+            if values:
+                for path, module in self._scope(self._model.get_submodule(root), root):
+                    self._fill(path, module, values)
+            for made in set(fresh.values()) - values:
+                made.data = placeholder(tuple(made.shape), made.dtype, made.device)
         return tuple(self._made.get(parameter, parameter) for parameter in wanted)
 
     def _scope(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -120,28 +171,33 @@ class Materializer:
 
     def _fill(self, path: str, module: nn.Module, values: set[nn.Parameter]) -> None:
         """Initialise one module. What it holds besides `values`, or shares with an earlier module, stands aside."""
-        aside = {
-            name: held
+        others = {
+            name
             for name, held in module._parameters.items()
             if held is not None and not (held in values and self._owner[held] is module)
         }
-        for name, held in aside.items():
-            module._parameters[name] = nn.Parameter(torch.empty(held.shape, dtype=held.dtype), held.requires_grad)
+        loaded = {name for name, buffer in module._buffers.items() if buffer is not None and is_loaded(buffer)}
         own_seed = hashlib.blake2b(path.encode(), digest_size=8, key=self._seed.to_bytes(8, "little")).digest()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(int.from_bytes(own_seed, "little"))
-                self._initialize(module)
-        finally:
-            module._parameters.update(aside)
+        with _aside(module, others, loaded):
+            _seeded(self._initialize, module, int.from_bytes(own_seed, "little"))
 
 
-def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor]) -> Flats:
-    """A unit's states before the first step, from its parameters' values in slot order; moments are left out, being
-    zero.
+def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor | None]) -> Flats:
+    """A unit's states before the first step, from its parameters' values in slot order; None is left zero. Moments are
+    left out, being zero.
     """
     name, dtype = ("master", torch.float32) if layout.trainable else ("param", layout.dtype)
     flat = flat_tensor(layout.numel, dtype)
     for slot, value in zip(layout.slots, values, strict=True):
-        flat[slot.offset : slot.stop].view(slot.shape).copy_(value)
+        if value is not None:
+            flat[slot.offset : slot.stop].view(slot.shape).copy_(value)
     return {name: flat}
+
+
+def read_shard(layout: UnitLayout, flat: torch.Tensor, sources: Sequence[Source | None], rank: int) -> None:
+    """Read what parameters with sources have in the shard of `rank` into its place in the unit's flat tensor."""
+    low, high = layout.shard_range(rank)
+    for slot, source in zip(layout.slots, sources, strict=True):
+        start, stop = max(slot.offset, low), min(slot.stop, high)
+        if source is not None and start < stop:
+            flat[start:stop].copy_(source.read(start - slot.offset, stop - slot.offset))

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import infinity
 from infinity.checkpoint.export import export
 from support.configs import engine_config
 from support.hugging_face import BATCHES, MODELS, loss_of, transformers
 from support.loops import open_engine, train
 from support.models import seeded
+from support.states import states_of
 
 
 @pytest.mark.parametrize("dtype", [None, "fp32"])
@@ -38,3 +40,35 @@ def test_from_pretrained_computes_what_the_engine_computes(tmp_path: Path, name:
         assert torch.equal(logits, expected)
     else:
         torch.testing.assert_close(logits, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("size", ["5GB", "20kB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_save_pretrained_wrote_trains_as_the_model_itself(tmp_path: Path, name: str, size: str) -> None:
+    """Built on the meta device as it is, buffers too."""
+    seeded(MODELS[name]).save_pretrained(tmp_path / "saved", max_shard_size=size)
+    assert (len(list((tmp_path / "saved").glob("*.safetensors"))) > 1) == (size == "20kB")
+    config = engine_config(folder=tmp_path, bf16=True, unit_size=60_000)
+    with open_engine(seeded(MODELS[name]), config) as engine:
+        expected, losses = states_of(engine), train(engine, BATCHES, loss_of)
+    with torch.device("meta"):
+        model = MODELS[name]()
+    assert infinity.load_pretrained(model, tmp_path / "saved") == ([], [])
+    with open_engine(model, config) as engine:
+        found = states_of(engine)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[key]) for key, value in found.items())
+        assert train(engine, BATCHES, loss_of) == losses
+
+
+def test_a_head_of_its_own_over_a_pretrained_body(tmp_path: Path) -> None:
+    """The body's folder lacks the head, and names the rest as the body does: it is loaded into the body."""
+    seeded(MODELS["llama"]).model.save_pretrained(tmp_path / "saved")
+    with torch.device("meta"):
+        model: Any = MODELS["llama"]()
+    infinity.load_pretrained(model.model, tmp_path / "saved")
+    with open_engine(model, engine_config(folder=tmp_path, unit_size=60_000)) as engine:
+        state = engine.state_dict()
+        expected = seeded(MODELS["llama"]).state_dict()
+        assert all(torch.equal(state[key], value) for key, value in expected.items() if key.startswith("model."))
+        assert 0 < state["lm_head.weight"].std() < 0.1

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
+from infinity.checkpoint.pretrained import SavedTensor
 from infinity.engine import Engine
 from infinity.errors import NonFiniteError, RanksError, UsageError
 from infinity.tiers.device import CpuDevice, Device
@@ -303,6 +304,33 @@ def load(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str,
     with open_engine(seeded(Stack, 7), config) as engine:
         engine.load_checkpoint(Path(directory))
         return states_of(engine)
+
+
+def pretrained(rank: int, *, folder: str, directory: str, loading: list[bool], **options: Any) -> dict[str, Any]:
+    """States and parameters of a model that is read from `directory`, and how many elements of it this rank read.
+
+    loading: by rank, whether it calls `load_pretrained`.
+    """
+    read = 0
+    real = SavedTensor.read
+
+    def counting(self: SavedTensor, start: int, stop: int) -> torch.Tensor:
+        nonlocal read
+        read += stop - start
+        return real(self, start, stop)
+
+    with torch.device("meta"):
+        model = Stack(tied=True)
+    if loading[rank]:
+        infinity.load_pretrained(model, directory)
+    SavedTensor.read = counting  # type: ignore[method-assign]
+    try:
+        with open_engine(model, engine_config(folder=folder, micro=SAMPLES, **options)) as engine:
+            return {"values": states_of(engine) | engine.state_dict(), "read": read}
+    except RanksError as error:
+        return {"error": str(error)}
+    finally:
+        SavedTensor.read = real  # type: ignore[method-assign]
 
 
 def accessed(rank: int, *, folder: str, stage: int) -> dict[str, Any]:
