@@ -8,7 +8,8 @@
 //     signed (exp_avg, momentum):  sign bit, 4 bits of exponent, 3 of mantissa
 //     root (exp_avg_sq, sum):      4 bits of exponent, 4 of mantissa, of the square root of the value
 // So codes are dynamic, 1/8 or 1/16 of an octave wide, down to 2^-14 of the largest, and evenly spaced below that; 0 is
-// code 0 and stays 0. What is between two codes goes to either with a probability that makes the mean right. A block
+// code 0 and stays 0. What is between two codes goes to either with a probability that makes the mean right, but
+// a root that is not 0 never becomes 0. A block
 // with a value that is not finite has scale 255 and codes 0, and reads as NaN.
 #pragma once
 
@@ -100,7 +101,11 @@ struct Eight {
         const typename V::Int sum = V::as_int(V::fma(V::as_float(magnitude(value)), up, base));
         const typename V::Int rounded = V::add_int(sum, chance<V, moment, kShift>(random));
         const typename V::Int code = V::template shift_right<kShift>(rounded);
-        if constexpr (root) return code;
+        // 1, or 0 of 0: a root that is not 0 must not become 0, since it is what an update divides by.
+        if constexpr (root) {
+            const typename V::Int not_zero = V::add_int(V::as_int(value), V::set_int(0x7FFFFFFFu));
+            return V::max_int(code, V::template shift_right<31>(not_zero));
+        }
         return V::blend(V::template shift_right<24>(V::as_int(value)), code, V::set_int(0x80u));
     }
 

@@ -8,6 +8,7 @@ stand for the magnitudes ((1 + f) * 2^e - 1) * delta, e of 4 bits and f = 0, 1/8
 f = 0, 1/16, ..., 15/16 without one. The latter are for sums and means of squares, and are codes of their square root,
 which halves the range that they have to span. What lies between two codes becomes either of them, at random, so that
 the mean is right: with rounding to nearest, an average of which a step changes less than half a code would never move.
+Only a root that is not 0 becomes code 1 at least, as updates divide by it.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array,
     chances = np.zeros(blocks.shape, np.uint32)
     chances.reshape(-1)[:n] = _chance(random, moment, cut)
     codes = ((shifted + chances - delta) >> cut).astype(np.uint8)
-    if not root:
+    if root:  # one that is not 0 must not become 0, since it is what an update divides by
+        codes = np.maximum(codes, ((blocks.view(np.uint32) + np.uint32(0x7FFFFFFF)) >> np.uint32(31)).astype(np.uint8))
+    else:
         codes |= np.where(np.signbit(blocks), np.uint8(0x80), np.uint8(0))
     codes[~finite] = 0
     return codes.reshape(-1)[:n].copy(), scales

@@ -283,3 +283,21 @@ def test_a_block_that_is_not_finite(value: float, at: int, isa: str, rule: Any) 
     for k in range(count):
         assert scales[k][at // BLOCK] == 255 and not codes[k][block].any()
         assert np.array_equal(codes[k][others], calm_codes[k][others])
+
+
+def test_a_root_that_is_not_zero_never_becomes_zero(make: Callable[..., Any], isa: str) -> None:
+    """However small beside the block's largest: updates divide by it. Zero stays zero."""
+    values = torch.zeros(256)
+    values[1:200] = torch.logspace(-36, -1, 199)
+    values[200] = 1.0
+    for key in range(20):
+        codes, scale = moment_from_fp32(values, "8bit", root=True, key=key, moment=1)
+        assert codes[1:201].min() >= 1 and not codes[0] and not codes[201:].any()
+        assert torch.equal(moment_to_fp32(codes, scale, root=True) > 0, values > 0)
+    whole = make("fp32", "fp32", 256, moments="8bit", seed=3)
+    values[1:200] = torch.logspace(-14, -1, 199)  # whose squares are no zeros
+    whole.arrays["grad"][:] = values.numpy()
+    for name in ("moment0", "moment1", "scale0", "scale1"):
+        whole.arrays[name][:] = 0
+    whole.call(isa)
+    assert whole.arrays["moment1"][1:201].min() >= 1 and not whole.arrays["moment1"][201:].any()
