@@ -296,7 +296,7 @@ def test_a_root_that_is_not_zero_never_becomes_zero(make: Callable[..., Any], is
         assert torch.equal(moment_to_fp32(codes, scale, root=True) > 0, values > 0)
     whole = make("fp32", "fp32", 256, moments="8bit", seed=3)
     values[1:200] = torch.logspace(-14, -1, 199)  # whose squares are no zeros
-    whole.arrays["grad"][:] = values.numpy()
+    whole.arrays["grad"][:] = values.numpy().view(np.uint32)
     for name in ("moment0", "moment1", "scale0", "scale1"):
         whole.arrays[name][:] = 0
     whole.call(isa)
