@@ -99,13 +99,14 @@ struct Eight {
     INFINITY_FN typename V::Int encode(typename V::Float value, typename V::Int random) const {
         const typename V::Float base = V::as_float(V::set_int(kBase));
         const typename V::Int sum = V::as_int(V::fma(V::as_float(magnitude(value)), up, base));
-        const typename V::Int rounded = V::add_int(sum, chance<V, moment, kShift>(random));
-        const typename V::Int code = V::template shift_right<kShift>(rounded);
-        // 1, or 0 of 0: a root that is not 0 must not become 0, since it is what an update divides by.
-        if constexpr (root) {
+        typename V::Int rounded = V::add_int(sum, chance<V, moment, kShift>(random));
+        if constexpr (root) {  // to code 1 at least, or 0 of 0: an update divides by a root
             const typename V::Int not_zero = V::add_int(V::as_int(value), V::set_int(0x7FFFFFFFu));
-            return V::max_int(code, V::template shift_right<31>(not_zero));
+            const typename V::Int one = V::template shift_left<kShift>(V::template shift_right<31>(not_zero));
+            rounded = V::max_int(rounded, V::add_int(one, V::set_int(kBase)));
         }
+        const typename V::Int code = V::template shift_right<kShift>(rounded);
+        if constexpr (root) return code;
         return V::blend(V::template shift_right<24>(V::as_int(value)), code, V::set_int(0x80u));
     }
 
