@@ -6,7 +6,7 @@ instruction set, number of threads and alignment.
 
 Arguments that cannot be right (null, misaligned or overlapping arrays, n < 0, an unknown rule, format, dtype or isa,
 an isa that this machine lacks, too few moments, step < 1, a beta outside [0, 1), a negative or non-finite eps, lr,
-momentum or weight_decay, a non-finite scale, a `first` that is not at a block) raise ValueError and touch nothing.
+momentum or weight_decay, a `first` that is not at a block) raise ValueError and touch nothing.
 n == 0 does nothing, whatever the addresses.
 
 threads: 0 stands for `default_threads()`; fewer than 65,536 elements are always done by the calling thread.
@@ -64,7 +64,7 @@ def update(
         "remainder"    param bf16, master int16: see `join`
         "master"       param bf16 (written only, rounded as `split` does), master fp32
         "master_fp16"  param fp16 (written only, rounded to nearest, ties to even), master fp32
-    grad: of grad_dtype; multiplied by grad_scale first.
+    grad: of grad_dtype; multiplied by grad_scale first, which may be infinite or NaN.
     moment_format:
         "fp32"  fp32 (n,); scales is empty
         "bf16"  bf16 (n,), rounded stochastically; scales is empty

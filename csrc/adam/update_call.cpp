@@ -20,7 +20,6 @@ void check_hyper(const Hyper& h) {
     check_not_negative("momentum", h.momentum);
     check_finite("dampening", h.dampening);
     check_not_negative("lr_decay", h.lr_decay);
-    check_finite("grad_scale", h.grad_scale);
     if (h.random.first % kBlock != 0) {
         throw py::value_error("first is " + std::to_string(h.random.first) +
                               ": arrays begin with a block, at a multiple of " + std::to_string(kBlock));

@@ -120,7 +120,8 @@ def _read(engine: Engine, folder: Path, index: Index, unit: Unit) -> Flats:
         with safe_open(folder / entry.file, framework="pt") as tensors:
             saved = {kind.name: tensors.get_tensor(key(kind.name, slot.name)) for kind in index.kinds(slot.name)}
         mine = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
-        if saved.keys() == mine.keys() and index.moments == engine.config.infinity.moments:
+        same = saved.keys() == mine.keys() and index.moments == engine.config.infinity.moments
+        if same or not layout.trainable:
             for name, target in mine.items():
                 target.copy_(saved[name])
             continue

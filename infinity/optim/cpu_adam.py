@@ -10,9 +10,9 @@ integer (`split_master`, `join_master`; the same for any device: `split_master_t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -62,14 +62,23 @@ class Hyper:
             raise ConfigError(f"rule is {self.rule!r}: give one of {', '.join(MOMENTS)}")
         for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
             value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value}: give a finite number, 0 or more")
-        if not math.isfinite(self.dampening):
-            raise ConfigError(f"dampening is {self.dampening}: give a finite number")
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            if not _is_number(value) or not 0.0 <= value <= _LARGEST:
+                raise ConfigError(f"{name} is {value!r}: give a number from 0 to fp32's largest")
+        if not _is_number(self.dampening) or not abs(self.dampening) <= _LARGEST:
+            raise ConfigError(f"dampening is {self.dampening!r}: give a number in fp32's range")
+        if self.lr * self.weight_decay > _LARGEST:
+            raise ConfigError(f"lr * weight_decay is {self.lr * self.weight_decay}: give less of one")
+        if len(self.betas) != 2 or not all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(f"betas are {self.betas}: give two numbers in [0, 1)")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ConfigError("nesterov is True: give a momentum, and no dampening")
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 HYPER_KEYS: dict[Rule, tuple[str, ...]] = {

@@ -73,6 +73,9 @@ class CPUAdam(torch.optim.Optimizer):
     ) -> None:
         if moments not in FORMATS:
             raise ConfigError(f"moments is {moments!r}: give one of {', '.join(FORMATS)}")
+        for name, value in (("seed", seed), ("threads", threads)):
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} is {value!r}: give a whole number, 0 or more")
         self.moments: MomentFormat = moments
         self.seed = seed
         self.threads = threads
@@ -130,7 +133,15 @@ class CPUAdam(torch.optim.Optimizer):
         Moments are brought into this optimizer's format. Where a bf16 or fp16 parameter comes without remainder or
         master, as from torch, it starts from the parameter's value.
         """
-        super().load_state_dict(state_dict)
+        handle = self.register_load_state_dict_pre_hook(_check_groups)
+        given: list[dict[str, Any]] = []  # what hooks of the user's have made of it
+        last = self.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            last.remove()
+        [state_dict] = given
         # torch casts all states to the parameter's dtype, codes and remainders too: take them as they were saved.
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -163,11 +174,14 @@ class CPUAdam(torch.optim.Optimizer):
         step = int(state["step"])
         moments, scales = moments_in("adamw", state)
         extra = _EXTRA.get(param.dtype)
+        for name in ("remainder", "master"):
+            if name in state and (extra is None or extra[0] != name):
+                del state[name]  # the model was cast: it knows nothing of the steps from now on
         if extra is not None and extra[0] not in state:
             state.update(_rest(param, {}))  # the model was cast after its first step
         kept = None if extra is None else state[extra[0]]
         flat = param.contiguous()
-        given = flat, kept, grad.contiguous(), moments, scales
+        given = flat, kept, grad.resolve_neg().contiguous(), moments, scales
         try:
             update_flat(*given, hyper, step, grad_scale=grad_scale, key=self._key(number, step), threads=self.threads)
         except ValueError:
@@ -206,16 +220,21 @@ class CPUAdam(torch.optim.Optimizer):
                     f"{tuple(param.shape)}: load states of the same model"
                 )
             if stored.dtype == FORMATS[self.moments]:
-                stored = stored.clone(memory_format=torch.contiguous_format)
-                scale = None if scale is None else scale.clone()
+                stored = _copied(stored)
+                scale = None if scale is None else _copied(scale)
             else:
-                values = moment_to_fp32(stored.cpu().contiguous(), scale, root=root)
+                values = moment_to_fp32(_copied(stored), None if scale is None else scale.cpu(), root=root)
                 key = self._key(number, int(step))
                 stored, scale = moment_from_fp32(values, self.moments, root=root, key=key, moment=k)
             state[name if scale is None else f"{name}_8bit"] = stored
             if scale is not None:
                 state[f"{name}_scale"] = scale
         return state | _rest(param, saved)
+
+
+def _copied(state: Tensor) -> Tensor:
+    """In host memory, wherever it was saved from."""
+    return state.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _rest(param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
@@ -228,7 +247,7 @@ def _rest(param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
     name, dtype = _EXTRA[param.dtype]
     kept = saved.get(name)
     if isinstance(kept, Tensor) and kept.dtype == dtype and kept.shape == param.shape:
-        return {name: kept.clone(memory_format=torch.contiguous_format)}
+        return {name: _copied(kept)}
     if dtype == torch.int16:
         return {name: torch.zeros(param.shape, dtype=dtype)}
     return {name: param.detach().to(dtype, memory_format=torch.contiguous_format)}
@@ -238,12 +257,28 @@ def _hyper(group: dict[str, Any]) -> Hyper:
     for name in ("amsgrad", "capturable", "differentiable"):
         if group.get(name):
             raise ConfigError(f"CPUAdam does not know {name}: leave it out, or take torch.optim.AdamW")
-    first, second = group["betas"]
     rule: Any = "adamw" if group["decoupled_weight_decay"] else "adam"
-    return Hyper(rule, float(group["lr"]), (float(first), float(second)), group["eps"], group["weight_decay"])
+    lr, *betas = (x.item() if isinstance(x, Tensor) else x for x in (group["lr"], *group["betas"]))
+    return Hyper(rule, lr, tuple(betas), group["eps"], group["weight_decay"])  # type: ignore[arg-type]
+
+
+def _check_groups(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse what this optimizer cannot go on with, before anything is changed."""
+    for group in state_dict["param_groups"]:
+        if "betas" not in group:
+            raise ModelError(f"a group holds {', '.join(group)}: load groups of Adam, AdamW or CPUAdam")
+        _hyper({"decoupled_weight_decay": False, **group})
+    for state in state_dict["state"].values():
+        if state and not ("step" in state and ("exp_avg" in state or "exp_avg_8bit" in state)):
+            raise ModelError(f"a state holds {', '.join(state)}: load states of Adam, AdamW or CPUAdam")
 
 
 def _check(param: Tensor) -> None:
+    if hasattr(param, "to_local"):
+        raise ModelError(
+            f"a parameter of shape {tuple(param.shape)} is a {type(param).__name__}: CPUAdam takes plain tensors, as "
+            "param.to_local() is; use torch.optim.AdamW for it"
+        )
     if param.device.type != "cpu":
         raise ModelError(
             f"a parameter of shape {tuple(param.shape)} is on {param.device}: CPUAdam works in host memory"

@@ -9,6 +9,7 @@ Not every installation has the kernels: they are built where nvcc is found. `ava
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -38,10 +39,11 @@ def why_not() -> str:
         return f"the CUDA kernels do not load: {error}"
     if reason := native.refusal():
         return reason
-    oldest = min(int(name.partition("_")[2]) for name in native.ARCHITECTURES)
+    # What nvcc chose itself (native, all) it says nothing of; then a launch tells.
+    numbers = [int(digits.group()) for name in native.ARCHITECTURES if (digits := re.search(r"\d+", name))]
     for device in range(native.device_count()):
-        if (found := native.compute_capability(device)) < oldest:
-            return f"this build's CUDA kernels are for sm_{oldest} and later, and device {device} is sm_{found}"
+        if (found := native.compute_capability(device)) < min(numbers, default=0):
+            return f"this build's CUDA kernels are for sm_{min(numbers)} and later, and device {device} is sm_{found}"
     return ""
 
 

@@ -16,6 +16,10 @@ from infinity.units.unit import Unit
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
 
+_OF_OTHERS = {name for names in HYPER_KEYS.values() for name in names} | {"moments", "master", "amsgrad", "maximize"}
+"""Keys of a param_group that somebody expects something of."""
+
+
 class UnitOptimizer(torch.optim.Optimizer):
     """The update of units. Its states live in their tiers, not in `state`; `engine.save_checkpoint` saves them.
 
@@ -25,7 +29,12 @@ class UnitOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
         self._step: Callable[[], None] | None = None
         self.rule = hyper.rule
-        super().__init__(groups, {name: getattr(hyper, name) for name in HYPER_KEYS[hyper.rule]})
+        known = HYPER_KEYS[hyper.rule]
+        for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
+            raise ConfigError(
+                f"a param_group has {name!r}, which {hyper.rule} does not read: {', '.join(known)} may differ"
+            )
+        super().__init__(groups, {name: getattr(hyper, name) for name in known})
 
     def on_step(self, step: Callable[[], None]) -> None:
         self._step = step

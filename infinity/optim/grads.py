@@ -282,7 +282,7 @@ class GradCollector:
                 reached.wait()  # the update runs in another thread, on a stream of its own
             squares = self._add_stored(unit, shard) if add else collecting.total()
             if squares is None:
-                squares = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank))
+                squares = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank), places.threads)
             return Gradient(shard, lease, squares)
         except BaseException:
             lease.release()

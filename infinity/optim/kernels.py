@@ -89,7 +89,7 @@ def _fused(
     call = torch._fused_adamw_ if hyper.rule == "adamw" else torch._fused_adam_
     call(
         [master],
-        [grad.to(torch.float32)],
+        [grad.to(torch.float32) * scale],
         [states["exp_avg"]],
         [states["exp_avg_sq"]],
         [],
@@ -102,8 +102,7 @@ def _fused(
         eps=hyper.eps,
         amsgrad=False,
         maximize=False,
-        # The fused kernel divides gradients by grad_scale.
-        grad_scale=torch.full((), 1.0 / scale, device=master.device) if scale != 1.0 else None,
+        grad_scale=None,  # by which the fused kernel divides, and the scale may be 0
         found_inf=None,
     )
 
@@ -111,13 +110,13 @@ def _fused(
 _NORM_TILE = 1 << 22
 
 
-def squared_norm(shard: torch.Tensor, parts: Sequence[tuple[int, int]]) -> float:
+def squared_norm(shard: torch.Tensor, parts: Sequence[tuple[int, int]], threads: int = 0) -> float:
     """The sum of squares of a gradient shard (n,), by its parameters' `parts`; NaN or inf if any element is.
 
     Each part is summed in fp64 over fixed tiles, and the parts in order: so it does not matter whether they are summed
     here or one by one as they arrive (`receive`).
     """
-    return sum((_squares(shard[start:stop]) for start, stop in parts), 0.0)
+    return sum((_squares(shard[start:stop], threads) for start, stop in parts), 0.0)
 
 
 def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, threads: int = 0) -> float:
@@ -126,18 +125,18 @@ def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, threads: i
     In host memory this is one pass, unless the strides forbid it.
     """
     on_host = target.device.type == "cpu" and source.device.type == "cpu"
-    if on_host and source.is_contiguous() and target.is_contiguous() and source.dtype in DTYPES:
+    if on_host and source.is_contiguous() and not source.is_neg() and source.dtype in DTYPES:
         return receive_flat(target, source, add=add, threads=threads)
     if add:
         target.add_(source)
     else:
         target.copy_(source)
-    return _squares(target)
+    return _squares(target, threads)
 
 
-def _squares(values: torch.Tensor) -> float:
+def _squares(values: torch.Tensor, threads: int) -> float:
     if values.device.type == "cpu":
-        return sum_of_squares(values)
+        return sum_of_squares(values, threads=threads)
     if values.device.type == "cuda" and cuda_adam.available():
         return cuda_adam.sum_of_squares(values).item()
     # Tile by tile, so that the fp64 copy stays small.

@@ -322,3 +322,109 @@ def test_sparse_gradients_and_foreign_states_are_refused() -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     program = "import sys, infinity, infinity.optim; assert 'torch' not in sys.modules; infinity.optim.CPUAdam"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_parameters_alike_are_not_rounded_alike() -> None:
+    pair = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+    optimizer = CPUAdam(pair, moments="8bit")
+    for parameter in pair:
+        parameter.grad = torch.linspace(0.1, 1, 1000)
+    optimizer.step()
+    one, other = (optimizer.state[parameter]["exp_avg_8bit"] for parameter in pair)
+    assert not torch.equal(one, other)
+
+
+def test_hooks_decide_what_is_loaded() -> None:
+    net = model()
+    optimizer = CPUAdam(net.parameters(), **OPTIONS)
+    train(net, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def doubled(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        states = {n: {**s, "exp_avg": 2 * s["exp_avg"]} for n, s in state["state"].items()}
+        return {**state, "state": states}
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.load_state_dict(saved)
+    for number, parameter in enumerate(net.parameters()):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], 2 * saved["state"][number]["exp_avg"])
+
+
+def test_a_step_that_is_refused_is_not_counted() -> None:
+    net = model()
+    optimizer = CPUAdam(net.parameters(), **OPTIONS)
+    train(net, optimizer, range(2))
+    state = optimizer.state[next(net.parameters())]
+    state["exp_avg"] = state["exp_avg"][:-1]
+    with pytest.raises(ValueError, match="elements where"):
+        optimizer.step()
+    assert int(state["step"]) == 2
+
+
+@pytest.mark.parametrize("between", [torch.float32, torch.bfloat16])
+def test_a_master_knows_nothing_of_the_steps_of_a_cast_model(between: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(64, dtype=torch.float16))
+    optimizer = CPUAdam([parameter], lr=0.1, weight_decay=0.0)
+
+    def step(dtype: torch.dtype) -> float:
+        parameter.data = parameter.data.to(dtype)
+        parameter.grad = torch.ones(64, dtype=dtype)
+        optimizer.step()
+        return float(parameter.detach().float().mean())
+
+    step(torch.float16)
+    before = [step(between) for _ in range(5)][-1]
+    assert step(torch.float16) == pytest.approx(before - 0.1, abs=0.01)
+
+
+def test_a_gradient_with_the_negative_bit() -> None:
+    pair = [nn.Parameter(torch.ones(300)) for _ in range(2)]
+    values = torch.randn(300)
+    pair[0].grad, pair[1].grad = torch._neg_view(values), -values
+    CPUAdam(pair).step()
+    assert torch.equal(pair[0], pair[1])
+
+
+class Wrapped(torch.Tensor):
+    """As a DTensor: there is more of it elsewhere."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"threads": "4"}, "threads is '4'"),
+        ({"threads": -1}, "threads is -1"),
+        ({"betas": (0.9,)}, "betas are"),
+        ({"eps": "1e-8"}, "eps is '1e-8'"),
+        ({"lr": 1e39}, "lr is 1e[+]39"),
+    ],
+)
+def test_arguments_are_refused_when_they_are_given(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        CPUAdam([nn.Parameter(torch.ones(3))], **change)
+
+
+def test_parts_of_a_larger_tensor_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"is a Wrapped: CPUAdam takes plain tensors, as param\.to_local\(\) is"):
+        CPUAdam([torch.ones(3).as_subclass(Wrapped).requires_grad_()])
+
+
+def test_states_of_other_optimizers_are_refused_before_anything_is_changed() -> None:
+    for other, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"amsgrad": True})):
+        theirs = model()
+        loser: Any = other(theirs.parameters(), lr=0.1, **options)
+        train(theirs, loser, range(1))
+        net = model()
+        optimizer = CPUAdam(net.parameters(), **OPTIONS)
+        train(net, optimizer, range(1))
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=r"load groups of Adam|amsgrad"):
+            optimizer.load_state_dict(loser.state_dict())
+        assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+        assert all(
+            torch.equal(optimizer.state_dict()["state"][n]["exp_avg"], s["exp_avg"]) for n, s in before["state"].items()
+        )

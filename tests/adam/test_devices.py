@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from infinity.errors import ConfigError
 from infinity.optim import cuda_adam
-from infinity.optim.kernels import check_on_device
+from infinity.optim.cpu_adam import Hyper, join_master_torch, split_master_torch, sum_of_squares
+from infinity.optim.kernels import _update_by_torch, check_on_device, squared_norm, update_run
 
 
 def test_states_that_only_our_kernels_update_are_refused_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +22,37 @@ def test_states_that_only_our_kernels_update_are_refused_without_them(monkeypatc
             check_on_device(rule, moments)  # type: ignore[arg-type]
     monkeypatch.setattr(cuda_adam, "why_not", lambda: "")
     check_on_device("lion", "8bit")
+
+
+@pytest.mark.parametrize("kept", ["", "remainder", "master"])
+@pytest.mark.parametrize("rule", ["adam", "adamw"])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0])
+def test_torchs_kernels_do_what_ours_do(kept: str, rule: Any, scale: float) -> None:
+    """What serves on CUDA without ours, here on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    master = torch.randn(1000, generator=generator)
+    grad = torch.randn(1000, generator=generator)
+    hyper = Hyper(rule, 1e-2, weight_decay=0.1)
+    results = []
+    for update in (update_run, _update_by_torch):
+        states = {"exp_avg": torch.full((1000,), 0.1), "exp_avg_sq": torch.full((1000,), 0.2)}
+        param = master.clone()
+        if kept:
+            param, states["remainder"] = split_master_torch(master)
+        if kept == "master":
+            del states["remainder"]
+            states["master"] = master.clone()
+        update(states, param, grad, hyper, 3, scale, *([0] if update is update_run else []))
+        exact = join_master_torch(param, states["remainder"]) if kept == "remainder" else states.get("master", param)
+        results.append([exact, states["exp_avg"], states["exp_avg_sq"]])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_is_of_the_parts_and_nothing_else() -> None:
+    """Each from its own beginning, added in order; what lies between may be anything."""
+    shard = torch.randn(20_000, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.linspace(-10, 10, 20_000)
+    parts = [(0, 100), (256, 9_000), (9_216, 19_999)]
+    shard[100:256], shard[19_999:] = float("nan"), float("inf")
+    assert squared_norm(shard, parts) == sum((sum_of_squares(shard[a:b]) for a, b in parts), 0.0)
+    assert squared_norm(shard, []) == 0.0

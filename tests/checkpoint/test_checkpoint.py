@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -272,3 +273,43 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path)
     with engine_of(optimizer="Adam") as engine, pytest.raises(CheckpointError, match="Adam"):
         engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("into", ["fp32", "8bit"])
+def test_frozen_parameters_go_with_any_format(tmp_path: Path, into: str) -> None:
+    def frozen() -> nn.Module:
+        model = Stack(depth=4)
+        for parameter in (*model.blocks[0].parameters(), *model.blocks[2].parameters(), model.embedding.weight):
+            parameter.requires_grad_(False)
+        return model
+
+    with engine_of(frozen, bf16=True) as engine:
+        train(engine, BATCHES[:3])
+        engine.save_checkpoint(tmp_path)
+        expected = parameters_of(engine)
+    with engine_of(frozen, seed=7, bf16=True, moments=into) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert all(torch.equal(value, expected[name]) for name, value in parameters_of(engine).items())
+        train(engine, BATCHES[3:5])
+
+
+def test_converted_moments_draw_by_their_place_in_the_model(tmp_path: Path) -> None:
+    """The same values in another parameter are not rounded alike, nor in another block of one."""
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.zeros(512)), nn.Parameter(torch.zeros(512))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.first * x + self.second * x).sum()
+
+    with open_engine(Twins(), engine_config()) as engine:
+        train(engine, [(torch.randn(256, generator=torch.Generator().manual_seed(1)).repeat(2),)])
+        engine.save_checkpoint(tmp_path)
+    with open_engine(Twins(), engine_config(moments="8bit")) as engine:
+        engine.load_checkpoint(tmp_path)
+        found = states_of(engine)
+    halves = (slice(256), slice(256, 512))
+    blocks = [found[f"{name}/exp_avg_8bit"][half] for name in ("first", "second") for half in halves]
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(blocks, 2))

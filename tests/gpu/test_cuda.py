@@ -84,7 +84,7 @@ def test_the_fused_update_on_the_device_follows_the_native_one(kept: str, scale:
     there = param.cuda()
     hyper = Hyper(lr=1e-3, weight_decay=0.1)
     update_flat(param, host[kept], grad, [host["exp_avg"], host["exp_avg_sq"]], [], hyper, 7, grad_scale=scale)
-    update_run(device, there, grad.cuda(), hyper, 7, scale)
+    update_run(device, there, grad.cuda(), hyper, 7, scale, 0)
     torch.testing.assert_close(there.cpu(), param, rtol=0.01, atol=1e-6)
     torch.testing.assert_close(device["exp_avg"].cpu(), host["exp_avg"], rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(device["exp_avg_sq"].cpu(), host["exp_avg_sq"], rtol=1e-5, atol=1e-12)

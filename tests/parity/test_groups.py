@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import Engine
+from infinity.errors import ConfigError
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.loops import Result, assert_close, open_engine, parameters_of, train
@@ -151,3 +152,10 @@ def test_no_gradient_norm_without_clipping(make_engine: Any) -> None:
     engine = make_engine(seeded(Stack))
     train(engine, token_batches(2))
     assert engine.get_global_grad_norm() is None
+
+
+@pytest.mark.parametrize("key", ["momentum", "moments", "amsgrad"])
+def test_what_a_group_cannot_have_is_refused_and_not_ignored(key: str) -> None:
+    model = seeded(Stack)
+    with pytest.raises(ConfigError, match=rf"a param_group has '{key}', which adamw does not read by group"):
+        Engine(model, engine_config(), [{"params": model.parameters(), key: 0.9}], device=CpuDevice())

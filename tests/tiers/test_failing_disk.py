@@ -130,8 +130,9 @@ def test_a_gradient_that_is_not_finite_during_backward_stops_the_engine() -> Non
             engine(*BATCHES[0])
 
 
-def test_check_nan_off_lets_it_through() -> None:
-    config = engine_config(prefetch_bytes=20_000, check_nan=False)
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_check_nan_off_lets_it_through(clip: float) -> None:
+    config = engine_config(prefetch_bytes=20_000, check_nan=False, clip=clip)
     with open_engine(poisoned(3), config) as engine:
         losses = train(engine, BATCHES[:4])
     assert all(loss == loss for loss in losses[:3]) and losses[3] != losses[3]
