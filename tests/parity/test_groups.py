@@ -157,5 +157,5 @@ def test_no_gradient_norm_without_clipping(make_engine: Any) -> None:
 @pytest.mark.parametrize("key", ["momentum", "moments", "amsgrad"])
 def test_what_a_group_cannot_have_is_refused_and_not_ignored(key: str) -> None:
     model = seeded(Stack)
-    with pytest.raises(ConfigError, match=rf"a param_group has '{key}', which adamw does not read by group"):
+    with pytest.raises(ConfigError, match=rf"a param_group has '{key}', which adamw does not read"):
         Engine(model, engine_config(), [{"params": model.parameters(), key: 0.9}], device=CpuDevice())
