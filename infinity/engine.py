@@ -364,16 +364,19 @@ class Engine:
         self.settle()
         return save(self, Path(directory), tag or f"global_step{self.global_steps}", client_state or {})
 
-    def load_checkpoint(self, directory: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
+    def load_checkpoint(
+        self, directory: str | Path, tag: str | None = None, *, verify: bool = True, load_rng: bool = True
+    ) -> tuple[Path, dict[str, Any]]:
         """Load directory/tag (default: the one that `latest` names), saved with any ranks, tiers or units.
 
-        Returns its path and client_state. CheckpointError, before anything is changed, if it is missing, damaged or
-        another model's.
+        verify: read all files once before, to compare their checksums. load_rng: also set the random-number generators
+        of torch, Python and numpy to where they were, if there are as many ranks as then. Returns the checkpoint's path
+        and client_state. CheckpointError, before anything is changed, if it is missing, damaged or another model's.
         """
         from infinity.checkpoint.load import load
 
         self.settle()
-        return load(self, Path(directory), tag)
+        return load(self, Path(directory), tag, verify=verify, load_rng=load_rng)
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, value in host memory) of every parameter and persistent buffer, named as in the model's

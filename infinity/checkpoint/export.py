@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infinity.checkpoint.format import BUFFERS, INDEX, find, key, read_index
+from infinity.checkpoint.format import BUFFERS, INDEX, Index, find, key, read_index
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, parts_of, spec_of, write_tensors
-from infinity.checkpoint.verify import check_files
+from infinity.checkpoint.verify import check_contents, check_files
 from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
 from infinity.optim.cpu_adam import split_master
 from infinity.sizes import parse_size
@@ -49,6 +49,7 @@ def export(
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     config_from: str | Path | None = None,
+    verify: bool = True,
     step: Step = lambda done, what: None,
 ) -> Path:
     """Write the parameters and persistent buffers of a checkpoint to the new folder `out`, as `from_pretrained` wants
@@ -57,7 +58,8 @@ def export(
     checkpoint: what was passed to `save_checkpoint`, with `tag` or the last one saved; or the checkpoint's own folder.
     dtype: "bf16", "fp16" or "fp32" for all parameters; by default what each computes in. Masters are rounded to bf16 as
     the engine does it (half away from zero), else cast. Buffers and integers stay as they are.
-    config_from: a Hugging Face folder whose other files (config.json, the tokenizer's) are copied.
+    config_from: a Hugging Face folder whose other files (config.json, the tokenizer's) are copied. verify: read the
+    whole checkpoint once before, to compare its checksums.
 
     Names are those of the model's state_dict; a parameter that modules share is written once, under the first of its
     names. Host memory: a part of one parameter. `out` appears whole or not at all; CheckpointError, OutOfSpaceError or
@@ -66,9 +68,14 @@ def export(
     out, checkpoint = Path(out), Path(checkpoint)
     folder = checkpoint if tag is None and (checkpoint / INDEX).is_file() else find(checkpoint, tag)
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
-    shards = _shards(_tensors(folder, wanted), parse_size(max_shard_size))
+    index = read_index(folder)
+    check_files(index, folder)
+    shards = _shards(_tensors(index, folder, wanted), parse_size(max_shard_size))
     others = _others(Path(config_from)) if config_from is not None else []
     _check_out(out, _nbytes(*shards) + sum(file.stat().st_size for file in others))
+    if verify:
+        step(0, "comparing checksums")
+        check_contents(index, folder)
     with _appearing(out) as partial:
         _write(partial, shards, step)
         for file in others:
@@ -76,10 +83,8 @@ def export(
     return out
 
 
-def _tensors(folder: Path, dtype: torch.dtype | None) -> _Shard:
-    """Parameters in the model's order, then buffers; CheckpointError if the checkpoint is damaged."""
-    index = read_index(folder)
-    check_files(index, folder)
+def _tensors(index: Index, folder: Path, dtype: torch.dtype | None) -> _Shard:
+    """Parameters in the model's order, then buffers."""
     found: _Shard = {}
     for name, entry in index.parameters.items():
         own: torch.dtype = getattr(torch, entry.dtype)

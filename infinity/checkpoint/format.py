@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +17,9 @@ from infinity.optim.moments import MomentFormat, Rule
 from infinity.units.layout import Slot
 
 FORMAT = "infinity-checkpoint"
-VERSION = 2
-_WITHOUT_MOMENTS = 1
-"""The version before: all its moments are fp32, and it does not say so."""
+VERSION = 3
+_READ_TOO = (1, 2)
+"""Versions before: 1 does not say that its moments are fp32, 2 has no checksums and no random-number states."""
 INDEX = "checkpoint.json"
 LATEST = "latest"
 CLIENT_STATE = "client_state.pt"
@@ -46,10 +46,12 @@ class Index:
     global_steps: int
     parameters: dict[str, Entry]
     file_bytes: dict[str, int]
+    """Of every file but the index itself."""
     optimizer: str
     param_groups: list[dict[str, Any]]
     lr_scheduler: dict[str, Any] | None
     moments: MomentFormat = "fp32"
+    file_crc32: dict[str, int] = field(default_factory=dict)
     skipped_steps: int = 0
     loss_scale: dict[str, Any] | None = None
     """Where `infinity.optim.loss_scale` stands; None: there is none."""
@@ -95,7 +97,7 @@ def read_index(folder: Path) -> Index:
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
     version = found.pop("version", None)
-    if version not in (VERSION, _WITHOUT_MOMENTS):
+    if version not in (VERSION, *_READ_TOO):
         raise CheckpointError(
             f"{path} has format version {version}, this Infinity reads up to {VERSION}: use a newer Infinity"
         )

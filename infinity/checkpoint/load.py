@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from infinity.checkpoint import rng
 from infinity.checkpoint.format import (
     BUFFERS,
     CLIENT_STATE,
@@ -22,7 +23,7 @@ from infinity.checkpoint.format import (
     read_index,
     view,
 )
-from infinity.checkpoint.verify import check_files
+from infinity.checkpoint.verify import check_contents, check_files
 from infinity.errors import CheckpointError
 from infinity.optim.formats import convert_moments
 from infinity.optim.moments import rounding_key
@@ -33,19 +34,25 @@ if TYPE_CHECKING:
     from infinity.engine import Engine
 
 
-def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]]:
+def load(
+    engine: Engine, directory: Path, tag: str | None, *, verify: bool, load_rng: bool
+) -> tuple[Path, dict[str, Any]]:
     """Bring the engine to the state of the checkpoint; returns the checkpoint's folder and its client_state.
 
-    Units, tiers, tile size, number of ranks and the formats of master and moments may differ from those it was saved
-    with.
+    verify: compare the files with their checksums first. load_rng: the random-number generators too, where there are as
+    many ranks as it was saved with. Units, tiers, tile size, number of ranks and the formats of master and moments may
+    differ from those it was saved with.
     """
     folder = find(directory, tag)
     index = read_index(folder)
     _check_parameters(engine.units, index, folder)
     _check_optimizer(engine, index, folder)
     check_files(index, folder)
+    if verify:
+        check_contents(index, folder, engine.ranks)
     buffers = _read_buffers(engine, folder)
     client_state = _client_state(folder)
+    generators = rng.read_states(folder / rng.FILE, engine.ranks) if load_rng else None
     engine.drop_gradients()
     for unit in engine.units:
         engine.parts.states.write(unit.layout, _read(engine, folder, index, unit))
@@ -55,6 +62,8 @@ def load(engine: Engine, directory: Path, tag: str | None) -> tuple[Path, dict[s
         buffer.copy_(value)
     engine.ranks.barrier()
     engine.restore(index)
+    if generators is not None:
+        rng.restore_states(generators, engine.device)
     return folder, client_state
 
 

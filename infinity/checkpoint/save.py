@@ -7,14 +7,15 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
+from infinity.checkpoint import rng
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, INDEX, LATEST, Entry, Index, key, persistent_buffers, view
+from infinity.checkpoint.tensors import FileRecord, Spec, write_bytes, write_tensors
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateKind
 from infinity.units.unit import Unit
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]) -> Path:
-    """Write directory/tag. All ranks call it; rank 0 writes. Peak memory: one unit's states in fp32, twice.
+    """Write directory/tag. All ranks call it; rank 0 writes. Peak memory: one unit's states.
 
     Raises CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
     """
@@ -41,7 +42,6 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
 
 
 def _save(engine: Engine, target: Path, writer: _Writer | None, client_state: bytes) -> Path:
-    files: dict[str, int] = {}
     entries: dict[str, Entry] = {}
     for unit in engine.units:
         flats = engine.parts.states.read(unit.layout)
@@ -51,11 +51,14 @@ def _save(engine: Engine, target: Path, writer: _Writer | None, client_state: by
             entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, file, step)
         if writer is not None:
             kinds = engine.parts.states.kinds(unit.layout)
-            files[file] = writer.write_unit(file, unit, {kind: flats[kind.name] for kind in kinds})
+            writer.write_unit(file, unit, {kind: flats[kind.name] for kind in kinds})
         del flats
+    generators = rng.pack_states(engine.ranks, engine.device)
     if writer is not None:
-        files[BUFFERS] = writer.write(BUFFERS, _host(persistent_buffers(engine.module)))
-        writer.finish(_index(engine, entries, files), client_state)
+        writer.write(BUFFERS, _host(persistent_buffers(engine.module)))
+        writer.write_raw(CLIENT_STATE, client_state)
+        writer.write_raw(rng.FILE, generators)
+        writer.finish(_index(engine, entries, writer.files))
     failed = engine.ranks.sum(1.0 if writer is not None and writer.error is not None else 0.0)
     if writer is not None and writer.error is not None:
         raise CheckpointError(f"the checkpoint {target} could not be written: {writer.error}") from writer.error
@@ -82,7 +85,7 @@ def _host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
-def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, int]) -> Index:
+def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, FileRecord]) -> Index:
     groups = [{name: value for name, value in g.items() if name != "params"} for g in engine.optimizer.param_groups]
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     if schedule is not None:
@@ -90,7 +93,8 @@ def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, int]) -> 
     return Index(
         global_steps=engine.global_steps,
         parameters=entries,
-        file_bytes=files,
+        file_bytes={name: file.nbytes for name, file in files.items()},
+        file_crc32={name: file.crc32 for name, file in files.items()},
         optimizer=engine.config.optimizer.type,
         param_groups=groups,
         lr_scheduler=schedule,
@@ -105,6 +109,7 @@ class _Writer:
 
     def __init__(self, directory: Path, tag: str) -> None:
         self.error: Exception | None = None
+        self.files: dict[str, FileRecord] = {}
         self._target = directory / tag
         self._partial = directory / f".{tag}.partial-{os.getpid()}"
         self._replaced = directory / f".{tag}.replaced-{os.getpid()}"
@@ -115,40 +120,39 @@ class _Writer:
         except OSError as error:
             self.error = error
 
-    def write_unit(self, file: str, unit: Unit, flats: Mapping[StateKind, torch.Tensor]) -> int:
-        """Returns the file's size in bytes."""
+    def write_unit(self, file: str, unit: Unit, flats: Mapping[StateKind, torch.Tensor]) -> None:
         tensors = {
             key(kind.name, slot.name): view(kind, slot, flat)
             for kind, flat in flats.items()
             for slot in unit.layout.slots
         }
-        return self.write(file, tensors)
+        self.write(file, tensors)
 
-    def write(self, file: str, tensors: dict[str, torch.Tensor]) -> int:
-        """Returns the file's size in bytes."""
+    def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
+        specs = {name: Spec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+        self._keep(file, lambda path: write_tensors(path, specs, lambda name: [tensors[name]]))
+
+    def write_raw(self, file: str, content: bytes) -> None:
+        self._keep(file, lambda path: write_bytes(path, content))
+
+    def _keep(self, file: str, write: Callable[[Path], FileRecord]) -> None:
         if self.error is not None:
-            return 0
+            return
         try:
-            save_file(tensors, self._partial / file)
-            _sync(self._partial / file)
-            return (self._partial / file).stat().st_size
-        except Exception as error:  # noqa: BLE001 - safetensors raises its own classes; raised on all ranks by `save`
+            self.files[file] = write(self._partial / file)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks by `save`
             self._fail(error)
-            return 0
 
     def remove(self) -> None:
         """Leave nothing of a checkpoint that is not whole."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
-    def finish(self, index: Index, client_state: bytes) -> None:
+    def finish(self, index: Index) -> None:
         """Put the whole checkpoint in its place, then let `latest` name it."""
         if self.error is not None:
             return
         try:
-            (self._partial / CLIENT_STATE).write_bytes(client_state)
-            (self._partial / INDEX).write_text(index.to_json(), encoding="utf-8")
-            _sync(self._partial / CLIENT_STATE)
-            _sync(self._partial / INDEX)
+            write_bytes(self._partial / INDEX, index.to_json().encode())
             self._put_in_place()
             latest = self._target.parent / f".{LATEST}-{os.getpid()}"
             latest.write_text(self._target.name, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +15,7 @@ import torch
 
 from infinity.errors import CheckpointError
 
+_READ = 4 << 20
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """What a Hugging Face folder names its files."""
@@ -51,13 +53,40 @@ class Spec:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file is known by: its size in bytes, and the CRC-32 of its content."""
+
+    nbytes: int
+    crc32: int
+
+
+def write_bytes(path: Path, content: bytes) -> FileRecord:
+    """Write a new file, and sync it."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(len(content), zlib.crc32(content))
+
+
+def read_crc32(path: Path) -> int:
+    """The CRC-32 of a file's content."""
+    crc = 0
+    buffer = memoryview(bytearray(_READ))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc
+
+
 def write_tensors(
     path: Path,
     specs: Mapping[str, Spec],
     parts: Callable[[str], Iterable[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write the tensors `specs` to a new file, and sync it.
+) -> FileRecord:
+    """Write the tensors `specs` to a new file, and sync it; returns its size and checksum.
 
     parts: name → the tensor's values in order, in one part or several of any shape, in its dtype. The library's own
     `save_file` would have all of them in memory, twice. The format: https://huggingface.co/docs/safetensors
@@ -72,17 +101,22 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        head = len(text).to_bytes(8, "little") + text
+        file.write(head)
+        crc = zlib.crc32(head)
         for name in order:
             before = file.tell()
             for part in parts(name):
                 if part.dtype != specs[name].dtype:
                     raise TypeError(f"{name} is to be {specs[name].dtype} and came as {part.dtype}")
-                file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+                content = part.contiguous().view(-1).view(torch.uint8).numpy().data
+                file.write(content)
+                crc = zlib.crc32(content, crc)
             if file.tell() - before != specs[name].nbytes:
                 raise ValueError(f"{name} is to have {specs[name].nbytes:,} bytes and came as {file.tell() - before:,}")
         file.flush()
         os.fsync(file.fileno())
+        return FileRecord(file.tell(), crc)
 
 
 def _name(spec: Spec) -> str:

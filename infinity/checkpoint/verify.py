@@ -7,6 +7,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import Index, key, shape_of
+from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
+from infinity.comm.collectives import Ranks
 from infinity.errors import CheckpointError
 
 
@@ -14,9 +16,9 @@ def check_files(index: Index, folder: Path) -> None:
     """CheckpointError if a file is missing, has another size, or does not hold the tensors that it should."""
     for file, nbytes in index.file_bytes.items():
         path = folder / file
-        found = path.stat().st_size if path.exists() else None
-        if found != nbytes:
-            state = "is missing" if found is None else f"has {found:,} bytes instead of {nbytes:,}"
+        size = path.stat().st_size if path.exists() else None
+        if size != nbytes:
+            state = "is missing" if size is None else f"has {size:,} bytes instead of {nbytes:,}"
             raise CheckpointError(f"{path} {state}: the checkpoint is damaged, use another one")
     by_file: dict[str, list[str]] = {}
     for name, entry in index.parameters.items():
@@ -26,12 +28,37 @@ def check_files(index: Index, folder: Path) -> None:
             with safe_open(folder / file, framework="pt") as tensors:
                 for name in names:
                     for kind in index.kinds(name):
-                        shape = tuple(tensors.get_slice(key(kind.name, name)).get_shape())
-                        if shape != shape_of(kind, index.parameters[name].shape):
+                        found = spec_of(tensors, key(kind.name, name))
+                        if found != Spec(kind.dtype, shape_of(kind, index.parameters[name].shape)):
                             raise CheckpointError(
-                                f"{folder / file}: {kind.name} of {name} has shape {list(shape)}: the file is damaged"
+                                f"{folder / file}: {kind.name} of {name} is {found.dtype} {list(found.shape)}, not as "
+                                "the index says: the checkpoint is damaged, use another one"
                             )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder / file} cannot be read ({error}): the checkpoint is damaged, use another one"
             ) from None
+
+
+def check_contents(index: Index, folder: Path, ranks: Ranks | None = None) -> None:
+    """CheckpointError if a file's content is not what was written, as its checksum tells.
+
+    ranks: they share the work, and all of them raise; every rank calls it. Checkpoints before version 3 have no
+    checksums.
+    """
+    rank, size = (ranks.rank, ranks.size) if ranks is not None else (0, 1)
+    problem = next(
+        (text for file in sorted(index.file_crc32)[rank::size] if (text := _problem(index, folder, file))), ""
+    )
+    if ranks is not None and ranks.sum(float(bool(problem))):
+        problem = problem or f"files of {folder} are damaged: see the error of another rank"
+    if problem:
+        raise CheckpointError(f"{problem}; use another checkpoint, or go on at your own risk with verify=False")
+
+
+def _problem(index: Index, folder: Path, file: str) -> str:
+    try:
+        same = read_crc32(folder / file) == index.file_crc32[file]
+    except OSError as error:
+        return f"{folder / file} cannot be read ({error.strerror})"
+    return "" if same else f"{folder / file} was altered since it was written: its checksum is another"

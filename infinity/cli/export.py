@@ -8,7 +8,13 @@ from infinity.cli.console import USAGE, check_one_of, fail, one_line_errors, pri
 
 
 def run(
-    checkpoint: Path, out: Path, tag: str | None, dtype: str | None, max_shard_size: str, config_from: Path | None
+    checkpoint: Path,
+    out: Path,
+    tag: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    config_from: Path | None,
+    verify: bool,
 ) -> None:
     """The command, as its help describes it."""
     limit = size_of("--max-shard-size", max_shard_size)
@@ -20,7 +26,16 @@ def run(
         if dtype is not None:
             check_one_of("--dtype", dtype, list(DTYPES))
         with progress(shown=True) as step:
-            export(checkpoint, out, tag=tag, dtype=dtype, max_shard_size=limit, config_from=config_from, step=step)
+            export(
+                checkpoint,
+                out,
+                tag=tag,
+                dtype=dtype,
+                max_shard_size=limit,
+                config_from=config_from,
+                verify=verify,
+                step=step,
+            )
         files = sorted(out.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         say(f"{printable(out)}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e9:.2f} GB")

@@ -136,6 +136,7 @@ def export(
     config_from: Annotated[
         Path | None, typer.Option(help="Hugging Face folder to copy config.json, tokenizer and the like from.")
     ] = None,
+    verify: Annotated[bool, typer.Option(help="Read all of the checkpoint before, to compare its checksums.")] = True,
 ) -> None:
     """Write a checkpoint as safetensors that Hugging Face's from_pretrained reads (elsewhere: zero_to_fp32).
 
@@ -143,7 +144,7 @@ def export(
     """
     from infinity.cli.export import run
 
-    run(checkpoint, out, tag, dtype, max_shard_size, config_from)
+    run(checkpoint, out, tag, dtype, max_shard_size, config_from, verify)
 
 
 if __name__ == "__main__":

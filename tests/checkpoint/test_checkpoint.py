@@ -6,17 +6,20 @@ import argparse
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from infinity.checkpoint import save as saving
+from infinity.checkpoint.export import export
 from infinity.checkpoint.format import persistent_buffers
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, UsageError
@@ -120,12 +123,18 @@ def in_fp32(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_version_before_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_versions_before_are_read(tmp_path: Path, version: int) -> None:
     losses, _ = saved(tmp_path)
-    index = tmp_path / "global_step5" / "checkpoint.json"
-    written = json.loads(index.read_text())
-    assert written.pop("moments") == "fp32"
-    index.write_text(json.dumps(written | {"version": 1}))
+    folder = tmp_path / "global_step5"
+    written = json.loads((folder / "checkpoint.json").read_text())
+    assert written.pop("file_crc32").keys() == written["file_bytes"].keys()
+    for file in ("rng.pt", "client_state.pt"):
+        del written["file_bytes"][file]
+    (folder / "rng.pt").unlink()
+    if version == 1:
+        assert written.pop("moments") == "fp32"
+    (folder / "checkpoint.json").write_text(json.dumps(written | {"version": version}))
     with engine_of(seed=7) as engine:
         engine.load_checkpoint(tmp_path)
         assert train(engine, BATCHES[5:]) == losses
@@ -201,18 +210,18 @@ def test_client_state_that_could_not_be_loaded_is_refused_before_anything_is_wri
 def test_a_save_that_fails_leaves_the_former_one_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    real, calls = saving.save_file, []
+    real, calls = saving.write_tensors, []
 
-    def failing(*arguments: Any, **options: Any) -> None:
+    def failing(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise error
-        real(*arguments, **options)
+        return real(*arguments, **options)
 
     with engine_of() as engine:
         train(engine, BATCHES[:1])
         engine.save_checkpoint(tmp_path, "a")
-        monkeypatch.setattr(saving, "save_file", failing)
+        monkeypatch.setattr(saving, "write_tensors", failing)
         train(engine, BATCHES[1:2])
         with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
             engine.save_checkpoint(tmp_path, "a")
@@ -265,6 +274,63 @@ def test_damage_is_an_error_before_anything_is_changed(tmp_path: Path, what: str
             engine.load_checkpoint(tmp_path)
         assert engine.global_steps == 2
         assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+
+
+FILES = ["unit-00002.safetensors", "buffers.safetensors", "client_state.pt", "rng.pt"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_byte_that_was_altered_is_an_error_before_anything_is_changed(tmp_path: Path, file: str) -> None:
+    """In a value, where no size and no header tells; who insists may load it."""
+    saved(tmp_path)
+    path = tmp_path / "global_step5" / file
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    with engine_of(seed=3) as engine:
+        before = parameters_of(engine)
+        with pytest.raises(CheckpointError, match=f"{file} (was altered|cannot be read)"):
+            engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 0
+        assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+        if file.startswith("unit"):
+            engine.load_checkpoint(tmp_path, verify=False)
+            assert engine.global_steps == 5
+            with pytest.raises(CheckpointError, match="was altered"):
+                export(tmp_path, tmp_path / "out")
+            export(tmp_path, tmp_path / "out", verify=False)
+
+
+def draws() -> list[float]:
+    """A few numbers of each generator; of pairs, Python and numpy keep the half that was not asked for."""
+    return [float(torch.rand(())), random.gauss(0, 1), random.random(), float(numpy.random.randn())]
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        train(engine, BATCHES[:1])
+        draws()
+        engine.save_checkpoint(tmp_path)
+        first = draws()
+        assert draws() != first
+        engine.load_checkpoint(tmp_path)
+        assert draws() == first
+        then = draws()
+        engine.load_checkpoint(tmp_path, load_rng=False)
+        assert draws() not in (first, then)
+
+
+def test_dropout_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return Stack(run=lambda block, x: nn.functional.dropout(block(x), 0.2))
+
+    with engine_of(make) as engine:
+        train(engine, BATCHES[:3])
+        engine.save_checkpoint(tmp_path)
+        losses = train(engine, BATCHES[3:])
+    with engine_of(make, seed=7) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, BATCHES[3:]) == losses
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:

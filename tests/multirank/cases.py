@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.pretrained import SavedTensor
 from infinity.engine import Engine
-from infinity.errors import NonFiniteError, RanksError, UsageError
+from infinity.errors import CheckpointError, NonFiniteError, RanksError, UsageError
 from infinity.tiers.device import CpuDevice, Device
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -304,6 +304,28 @@ def load(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str,
     with open_engine(seeded(Stack, 7), config) as engine:
         engine.load_checkpoint(Path(directory))
         return states_of(engine)
+
+
+def interrupted(rank: int, *, folder: str, directory: str) -> dict[str, Any]:
+    """What this rank draws after a save and after loading it, and what is said of a file that was altered."""
+    saved = Path(directory)
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        torch.manual_seed(rank)
+        engine.save_checkpoint(saved, "one")
+        drawn = [float(torch.rand(()))]
+        engine.load_checkpoint(saved)
+        drawn.append(float(torch.rand(())))
+        if rank == 0:
+            file = saved / "one" / "unit-00001.safetensors"
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        engine.ranks.barrier()
+        try:
+            engine.load_checkpoint(saved)
+        except CheckpointError as error:
+            return {"drawn": drawn, "said": str(error)}
+        return {"drawn": drawn, "said": ""}
 
 
 def pretrained(rank: int, *, folder: str, directory: str, loading: list[bool], **options: Any) -> dict[str, Any]:

@@ -111,6 +111,13 @@ def test_an_engine_that_cannot_be_made(pair: Group, tmp_path: Path) -> None:
         assert all(error.startswith("StorageError") and "does not exist" in error for error in errors)
 
 
+def test_each_rank_gets_its_random_numbers_back_and_all_hear_of_damage(pair: Group, tmp_path: Path) -> None:
+    one, two = pair.run(cases.interrupted, folder=str(tmp_path), directory=str(tmp_path / "saved"))
+    assert one["drawn"][0] == one["drawn"][1] != two["drawn"][0] == two["drawn"][1]
+    assert sorted("another rank" in outcome["said"] for outcome in (one, two)) == [False, True]
+    assert all("use another checkpoint" in outcome["said"] for outcome in (one, two))
+
+
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: Group, tmp_path: Path) -> None:
     options: dict[str, Any] = {"folder": str(tmp_path), "directory": str(tmp_path / "saved")}
     saved = pair.run(cases.save, steps=3, **options)
