@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]) -> Path:
-    """Write directory/tag. All ranks call it; rank 0 writes. Peak memory: one unit's states.
+    """Write directory/tag. All ranks call it; rank 0 writes. Peak memory: a few times one unit's states.
 
     Raises CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
     """

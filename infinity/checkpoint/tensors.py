@@ -89,7 +89,7 @@ def write_tensors(
     """Write the tensors `specs` to a new file, and sync it; returns its size and checksum.
 
     parts: name → the tensor's values in order, in one part or several of any shape, in its dtype. The library's own
-    `save_file` would have all of them in memory, twice. The format: https://huggingface.co/docs/safetensors
+    `save_file` wants all of them in memory at once. The format: https://huggingface.co/docs/safetensors
     """
     # Wide ones first, as readers want each tensor aligned to its elements.
     order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
