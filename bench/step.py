@@ -1,7 +1,7 @@
 """Time and memory of one training step with everything on NVMe, beside a plain in-memory PyTorch loop of the same
 model.
 
-    python bench/step.py                       # shape S: 319 M parameters; about 10 minutes on 2 cores
+    python bench/step.py                       # shape S: 319 M parameters; about 15 minutes on 2 cores
     python bench/step.py --layers 4 --rounds 1 --steps 3
 
 Every measurement runs in a process of its own, since peak memory belongs to a process, and the kinds take turns, round
@@ -28,7 +28,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-KINDS = ("plain", "infinity", "plain, clipped", "infinity, clipped", "disk")
+MOMENTS = ("fp32", "bf16", "8bit")
+CLIPS = (0.0, 1.0)
+KINDS = [f"{what}, clip {clip:g}" for clip in CLIPS for what in ("plain", *MOMENTS)] + ["disk"]
+"""What is measured: the plain loop and Infinity with moments of each format, without and with clipping; the disk."""
 
 
 def arguments() -> argparse.Namespace:
@@ -107,7 +110,7 @@ def run_plain(args: argparse.Namespace, clip: float) -> dict[str, Any]:
     return report(steps)
 
 
-def run_infinity(args: argparse.Namespace, clip: float) -> dict[str, Any]:
+def run_infinity(args: argparse.Namespace, clip: float, moments: str) -> dict[str, Any]:
     import infinity
 
     model, batch = model_and_batches(args, "meta")
@@ -118,6 +121,7 @@ def run_infinity(args: argparse.Namespace, clip: float) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        "infinity": {"moments": moments},
     }
     engine, *_ = infinity.initialize(model=model, config=config)
     steps: list[dict[str, float]] = []
@@ -205,17 +209,18 @@ def median(runs: list[dict[str, Any]], key: str) -> float:
 
 def summarize(args: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     disk = statistics.median(rate for run in runs["disk"] for rate in run["rates"])
-    parameters = runs["infinity"][0]["parameters"]
+    parameters = runs["fp32, clip 0"][0]["parameters"]
     summary: dict[str, Any] = {"parameters": parameters, "disk_gb_per_s": disk / 1e9, "rows": []}
-    for suffix in ("", ", clipped"):
-        plain, ours = runs["plain" + suffix], runs["infinity" + suffix]
+    for clip, moments in ((clip, moments) for clip in CLIPS for moments in MOMENTS):
+        plain, ours = runs[f"plain, clip {clip:g}"], runs[f"{moments}, clip {clip:g}"]
         read, written = ours[0]["read"], ours[0]["written"]
-        bound = (read + written) / disk + (median(plain, "backward") if suffix else 0.0)
+        bound = (read + written) / disk + (median(plain, "backward") if clip else 0.0)
         seconds, base = median(ours, "seconds"), median(plain, "seconds")
-        allowed = max((1.7 if suffix else 1.3) * base, 1.15 * bound)
+        allowed = max((1.7 if clip else 1.3) * base, 1.15 * bound)
         summary["rows"].append(
             {
-                "gradient_clipping": 1.0 if suffix else 0.0,
+                "moments": moments,
+                "gradient_clipping": clip,
                 "plain_seconds": base,
                 "infinity_seconds": seconds,
                 "bound_seconds": bound,
@@ -249,8 +254,8 @@ def table(args: argparse.Namespace, summary: dict[str, Any]) -> str:
         "write mixed: "
         f"{summary['disk_gb_per_s']:.2f} GB/s in sum.",
         "",
-        "| | without clipping | gradient_clipping 1.0 |",
-        "|---|---|---|",
+        "| | " + " | ".join(_column(row) for row in rows) + " |",
+        "|---|" + "---|" * len(rows),
     ]
     names = {
         "infinity_seconds": "step, s",
@@ -270,6 +275,11 @@ def table(args: argparse.Namespace, summary: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _column(row: dict[str, Any]) -> str:
+    clip = row["gradient_clipping"]
+    return f"{row['moments']} moments" + (f", clipping {clip:g}" if clip else "")
+
+
 def cores() -> int:
     import os
 
@@ -285,12 +295,13 @@ def torch_version() -> str:
 def main() -> None:
     args = arguments()
     if args.only:
-        clip = 1.0 if args.only.endswith("clipped") else 0.0
-        if args.only == "disk":
+        what, _, clip = args.only.partition(", clip ")
+        if what == "disk":
             print(json.dumps(run_disk(args)))
+        elif what == "plain":
+            print(json.dumps(run_plain(args, float(clip))))
         else:
-            run = run_plain if args.only.startswith("plain") else run_infinity
-            print(json.dumps(run(args, clip)))
+            print(json.dumps(run_infinity(args, float(clip), what)))
         return
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for number in range(args.rounds):
