@@ -6,7 +6,8 @@ instruction set, number of threads and alignment.
 
 Arguments that cannot be right (null, misaligned or overlapping arrays, n < 0, an unknown rule, format, dtype or isa,
 an isa that this machine lacks, too few moments, step < 1, a beta outside [0, 1), a negative or non-finite eps, lr,
-momentum or weight_decay, a `first` that is not at a block) raise ValueError and touch nothing.
+momentum or weight_decay, a non-finite scale of a sum, a `first` that is not at a block) raise ValueError and touch
+nothing.
 n == 0 does nothing, whatever the addresses.
 
 threads: 0 stands for `default_threads()`; fewer than 65,536 elements are always done by the calling thread.

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from infinity.comm.collectives import Ranks
-from infinity.comm.stage import Sharding
 from infinity.config import Config
-from infinity.errors import ModelError, OutOfMemoryError, RanksError
-from infinity.optim.formats import state_format
+from infinity.errors import OutOfMemoryError, RanksError
 from infinity.optim.grads import GradCollector, GradPlaces
 from infinity.optim.kernels import check_on_device, update_run
 from infinity.optim.update import Places, UpdatePipeline
+from infinity.policy import TIERS, lay_out, policy, update_schedule
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -31,9 +30,9 @@ from infinity.tiers.placement import Placement, Policy, State, checksum_block, p
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
-from infinity.units.discover import Discovered, discover, modules_to_hook
+from infinity.units.discover import Discovered, modules_to_hook
 from infinity.units.init import Materializer, check_values, initial_states, make_buffers, read_shard
-from infinity.units.layout import UnitLayout, layout_unit
+from infinity.units.layout import UnitLayout
 from infinity.units.sources import source_of
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
@@ -44,7 +43,6 @@ _UNITS_BESIDE_PREFETCH = 3
 _GRADIENTS_AT_ONCE = 4
 _READS_AHEAD = 3
 _TILE_BUFFERS = 2 * _READS_AHEAD
-_TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
 
 @dataclass
@@ -73,7 +71,7 @@ class Parts:
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes reserved in each tier, pools included."""
-        held = dict.fromkeys(_TIERS.values(), 0)
+        held = dict.fromkeys(TIERS.values(), 0)
         for name, tier in self.tiers.items():
             held[name] += tier.nbytes
         for pool in self.pools:
@@ -106,86 +104,6 @@ class Parts:
                 tier.close()
 
         return close
-
-
-def update_schedule(config: Config) -> str:
-    """ "during_backward" unless something global must be known before the first update; then "next_forward"."""
-    if config.infinity.update == "auto":
-        global_first = config.gradient_clipping > 0 or config.fp16.enabled
-        return "next_forward" if global_first else "during_backward"
-    return config.infinity.update
-
-
-def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
-    """Which tier holds what, in which format. Gradients are kept beside the optimizer states while they wait."""
-    zero = config.zero_optimization
-    sharding = Sharding.of(zero.stage)
-    optim_tier = _TIERS[zero.offload_optimizer.device]
-    # Sums over micro-batches are kept in fp32; gloo sums ranks in fp32, as its 16-bit sums round at every rank.
-    wide = accumulation > 1 or ranks.backend == "gloo"
-    return Policy(
-        param_tier=_TIERS[zero.offload_param.device],
-        optim_tier=optim_tier,
-        grad_tier=optim_tier,
-        grad_dtype=torch.float32 if wide else None,
-        states=partial(
-            state_format,
-            master=config.infinity.master,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-        ),
-        tile_size=config.infinity.tile_size,
-        resident=not sharding.params,
-        grads_whole=not sharding.grads and accumulation > 1,
-    )
-
-
-def compute_dtype(config: Config) -> torch.dtype | None:
-    """What all parameters are kept and computed in; None: in what they are."""
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.fp16.enabled else None
-
-
-def _trained_dtype(unit: Discovered, wanted: torch.dtype | None) -> torch.dtype:
-    if not unit.dtype.is_floating_point:
-        if unit.trainable:
-            raise ModelError(
-                f"{unit.names[0]} is {unit.dtype}, which no optimizer here trains: make it fp32, or freeze it"
-            )
-        return unit.dtype
-    if wanted is not None:
-        return wanted
-    if unit.trainable and unit.dtype != torch.float32:
-        raise ModelError(
-            f'{unit.names[0]} is {str(unit.dtype).removeprefix("torch.")}, which is trained only with "bf16" or '
-            '"fp16": {"enabled": true}. Set one, or give the model fp32 parameters.'
-        )
-    return unit.dtype
-
-
-def lay_out(
-    model: nn.Module, config: Config, groups: Sequence[dict[str, object]], shards: int
-) -> tuple[list[Discovered], list[UnitLayout]]:
-    """The units of `model` and the layout of each."""
-    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
-    wanted = compute_dtype(config)
-    found = discover(model, config.infinity.unit_size, width=wanted.itemsize if wanted else None)
-    layouts: list[UnitLayout] = []
-    for index, unit in enumerate(found):
-        members = [
-            (name, tuple(p.shape), group_of.get(id(p), -1)) for name, p in zip(unit.names, unit.parameters, strict=True)
-        ]
-        first = layouts[-1].end if layouts else 0
-        dtype = _trained_dtype(unit, wanted)
-        layouts.append(layout_unit(index, unit.name, members, dtype, unit.trainable, shards, first))
-    # A layout orders its slots by param_group; the parameters follow it.
-    ordered = []
-    for unit, layout in zip(found, layouts, strict=True):
-        by_name = dict(zip(unit.names, unit.parameters, strict=True))
-        names = tuple(slot.name for slot in layout.slots)
-        ordered.append(replace(unit, names=names, parameters=tuple(by_name[name] for name in names)))
-    return ordered, layouts
 
 
 def _check_memory(placement: Placement, device: Device) -> None:
@@ -245,7 +163,7 @@ def assemble(
     found, layouts = lay_out(model, config, groups, ranks.shards)
     make_buffers(model)
     check_values(model)
-    ranks.units = layouts
+    ranks.know(layouts)
     rules = policy(config, accumulation, ranks)
     if rules.optim_tier == "device" and device.torch_device.type == "cuda":
         check_on_device(config.optimizer.rule, config.infinity.moments)

@@ -62,8 +62,8 @@ class Ranks:
         self._device = device
         self._sharded = sharded
         self.traffic = Traffic()
-        self.units: Sequence[UnitLayout] = ()
-        """What is exchanged, by the index of a unit; the same on all ranks."""
+        self._units: Sequence[UnitLayout] = ()
+        self._flag_words = 0
         self.rank, self.size = 0, 1
         self.backend = ""
         self._disagreement = ""
@@ -92,6 +92,12 @@ class Ranks:
     def shard_rank(self) -> int:
         """Which of them is this rank's."""
         return self.rank if self._sharded else 0
+
+    def know(self, units: Sequence[UnitLayout]) -> None:
+        """What will be exchanged, by the index of a unit; the same on all ranks."""
+        self._units = units
+        # As many words whatever is done, or ranks that do different things could not be told.
+        self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
 
     def all_gather(self, flat: torch.Tensor, after: Transfer, unit: int) -> Transfer:
         """Complete `flat` (numel,) of a unit, whose own shard is valid once `after` is done, with the shards of the
@@ -130,8 +136,7 @@ class Ranks:
         """
         unit, present = what
         if not self._disagreement:
-            # As many words whatever is done, or ranks that do different things could not be told.
-            flags = [0] * -(-max((len(layout.slots) for layout in self.units), default=0) // _FLAGS)
+            flags = [0] * self._flag_words
             for slot in present:
                 flags[slot // _FLAGS] |= 1 << slot % _FLAGS
             mine = torch.tensor([_DOINGS.index(does), unit, *flags])
@@ -153,7 +158,7 @@ class Ranks:
         parts = []
         for (kind, unit), ranks in by_doing.items():
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self.units[unit].name}" if unit >= 0 else ""))
+            parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self._units[unit].name}" if unit >= 0 else ""))
         return (
             f"the ranks do different things: {'; '.join(parts)}. Every rank has to use the same units in the same "
             "order: let no rank's data decide which blocks run, or run the others too, on nothing"

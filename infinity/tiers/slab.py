@@ -21,7 +21,7 @@ class SlabTier(Tier):
         self.on_device = on_device
         self._device = device
         self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=pin)
-        if not self._slab.is_cuda:
+        if not self._slab.is_cuda and not self._slab.is_pinned():  # what is pinned was touched before
             first_touch(self._slab)
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:

@@ -1,0 +1,105 @@
+"""What a config asks for: where states live and in which formats, when units are updated, and how a model is laid out.
+
+Pure: nothing is allocated, and nothing of the model is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from infinity.comm.collectives import Ranks
+from infinity.comm.stage import Sharding
+from infinity.config import Config
+from infinity.errors import ModelError
+from infinity.optim.formats import state_format
+from infinity.tiers.placement import Policy
+from infinity.units.discover import Discovered, discover
+from infinity.units.layout import UnitLayout, layout_unit
+
+TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
+"""What the config calls a device → the tier."""
+
+
+def update_schedule(config: Config) -> str:
+    """ "during_backward" unless something global must be known before the first update; then "next_forward"."""
+    if config.infinity.update == "auto":
+        global_first = config.gradient_clipping > 0 or config.fp16.enabled
+        return "next_forward" if global_first else "during_backward"
+    return config.infinity.update
+
+
+def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
+    """Which tier holds what, in which format. Gradients are kept beside the optimizer states while they wait."""
+    zero = config.zero_optimization
+    sharding = Sharding.of(zero.stage)
+    optim_tier = TIERS[zero.offload_optimizer.device]
+    # Sums over micro-batches are kept in fp32; gloo sums ranks in fp32, as its 16-bit sums round at every rank.
+    wide = accumulation > 1 or ranks.backend == "gloo"
+    return Policy(
+        param_tier=TIERS[zero.offload_param.device],
+        optim_tier=optim_tier,
+        grad_tier=optim_tier,
+        grad_dtype=torch.float32 if wide else None,
+        states=partial(
+            state_format,
+            master=config.infinity.master,
+            rule=config.optimizer.rule,
+            moments=config.infinity.moments,
+        ),
+        tile_size=config.infinity.tile_size,
+        resident=not sharding.params,
+        grads_whole=not sharding.grads and accumulation > 1,
+    )
+
+
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """What all parameters are kept and computed in; None: in what they are."""
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else None
+
+
+def _trained_dtype(unit: Discovered, wanted: torch.dtype | None) -> torch.dtype:
+    if not unit.dtype.is_floating_point:
+        if unit.trainable:
+            raise ModelError(
+                f"{unit.names[0]} is {unit.dtype}, which no optimizer here trains: make it fp32, or freeze it"
+            )
+        return unit.dtype
+    if wanted is not None:
+        return wanted
+    if unit.trainable and unit.dtype != torch.float32:
+        raise ModelError(
+            f'{unit.names[0]} is {str(unit.dtype).removeprefix("torch.")}, which is trained only with "bf16" or '
+            '"fp16": {"enabled": true}. Set one, or give the model fp32 parameters.'
+        )
+    return unit.dtype
+
+
+def lay_out(
+    model: nn.Module, config: Config, groups: Sequence[dict[str, object]], shards: int
+) -> tuple[list[Discovered], list[UnitLayout]]:
+    """The units of `model` and the layout of each."""
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
+    wanted = compute_dtype(config)
+    found = discover(model, config.infinity.unit_size, width=wanted.itemsize if wanted else None)
+    layouts: list[UnitLayout] = []
+    for index, unit in enumerate(found):
+        members = [
+            (name, tuple(p.shape), group_of.get(id(p), -1)) for name, p in zip(unit.names, unit.parameters, strict=True)
+        ]
+        first = layouts[-1].end if layouts else 0
+        dtype = _trained_dtype(unit, wanted)
+        layouts.append(layout_unit(index, unit.name, members, dtype, unit.trainable, shards, first))
+    # A layout orders its slots by param_group; the parameters follow it.
+    ordered = []
+    for unit, layout in zip(found, layouts, strict=True):
+        by_name = dict(zip(unit.names, unit.parameters, strict=True))
+        names = tuple(slot.name for slot in layout.slots)
+        ordered.append(replace(unit, names=names, parameters=tuple(by_name[name] for name in names)))
+    return ordered, layouts
