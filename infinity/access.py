@@ -150,7 +150,7 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     engine, unit, slot = _owner(param)
     if not _has_grad(engine, unit, slot):
         return None
-    flat = engine.parts.collector.read_stored(unit)
+    flat = engine.parts.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
     return flat[place.offset : place.stop].view(place.shape).float() / factor
@@ -163,11 +163,11 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     name = unit.layout.slots[slot].name
     if not _has_grad(engine, unit, slot):
         raise UsageError(f"{name} has no gradient in this step: set it between backward and step")
-    flat = engine.parts.collector.read_stored(unit)
+    flat = engine.parts.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
     flat[place.offset : place.stop].view(place.shape).copy_(value * factor)
-    engine.parts.collector.write_stored(unit, flat)
+    engine.parts.gradients.write(unit, flat)
 
 
 class _States:
@@ -233,12 +233,12 @@ def _check_moment(engine: Engine, unit: Unit, name: str) -> None:
 
 
 def _has_grad(engine: Engine, unit: Unit, slot: int) -> bool:
-    collector = engine.parts.collector
+    collector, gradients = engine.parts.collector, engine.parts.gradients
     if collector.is_collecting(unit):
         raise UsageError("gradients are summed up in the last micro-batch of a step: call engine.backward for it first")
-    if unit.index in collector.stored:
-        collector.settle()
-        return slot in collector.slots[unit.index]
+    if unit.index in gradients.units:
+        gradients.settle()
+        return slot in gradients.slots[unit.index]
     if collector.is_updating(unit):
         raise UsageError(
             f"the gradient of unit {unit.name} is gone: it was updated during backward. Set infinity.update to "

@@ -16,7 +16,8 @@ from torch import nn
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
 from infinity.errors import OutOfMemoryError, RanksError
-from infinity.optim.grads import GradCollector, GradPlaces
+from infinity.optim.grad_store import GradPlaces, GradStore
+from infinity.optim.grads import GradCollector
 from infinity.optim.kernels import check_on_device, update_run
 from infinity.optim.update import Places, UpdatePipeline
 from infinity.policy import TIERS, lay_out, policy, update_schedule
@@ -58,6 +59,7 @@ class Parts:
     device_pools: list[Pool]
     store: UnitStore
     collector: GradCollector
+    gradients: GradStore
     pipeline: UpdatePipeline
     units_of_module: dict[nn.Module, list[Unit]]
     unit_of: dict[int, Unit]
@@ -95,11 +97,11 @@ class Parts:
 
     def closer(self) -> Callable[[], None]:
         """What gives back threads, memory and disk. It refers to neither model nor engine: it must not keep them."""
-        pipeline, mover, tiers = self.pipeline, self.collector.mover, list(self.tiers.values())
+        pipeline, gradients, tiers = self.pipeline, self.gradients, list(self.tiers.values())
 
         def close() -> None:
             pipeline.close()
-            mover.shutdown()
+            gradients.close()
             for tier in tiers:
                 tier.close()
 
@@ -233,7 +235,9 @@ class _Assembly:
         unit_pool = self.pool("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
         param_tier = self.tiers[self.rules.param_tier]
         store = UnitStore(units, unit_pool, param_tier, self.placement, self.device, self.ranks, prefetch)
-        collector = GradCollector(units, self.ranks, self._grad_places())
+        places = self._grad_places()
+        gradients = GradStore(self.ranks, places)
+        collector = GradCollector(units, self.ranks, places, gradients)
         pipeline = UpdatePipeline(
             self._update_places(),
             partial(update_run, seed=self.config.infinity.seed, threads=self.config.infinity.adam_threads),
@@ -255,6 +259,7 @@ class _Assembly:
             device_pools=self.device_pools,
             store=store,
             collector=collector,
+            gradients=gradients,
             pipeline=pipeline,
             units_of_module={module: [units[i] for i in indices] for module, indices in hooked.items()},
             unit_of=unit_of,

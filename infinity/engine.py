@@ -25,9 +25,9 @@ from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import StepLog, logger, show_by_default
 from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
+from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr import make_scheduler
-from infinity.optim.update import Gradient, UpdateJob
 from infinity.tiers.device import Device, default_device
 from infinity.units import saved
 from infinity.units.hooks import ModelHooks
@@ -170,15 +170,15 @@ class Engine:
         overflowed, and the step is skipped.
         """
         parts = self.parts
-        collector, store = parts.collector, parts.store
+        gradients, store = parts.gradients, parts.store
         for unit in parts.units:
             if unit.job is not None and unit.job.done.done():
                 unit.job.done.wait()
         scale = 1.0 / (parts.ranks.size * self.loss_scale.value)
         self._grad_norm = None
         clipping, scaled = self.config.gradient_clipping > 0, self.config.fp16.enabled
-        if clipping or scaled or (self.config.infinity.check_nan and (collector.stored or not self.ranks.alone)):
-            norm = math.sqrt(collector.squared_norm()) * scale
+        if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.alone)):
+            norm = math.sqrt(gradients.squared_norm()) * scale
             if scaled and not math.isfinite(norm):
                 self._skip()
                 return False
@@ -187,8 +187,8 @@ class Engine:
                 self._grad_norm = norm
                 coefficient = self.config.gradient_clipping / (norm + 1e-6)
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN goes through, as in torch
-        collector.settle()
-        for index in collector.hand_over():
+        gradients.settle()
+        for index in parts.collector.hand_over():
             unit = parts.units[index]
             unit.pending_job = self._job(unit, scale, None)
             if unit.lease is not None:
@@ -198,7 +198,7 @@ class Engine:
 
     def _skip(self) -> None:
         """Drop the step's gradients, which overflowed in fp16; nothing has changed but the loss scale."""
-        self.parts.collector.settle()
+        self.parts.gradients.settle()
         self.parts.collector.end_step()
         self.micro_steps = 0
         self.global_steps += 1
@@ -210,8 +210,7 @@ class Engine:
             logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
     def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
-        collector, rank = self.parts.collector, self.parts.ranks.shard_rank
-        slots = collector.slots
+        slots, rank = self.parts.gradients.slots, self.parts.ranks.shard_rank
         return UpdateJob(
             unit.layout,
             lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
@@ -250,7 +249,7 @@ class Engine:
             return
         collector = self.parts.collector
         spent = collector.spent
-        collector.settle()
+        self.parts.gradients.settle()
         collector.end_step()
         self.micro_steps = 0
         if spent:
@@ -430,7 +429,7 @@ class Engine:
         saved.uninstall()
         try:
             if not self._broken and self.parts.store.failure is None:
-                self.parts.collector.settle()
+                self.parts.gradients.settle()
                 self.parts.store.settle()
                 self._check_refused(len(self.parts.pipeline.refused))
                 self.parts.store.release_all()

@@ -1,5 +1,4 @@
-"""Gradients leave as they arrive: from `.grad` into the unit's flat gradient, reduced over ranks, then to the
-update or to their tier.
+"""Gradients leave as they arrive: from `.grad` into the unit's flat gradient, which is reduced over ranks.
 
 A unit's gradient is complete after as many arrivals as the backward before saw, or when backward ends. Gradients are
 never all in memory at once: buffers come from a fixed pool, and when incomplete ones fill it, the one that has waited
@@ -11,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -19,37 +18,12 @@ import torch
 from infinity.comm.collectives import Ranks
 from infinity.errors import LifetimeError
 from infinity.interrupts import uninterrupted
-from infinity.optim.kernels import receive, squared_norm
-from infinity.optim.update import Gradient
-from infinity.tiers.base import Tier
-from infinity.tiers.device import Device
-from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Placement, State
-from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.optim.grad_store import GradPlaces, GradStore, Sent
+from infinity.optim.job import Gradient
+from infinity.optim.kernels import receive
+from infinity.tiers.pool import Lease
+from infinity.tiers.transfer import DONE
 from infinity.units.unit import Unit
-
-
-@dataclass
-class GradPlaces:
-    """Where gradients go, and the buffers on the way. Pools hold whole units of `dtype` (None: the parameters' own)."""
-
-    device: Device
-    tier: Tier
-    placement: Placement
-    dtype: torch.dtype | None
-    pool: Pool
-    host_pool: Pool | None
-    """Host buffers for shards; None where the host works in the device's buffers."""
-    stored_pool: Pool
-    """One buffer for a shard that was stored before and is added to."""
-    whole: bool
-    """Gradients are summed over micro-batches before they are reduced, each in a buffer of `pool` of its own."""
-    threads: int
-    """Of a pass over a gradient in host memory; 0: one per processor."""
-
-    def dtype_of(self, unit: Unit) -> torch.dtype:
-        return self.dtype or unit.layout.dtype
 
 
 @dataclass
@@ -60,11 +34,6 @@ class _Open:
     flat: torch.Tensor
     squares: dict[int, float | None] = field(default_factory=dict)
     """slot that has arrived → its sum of squares; None where that is taken later."""
-
-    present: set[int] = field(default_factory=set)
-    """Slots with a gradient, on any rank once it is reduced."""
-    slots: dict[int, set[int]] = field(default_factory=dict)
-    """Where they are noted: `GradCollector.slots` of the step, which may have ended before that."""
 
     def total(self) -> float | None:
         """The sum of squares over all slots, in order; None if any is missing."""
@@ -78,14 +47,13 @@ class _Open:
 
 
 class GradCollector:
-    """Collects the gradients of one step. Called from the thread that runs backward; moves and sums on a thread of
-    its own.
-    """
+    """Collects the gradients of one step. Called from the thread that runs backward."""
 
-    def __init__(self, units: Sequence[Unit], ranks: Ranks, places: GradPlaces) -> None:
+    def __init__(self, units: Sequence[Unit], ranks: Ranks, places: GradPlaces, store: GradStore) -> None:
         self._units = units
         self._ranks = ranks
         self._places = places
+        self._store = store
         self._open: dict[int, _Open] = {}
         self._arrivals: dict[int, int] = {}
         self._expected: dict[int, int] = {}
@@ -96,15 +64,6 @@ class GradCollector:
         self._punctual: set[int] = set()
         """Units that were passed before, and are never late."""
         self._sent_live: set[int] = set()
-        self._squares: dict[int, Future[float]] = {}
-        self._moves: list[Future[None]] = []
-        self.mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads")
-        self.stored: set[int] = set()
-        """Units whose gradient, or a part of it, waits in its tier for the update."""
-        self.slots: dict[int, set[int]] = {}
-        """unit → slots that received a gradient in this step, on any rank; whole once its gradient is where it should
-        be.
-        """
         self.last_micro_step = False
         self.wait_seconds = 0.0
         self.take_live: Callable[[Unit, Future[Gradient]], None] | None = None
@@ -235,88 +194,20 @@ class GradCollector:
 
     def _send(self, unit: Unit, *, complete: bool) -> None:
         collecting = self._open.pop(unit.index)
-        flat = collecting.flat
-        collecting.present.update(collecting.squares)
-        collecting.slots = self.slots
+        flat, present = collecting.flat, set(collecting.squares)
         for start, stop in unit.layout.gaps():
             flat[start:stop].zero_()
         for slot, place in enumerate(unit.layout.slots):
-            if slot not in collecting.squares:
+            if slot not in present:
                 flat[place.offset : place.stop].zero_()
-        reduced = self._ranks.reduce(flat, DONE, unit.layout, collecting.present)
+        reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
         reached = self._places.device.compute_reached()
-        add = unit.index in self.stored
-        live = complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit)
-        if live:
-            self.stored.discard(unit.index)
+        sent = Sent(unit, flat, collecting.lease, reduced, reached, present, collecting.total())
+        if complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit):
             self._sent_live.add(unit.index)
-            gradient = self.mover.submit(self._land, unit, collecting, reduced, reached, add)
-            assert self.take_live is not None
-            self.take_live(unit, gradient)
-            return
-        self.stored.add(unit.index)
-        squares: Future[float] = Future()
-        self._squares[unit.index] = squares
-        self._moves.append(self.mover.submit(self._keep, unit, collecting, reduced, reached, add, squares))
-
-    # -- the thread --------------------------------------------------------------------------------------------------
-
-    def _land(self, unit: Unit, collecting: _Open, reduced: Transfer, reached: Transfer, add: bool) -> Gradient:
-        """The reduced shard, in memory that its tier's update works in, with what was stored before added to it."""
-        places = self._places
-        lease = collecting.lease
-        try:
-            reduced.wait()
-            collecting.slots.setdefault(unit.index, set()).update(collecting.present)
-            shard = self._ranks.shard(collecting.flat)
-            if places.host_pool is not None:
-                host = places.host_pool.lease(shard.numel() * shard.element_size())
-                try:
-                    places.device.copy(host.tensor, shard.view(torch.uint8), after=reached).wait()
-                except BaseException:
-                    host.release()
-                    raise
-                lease.release()
-                lease, shard = host, host.flat(shard.dtype)
-            else:
-                reached.wait()  # the update runs in another thread, on a stream of its own
-            squares = self._add_stored(unit, shard) if add else collecting.total()
-            if squares is None:
-                squares = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank), places.threads)
-            return Gradient(shard, lease, squares)
-        except BaseException:
-            lease.release()
-            raise
-        finally:
-            del collecting.flat
-
-    def _add_stored(self, unit: Unit, shard: torch.Tensor) -> float:
-        """Add what was stored before to the shard; returns the sum of squares of the result."""
-        places = self._places
-        before = places.stored_pool.lease(shard.numel() * shard.element_size())
-        try:
-            places.tier.read(places.placement.of(unit.index, State.GRAD), before.tensor).wait()
-            stored = before.flat(shard.dtype)
-            parts = unit.layout.parts(self._ranks.shard_rank)
-            return sum((receive(shard[a:b], stored[a:b], add=True, threads=places.threads) for a, b in parts), 0.0)
-        finally:
-            before.release()
-
-    def _keep(
-        self, unit: Unit, collecting: _Open, reduced: Transfer, reached: Transfer, add: bool, squares: Future[float]
-    ) -> None:
-        try:
-            gradient = self._land(unit, collecting, reduced, reached, add)
-            try:
-                squares.set_result(gradient.squares)
-                extent = self._places.placement.of(unit.index, State.GRAD)
-                self._places.tier.write(extent, gradient.shard.view(torch.uint8)).wait()
-            finally:
-                gradient.release()
-        except BaseException as error:
-            if not squares.done():
-                squares.set_exception(error)
-            raise
+            self.take_live(unit, self._store.land(sent))
+        else:
+            self._store.keep(sent)
 
     # -- access ------------------------------------------------------------------------------------------------------
 
@@ -328,48 +219,17 @@ class GradCollector:
         """Whether the unit's gradient of this step has gone to its update."""
         return unit.index in self._sent_live
 
-    def read_stored(self, unit: Unit) -> torch.Tensor:
-        """The stored gradient of a unit, summed over ranks, whole on every rank: (numel,) in host memory."""
-        self.settle()
-        places = self._places
-        flat = host_tensor(unit.layout.numel * places.dtype_of(unit).itemsize)
-        places.tier.read(places.placement.of(unit.index, State.GRAD), self._ranks.shard(flat)).wait()
-        self._ranks.complete(flat)
-        return flat.view(places.dtype_of(unit))
-
-    def write_stored(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Replace it. `flat`: as `read_stored` gave it."""
-        shard = self._ranks.shard(flat)
-        aligned = host_tensor(shard.numel() * shard.element_size())
-        aligned.copy_(shard.view(torch.uint8))
-        self._places.tier.write(self._places.placement.of(unit.index, State.GRAD), aligned).wait()
-        squares: Future[float] = Future()
-        squares.set_result(squared_norm(shard, unit.layout.parts(self._ranks.shard_rank)))
-        self._squares[unit.index] = squares
-
     # -- the step ----------------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Wait until every gradient is where it should be; raises what went wrong on the way."""
-        moves, self._moves = self._moves, []
-        for move in moves:
-            move.result()
-
-    def squared_norm(self) -> float:
-        """The sum of squares of all stored gradients over all ranks, summed in unit order. Waits for them."""
-        return self._ranks.sum_over_shards(sum(self._squares[index].result() for index in sorted(self.stored)))
 
     def hand_over(self) -> list[int]:
         """The units whose gradients are stored, in unit order. Their updates are due: they take no more gradients."""
-        units, self.stored = sorted(self.stored), set()
+        units = self._store.hand_over()
         self._sent_live.update(units)
         return units
 
     def end_step(self) -> None:
         """Forget the step: its gradients belong to the update now."""
-        self.stored = set()
-        self.slots = {}
-        self._squares = {}
+        self._store.forget()
         self._sent_live = set()
 
     @uninterrupted()
@@ -380,7 +240,5 @@ class GradCollector:
         self._open = {}
         self._arrivals = {}
         self._passed = set()
-        for move in self._moves:
-            move.exception()
-        self._moves = []
-        self.end_step()
+        self._store.discard()
+        self._sent_live = set()

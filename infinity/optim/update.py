@@ -13,93 +13,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
-from infinity.optim.cpu_adam import Hyper
 from infinity.optim.formats import StateFormat
+from infinity.optim.job import UpdateJob
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.placement import Extent, Tile, tiles
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE, Failed, Promised, Transfer
-from infinity.units.layout import Run, UnitLayout
+from infinity.tiers.transfer import DONE, Failed, Transfer
+from infinity.units.layout import Run
 
 Kernel = Callable[..., None]
 """(states by name, param, grad, hyper, step, grad_scale, first) for one run of elements; see `update_run` in
 `infinity.optim.kernels`.
 """
-
-
-class Gradient:
-    """A reduced gradient shard (shard_numel,) in a leased buffer, and its sum of squares."""
-
-    def __init__(self, shard: torch.Tensor, lease: Lease, squares: float) -> None:
-        self.shard = shard
-        self.squares = squares
-        self._lease = lease
-
-    def release(self) -> None:
-        del self.shard
-        self._lease.release()
-
-
-@dataclass
-class UpdateJob:
-    """One unit's update in one step. `computed`: the parameters are new. `done`: everything is back in its tier."""
-
-    layout: UnitLayout
-    runs: Callable[[], Sequence[Run]]
-    """What is updated; called once the gradient is there, as only then all ranks know which parameters have one."""
-    hypers: Sequence[Hyper]
-    grad_scale: float
-    first: int
-    """Number of the shard's first element in the model."""
-    gradient: Future[Gradient] | None = None
-    """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by
-    tile.
-    """
-    require_finite: bool = False
-
-    def __post_init__(self) -> None:
-        self._computed: Future[None] = Future()
-        self._done: Future[None] = Future()
-        self.computed: Transfer = Promised(self._computed)
-        self.done: Transfer = Promised(self._done)
-        self.target: torch.Tensor | None = None
-        self.arrives: Transfer | None = None
-        self.after: Transfer = DONE
-        """The update of the unit before this one, whose writes this one reads."""
-
-    def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
-        """`target`: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is
-        done; None: the update reads them.
-        """
-        self.target = target
-        self.arrives = arrives
-
-    def arrived(self) -> Gradient:
-        assert self.gradient is not None
-        return self.gradient.result()
-
-    def release_gradient(self) -> None:
-        if self.gradient is not None:
-            arriving, self.gradient = self.gradient, None
-            if arriving.exception() is None:
-                arriving.result().release()
-
-    def mark_computed(self) -> None:
-        self._computed.set_result(None)
-
-    def mark_done(self) -> None:
-        self._done.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        for future in (self._computed, self._done):
-            if not future.done():
-                future.set_exception(error)
 
 
 @dataclass

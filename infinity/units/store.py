@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from infinity.comm.collectives import Ranks
 from infinity.errors import InfinityError, RanksError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
-from infinity.optim.update import UpdateJob, UpdatePipeline
+from infinity.optim.job import UpdateJob
+from infinity.optim.update import UpdatePipeline
 from infinity.schedule.trace import Tracer
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device

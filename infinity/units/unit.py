@@ -16,7 +16,7 @@ from infinity.tiers.transfer import Transfer
 from infinity.units.layout import UnitLayout
 
 if TYPE_CHECKING:
-    from infinity.optim.update import UpdateJob
+    from infinity.optim.job import UpdateJob
 
 
 class Residency(Enum):

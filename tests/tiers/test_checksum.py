@@ -197,7 +197,7 @@ def test_a_flipped_bit_in_a_gradient(tmp_path: Path, late: bool) -> None:
     with open_engine(seeded(Stack), config, LateDevice(0.01) if late else None) as engine:
         train(engine, BATCHES[:2])
         engine.backward(engine(*BATCHES[2]))
-        engine.parts.collector.settle()
+        engine.parts.gradients.settle()
         unit = engine.units[2]
         flip(engine, engine.parts.placement.of(unit.index, State.GRAD), 100)
         with pytest.raises(ChecksumError, match=f"in the gradient of unit {unit.name}"):

@@ -5,8 +5,8 @@ Mutations that these tests were seen to catch (losses or parameters are NaN or d
 - `UpdatePipeline._compute` without waiting for a tile's reads; `_finish_write` without waiting for its writes.
 - `UpdateJob.after` left out: an update reads states that the one before is still writing (test_update.py).
 - `UnitStore._evict` without waiting for the unit's update: the next fetch reads former parameters.
-- `GradCollector._keep` without waiting for its write: the update reads former gradients.
-- `GradCollector._add_stored` without waiting for its read.
+- `GradStore._keep` without waiting for its write: the update reads former gradients.
+- `GradStore._add_stored` without waiting for its read.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import torch
 
 from infinity.optim.cpu_adam import Hyper
 from infinity.optim.formats import state_format
+from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.kernels import squared_norm, update_run
-from infinity.optim.update import Gradient, Places, UpdateJob, UpdatePipeline
+from infinity.optim.update import Places, UpdatePipeline
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
