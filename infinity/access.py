@@ -30,6 +30,7 @@ from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
+    from infinity.runner import Runner
 
 __all__ = [
     "GatheredParameters",
@@ -41,15 +42,15 @@ __all__ = [
     "set_full_optimizer_state",
 ]
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
-def opened(engine: Engine) -> None:
+def opened(engine: Runner) -> None:
     """`engine` has parameters from now on."""
     _engines.add(engine)
 
 
-def closed(engine: Engine) -> None:
+def closed(engine: Runner) -> None:
     _engines.discard(engine)
 
 
@@ -68,7 +69,7 @@ class GatheredParameters:
         found = [_find(param) for param in given]
         self._units = list(dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, found)))
         self._units.sort(key=lambda pair: pair[1].index)
-        self._held: list[tuple[Engine, Unit]] = []
+        self._held: list[tuple[Runner, Unit]] = []
         self._modifier = modifier_rank
         for engine, _ in self._units:
             if modifier_rank is not None and not 0 <= modifier_rank < engine.ranks.size:
@@ -147,9 +148,10 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     To be called between the last `backward` of a step and `step`. UsageError if the update has taken it already: set
     infinity.update to "next_forward" or "after_backward".
     """
-    engine, unit, slot = _owner(param)
-    if not _has_grad(engine, unit, slot):
+    found = _with_grad(param)
+    if found is None:
         return None
+    engine, unit, slot = found
     flat = engine.parts.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
@@ -158,11 +160,13 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change it to `value`, of the parameter's shape; see `get_full_grad`. UsageError if there is none."""
-    engine, unit, slot = _owner(param)
+    _, unit, slot = _owner(param)
     _check(value, unit, slot)
-    name = unit.layout.slots[slot].name
-    if not _has_grad(engine, unit, slot):
+    found = _with_grad(param)
+    if found is None:
+        name = unit.layout.slots[slot].name
         raise UsageError(f"{name} has no gradient in this step: set it between backward and step")
+    engine = found[0]
     flat = engine.parts.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
@@ -173,7 +177,7 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 class _States:
     """A unit's states, whole on every rank, by kind and slot."""
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: Runner, unit: Unit) -> None:
         self._engine, self._unit = engine, unit
         self._flats: Flats = engine.parts.states.read(unit.layout)
 
@@ -191,12 +195,12 @@ class _States:
         self._unit.generation += 1
 
 
-def _read(engine: Engine, unit: Unit) -> _States:
+def _read(engine: Runner, unit: Unit) -> _States:
     engine.settle()
     return _States(engine, unit)
 
 
-def _find(param: Any) -> tuple[Engine, Unit, int] | None:
+def _find(param: Any) -> tuple[Runner, Unit, int] | None:
     """The open engine, the unit and the slot of a parameter."""
     for engine in list(_engines):
         unit = engine.parts.unit_of.get(id(param))
@@ -206,14 +210,14 @@ def _find(param: Any) -> tuple[Engine, Unit, int] | None:
     return None
 
 
-def _owner(param: Any) -> tuple[Engine, Unit, int]:
+def _owner(param: Any) -> tuple[Runner, Unit, int]:
     found = _find(param)
     if found is None:
         raise UsageError("this is no parameter of an open engine: pass one of the model's, as model.head.weight")
     return found
 
 
-def _param_kind(engine: Engine, unit: Unit) -> StateKind:
+def _param_kind(engine: Runner, unit: Unit) -> StateKind:
     """Its master, or a frozen parameter as it is."""
     return engine.parts.states.kinds(unit.layout)[0]
 
@@ -225,23 +229,29 @@ def _check(value: torch.Tensor, unit: Unit, slot: int) -> None:
         raise UsageError(f"{place.name} has shape {shapes}: pass a value of the parameter's shape")
 
 
-def _check_moment(engine: Engine, unit: Unit, name: str) -> None:
+def _check_moment(engine: Runner, unit: Unit, name: str) -> None:
     names = MOMENT_NAMES[engine.config.optimizer.rule]
     if not unit.layout.trainable or name not in names:
         kept = f"the optimizer keeps {', '.join(names)}" if unit.layout.trainable else "the parameter is frozen"
         raise UsageError(f"there is no state {name!r}: {kept}")
 
 
-def _has_grad(engine: Engine, unit: Unit, slot: int) -> bool:
+def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
+    """As `_owner`, of a parameter that has a gradient in this step; None if it has not."""
+    from infinity.engine import Engine
+
+    engine, unit, slot = _owner(param)
+    if not isinstance(engine, Engine):
+        return None
     collector, gradients = engine.parts.collector, engine.parts.gradients
     if collector.is_collecting(unit):
         raise UsageError("gradients are summed up in the last micro-batch of a step: call engine.backward for it first")
     if unit.index in gradients.units:
         gradients.settle()
-        return slot in gradients.slots[unit.index]
+        return (engine, unit, slot) if slot in gradients.slots[unit.index] else None
     if collector.is_updating(unit):
         raise UsageError(
             f"the gradient of unit {unit.name} is gone: it was updated during backward. Set infinity.update to "
             '"next_forward" or "after_backward"'
         )
-    return False
+    return None

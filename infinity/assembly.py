@@ -1,11 +1,9 @@
-"""From a model and a config to the parts of an engine: discover, lay out, place, allocate, stream the values in,
-wire up.
-"""
+"""From a model and a config to the parts that run it: lay out, place, allocate, stream the values in, wire up."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,18 +14,14 @@ from torch import nn
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
 from infinity.errors import OutOfMemoryError, RanksError
-from infinity.optim.grad_store import GradPlaces, GradStore
-from infinity.optim.grads import GradCollector
-from infinity.optim.kernels import check_on_device, update_run
-from infinity.optim.update import Places, UpdatePipeline
-from infinity.policy import TIERS, lay_out, policy, update_schedule
+from infinity.policy import TIERS
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import Placement, Policy, State, checksum_block, place, tiles
+from infinity.tiers.placement import Placement, Policy, checksum_block, place
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
@@ -41,31 +35,25 @@ from infinity.units.unit import Unit
 
 # Besides what is fetched ahead: the unit that computes, its parent's and one whose update is being written.
 _UNITS_BESIDE_PREFETCH = 3
-_GRADIENTS_AT_ONCE = 4
-_READS_AHEAD = 3
-_TILE_BUFFERS = 2 * _READS_AHEAD
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Parts:
-    """Everything an engine is made of."""
+    """What every engine is made of: enough to run a model."""
 
     device: Device
     ranks: Ranks
     policy: Policy
     placement: Placement
     tiers: dict[str, Tier]
-    pools: list[Pool]
-    device_pools: list[Pool]
+    pools: Pools
     store: UnitStore
-    collector: GradCollector
-    gradients: GradStore
-    pipeline: UpdatePipeline
     units_of_module: dict[nn.Module, list[Unit]]
     unit_of: dict[int, Unit]
     states: UnitStates
-    update: str
     stage: int
+    update: str | None = None
+    """When units are updated; None: never."""
 
     @property
     def units(self) -> list[Unit]:
@@ -77,7 +65,7 @@ class Parts:
         for name, tier in self.tiers.items():
             held[name] += tier.nbytes
         for pool in self.pools:
-            held["device" if pool in self.device_pools else "host"] += pool.nbytes
+            held["device" if pool in self.pools.on_device else "host"] += pool.nbytes
         return held
 
     def counters(self) -> dict[str, Any]:
@@ -85,27 +73,54 @@ class Parts:
         nvme = self.tiers.get("nvme")
         traffic = self.ranks.traffic
         return {
-            "wait_seconds": self.store.wait_seconds + self.collector.wait_seconds,
-            "update_seconds": self.pipeline.seconds,
+            "wait_seconds": self.store.wait_seconds,
+            "update_seconds": 0.0,
             "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
             "nvme_bytes_written": getattr(nvme, "bytes_written", 0),
             "all_gather_bytes": traffic.all_gather_bytes,
             "reduce_scatter_bytes": traffic.reduce_scatter_bytes,
-            "updated_elements": self.pipeline.elements,
+            "updated_elements": 0,
             "fetches": self.store.fetches,
         }
 
     def closer(self) -> Callable[[], None]:
         """What gives back threads, memory and disk. It refers to neither model nor engine: it must not keep them."""
-        pipeline, gradients, tiers = self.pipeline, self.gradients, list(self.tiers.values())
+        tiers = list(self.tiers.values())
 
         def close() -> None:
-            pipeline.close()
-            gradients.close()
             for tier in tiers:
                 tier.close()
 
         return close
+
+
+class Pools(list[Pool]):
+    """The pools of one engine, whose buffers its tiers know of."""
+
+    def __init__(self, device: Device, tiers: Iterable[Tier], *, debug: bool) -> None:
+        super().__init__()
+        self.on_device: list[Pool] = []
+        self._device, self._tiers, self._debug = device, list(tiers), debug
+
+    def make(self, name: str, sizes: dict[int, int], *, on_device: bool) -> Pool:
+        allocate = self._device.empty if on_device else self._device.host_buffer
+        buffer = partial(_registered, allocate, self._device, self._tiers)
+        made = Pool(buffer, sizes, name=name, poison=self._debug, fifo=self._debug)
+        self.append(made)
+        if on_device:
+            self.on_device.append(made)
+        return made
+
+
+def _registered(
+    allocate: Callable[[int], torch.Tensor], device: Device, tiers: Sequence[Tier], nbytes: int
+) -> torch.Tensor:
+    """A buffer that the tiers know of. Refers to no model: pools must not keep one."""
+    memory = allocate(nbytes)
+    if device.is_host(memory):
+        for tier in tiers:
+            tier.register(memory)
+    return memory
 
 
 def _check_memory(placement: Placement, device: Device) -> None:
@@ -156,19 +171,16 @@ def _open_tier(name: str, nbytes: int, granule: int, config: Config, device: Dev
 def assemble(
     model: nn.Module,
     config: Config,
-    groups: Sequence[dict[str, object]],
+    found: Sequence[Discovered],
+    layouts: Sequence[UnitLayout],
+    rules: Policy,
     device: Device,
     ranks: Ranks,
-    accumulation: int,
 ) -> Parts:
-    """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
-    found, layouts = lay_out(model, config, groups, ranks.shards)
+    """Build what runs `model`, and move its values into their tiers. On an error nothing is left behind."""
     make_buffers(model)
     check_values(model)
     ranks.know(layouts)
-    rules = policy(config, accumulation, ranks)
-    if rules.optim_tier == "device" and device.torch_device.type == "cuda":
-        check_on_device(config.optimizer.rule, config.infinity.moments)
     placement = place(layouts, rules)
     tiers = _open_tiers(config, placement, device, ranks)
     try:
@@ -179,17 +191,6 @@ def assemble(
         raise
 
 
-def _registered(
-    allocate: Callable[[int], torch.Tensor], device: Device, tiers: Sequence[Tier], nbytes: int
-) -> torch.Tensor:
-    """A buffer that the tiers know of. Refers to no model: pools must not keep one."""
-    memory = allocate(nbytes)
-    if device.is_host(memory):
-        for tier in tiers:
-            tier.register(memory)
-    return memory
-
-
 class _Assembly:
     """The steps of `assemble` that need most of its results."""
 
@@ -197,30 +198,19 @@ class _Assembly:
         self,
         model: nn.Module,
         config: Config,
-        found: list[Discovered],
-        layouts: list[UnitLayout],
+        found: Sequence[Discovered],
+        layouts: Sequence[UnitLayout],
         rules: Policy,
         placement: Placement,
         tiers: dict[str, Tier],
         device: Device,
         ranks: Ranks,
     ) -> None:
-        self.model, self.config, self.found, self.layouts = model, config, found, layouts
+        self.model, self.config, self.found, self.layouts = model, config, list(found), layouts
         self.rules, self.placement, self.tiers = rules, placement, tiers
         self.device, self.ranks = device, ranks
         self.states = UnitStates(placement, tiers, rules.states, rules.tile_size, ranks, device)
-        self.pools: list[Pool] = []
-        self.device_pools: list[Pool] = []
-
-    def pool(self, name: str, sizes: dict[int, int], *, on_device: bool) -> Pool:
-        debug = self.config.infinity.debug
-        allocate = self.device.empty if on_device else self.device.host_buffer
-        make = partial(_registered, allocate, self.device, list(self.tiers.values()))
-        made = Pool(make, sizes, name=name, poison=debug, fifo=debug)
-        self.pools.append(made)
-        if on_device:
-            self.device_pools.append(made)
-        return made
+        self.pools = Pools(device, tiers.values(), debug=config.infinity.debug)
 
     def build(self) -> Parts:
         self._stream_in()
@@ -232,20 +222,10 @@ class _Assembly:
             unit.unbind()
         _move_buffers(self.model, self.device.torch_device)
         prefetch, depth = self._reach()
-        unit_pool = self.pool("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
+        unit_pool = self.pools.make("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
         param_tier = self.tiers[self.rules.param_tier]
         store = UnitStore(units, unit_pool, param_tier, self.placement, self.device, self.ranks, prefetch)
-        places = self._grad_places()
-        gradients = GradStore(self.ranks, places)
-        collector = GradCollector(units, self.ranks, places, gradients)
-        pipeline = UpdatePipeline(
-            self._update_places(),
-            partial(update_run, seed=self.config.infinity.seed, threads=self.config.infinity.adam_threads),
-            reads_ahead=_READS_AHEAD,
-        )
-        store.pipeline = pipeline
         store.adopt = self.states.adopt
-        store.on_move = collector.moved_on
         unit_of = {id(p): unit for unit in units for p in unit.parameters}
         index_of = {key: unit.index for key, unit in unit_of.items()}
         hooked = modules_to_hook(self.model, index_of, [unit.root for unit in self.found])
@@ -256,15 +236,10 @@ class _Assembly:
             placement=self.placement,
             tiers=self.tiers,
             pools=self.pools,
-            device_pools=self.device_pools,
             store=store,
-            collector=collector,
-            gradients=gradients,
-            pipeline=pipeline,
             units_of_module={module: [units[i] for i in indices] for module, indices in hooked.items()},
             unit_of=unit_of,
             states=self.states,
-            update=update_schedule(self.config),
             stage=self.config.zero_optimization.stage,
         )
 
@@ -300,53 +275,6 @@ class _Assembly:
         total, squares = self.ranks.sums(mine, mine**2)
         if total**2 != self.ranks.size * squares:
             raise RanksError("ranks load different pretrained parameters: call load_pretrained alike on every rank")
-
-    def _grad_places(self) -> GradPlaces:
-        trainable = [layout for layout in self.layouts if layout.trainable]
-        sizes = [layout.numel * (self.rules.grad_dtype or layout.dtype).itemsize for layout in trainable]
-        shards = [size // self.ranks.shards for size in sizes]
-        tier = self.tiers[self.rules.optim_tier]
-        at_once = len(trainable) if self.rules.grads_whole else _GRADIENTS_AT_ONCE
-        host_pool = None
-        if not self.device.host_addressable and not tier.on_device:
-            host_pool = self.pool("gradient shards", size_classes(shards, _GRADIENTS_AT_ONCE), on_device=False)
-        return GradPlaces(
-            device=self.device,
-            tier=tier,
-            placement=self.placement,
-            dtype=self.rules.grad_dtype,
-            pool=self.pool("gradients", size_classes(sizes, at_once), on_device=True),
-            host_pool=host_pool,
-            stored_pool=self.pool("stored gradient", {max(shards): 1}, on_device=tier.on_device),
-            whole=self.rules.grads_whole,
-            threads=self.config.infinity.adam_threads,
-        )
-
-    def _update_places(self) -> Places:
-        trainable = [layout for layout in self.layouts if layout.trainable]
-        tier = self.tiers[self.rules.optim_tier]
-        tile_size, formats = self.rules.tile_size, self.rules.states
-        state_bytes = max(tiles(x.shard_numel, tile_size, formats(x.dtype))[0].nbytes for x in trainable)
-        grad_bytes = max(min(x.shard_numel, tile_size) * (self.rules.grad_dtype or x.dtype).itemsize for x in trainable)
-        count = _TILE_BUFFERS if tier.name == "nvme" else 0
-        staged = not self.device.host_addressable and not tier.on_device
-        largest_shard = max(x.shard_nbytes for x in trainable)
-        placement = self.placement  # the thread of the update must not keep the model alive
-        return Places(
-            device=self.device,
-            param_tier=self.tiers[self.rules.param_tier],
-            optim_tier=tier,
-            grad_tier=tier,
-            param_extent=lambda unit: placement.of(unit, State.PARAM),
-            optim_extent=lambda unit: placement.of(unit, State.OPTIM),
-            grad_extent=lambda unit: placement.of(unit, State.GRAD),
-            formats=formats,
-            tile_size=tile_size,
-            tile_pool=self.pool("tiles", {state_bytes: count} if count else {}, on_device=False),
-            grad_tile_pool=self.pool("gradient tiles", {grad_bytes: count} if count else {}, on_device=False),
-            param_pool=self.pool("parameter shards", {largest_shard: 2}, on_device=False) if staged else None,
-            grad_dtype=self.rules.grad_dtype,
-        )
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,48 +1,46 @@
-"""The engine: an ordinary module and an ordinary training loop over states that live on device, host and nvme."""
+"""The training engine: an ordinary module and an ordinary loop over states that live on device, host and nvme."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from infinity import access
-from infinity.assembly import Parts, assemble
-from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.collectives import Ranks
 from infinity.comm.stage import Sharding
 from infinity.config import Config
-from infinity.errors import LifetimeError, NonFiniteError, RanksError, UsageError
-from infinity.interrupts import ForcedInterrupt, uninterrupted
-from infinity.observe.describe import describe
-from infinity.observe.ledger import Ledger
-from infinity.observe.log import StepLog, logger, show_by_default
+from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from infinity.interrupts import uninterrupted
+from infinity.observe.log import StepLog, logger
 from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.lr import make_scheduler
+from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
-from infinity.units import saved
-from infinity.units.hooks import ModelHooks
+from infinity.training import TrainingParts, assemble_training
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
     from infinity.checkpoint.format import Index
 
 
-class Engine:
+class Engine(Runner):
     """Trains `model` as `config` says. Made by `infinity.initialize`; use it as the model itself.
 
     `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call the three for every
     micro-batch: `step` updates when the last one is in.
     """
+
+    parts: TrainingParts
+    _maker = "infinity.initialize()"
+    _remedy = "make a new one and load the last checkpoint"
 
     def __init__(
         self,
@@ -52,60 +50,36 @@ class Engine:
         *,
         device: Device | None = None,
     ) -> None:
-        self.config = config
         seam = device or default_device()
         ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim)
-        try:
+        with ExitStack() as undo:
+            undo.callback(ranks.close)
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
-            parts = assemble(model, config, groups, seam, ranks, self.batch.accumulation)
-        except BaseException:
-            ranks.close()
-            raise
-        self._finalizer = weakref.finalize(self, parts.closer())
-        self.parts: Parts = parts
-        self.module = model
-        self.optimizer = unit_optimizer(config.optimizer, groups, parts.units)
+            parts = assemble_training(model, config, groups, seam, ranks, self.batch.accumulation)
+            undo.callback(parts.closer())
+            self.optimizer = unit_optimizer(config.optimizer, groups, parts.units)
+            self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
+                self.optimizer, config.scheduler, config.optimizer.params.lr
+            )
+            undo.pop_all()
         self.optimizer.on_step(self._update)
-        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
-            self.optimizer, config.scheduler, config.optimizer.params.lr
-        )
         self.global_steps = 0
         self.skipped_steps = 0
         """Of `global_steps`, those whose gradients overflowed (fp16)."""
         self.micro_steps = 0
         self.loss_scale = LossScale.of(config.fp16)
         self._grad_norm: float | None = None
-        self._broken = ""
-        self.ledger = Ledger(parts.counters, parts.tier_bytes, seam.peak_bytes)
+        self._loss = torch.tensor(math.nan)
+        super().__init__(model, config, parts)
         collector = parts.collector
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
-        self._hooks = ModelHooks(
-            model, parts.units_of_module, parts.unit_of, parts.store, self._on_forward, self._on_backward_end
-        )
-        saved.install()
         collector.on_arrival = self._hooks.enter_backward
         self._watches = collector.watch()
-        self._closed = False
-        access.opened(self)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.rank == 0 else 0)
-        self._loss = torch.tensor(math.nan)
-        show_by_default()
-        if ranks.rank == 0:
-            logger.info("units and where their states live\n%s", self.describe())
 
     # -- the loop ----------------------------------------------------------------------------------------------------
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        self._check_open()
-        try:
-            return self.module(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # modules call no hooks for these (Ctrl-C)
-                self._hooks.abort()
-            raise
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of `loss` (a scalar) divided by the number of accumulated micro-batches.
@@ -301,44 +275,19 @@ class Engine:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except (LifetimeError, NonFiniteError, OSError, ForcedInterrupt, RanksError) as error:
-            if self.parts.collector.spent or isinstance(error, (OSError, ForcedInterrupt, RanksError)):
-                self._broken = str(error)
-            raise
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes; move batches there."""
-        return self.parts.device.torch_device
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.parts.ranks
-
-    @property
-    def units(self) -> list[Unit]:
-        return self.parts.units
-
-    # -- modes, access, reports --------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> Engine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        return self.train(False)
+        with super()._failing():
+            try:
+                yield
+            except (LifetimeError, NonFiniteError) as error:
+                if self.parts.collector.spent:
+                    self._broken = str(error)
+                raise
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None where clipping is off, as nothing then needs
         it.
         """
         return self._grad_norm
-
-    def describe(self) -> str:
-        """Units, and where each state lives."""
-        return describe(self.parts)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -348,7 +297,7 @@ class Engine:
         with self._failing():
             self.parts.store.settle()
             self._check_refused(self.ranks.sum(float(len(self.parts.pipeline.refused))))
-            self.parts.store.release_all()
+        super().settle()
 
     def save_checkpoint(
         self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
@@ -377,26 +326,6 @@ class Engine:
         self.settle()
         return load(self, Path(directory), tag, verify=verify, load_rng=load_rng)
 
-    def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, value in host memory) of every parameter and persistent buffer, named as in the model's
-        `state_dict()`, a unit at a time: whole on every rank, in the dtype that the model computes in.
-        """
-        self.settle()
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        for unit in self.units:
-            flat = self.parts.states.read_param(unit.layout)
-            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                value = flat[slot.offset : slot.stop].view(slot.shape).clone()
-                yield from ((name, value) for name in names.get(id(parameter), [slot.name]))
-        for name, buffer in persistent_buffers(self.module).items():
-            yield name, buffer.detach().cpu().clone()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All of `stream_state_dict()`: the whole model in host memory, which a model of this size may not fit."""
-        return dict(self.stream_state_dict())
-
     def drop_gradients(self) -> None:
         """Forget what backward has collected since the last step."""
         self.parts.collector.discard()
@@ -415,38 +344,11 @@ class Engine:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the updates that are due, take the hooks away and give back threads, memory and disk. Twice is once.
-
-        The module keeps placeholders: save a checkpoint before if the parameters are wanted.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        access.closed(self)
-        self._hooks.remove()
         for handle in self._watches:
             handle.remove()
-        saved.uninstall()
-        try:
-            if not self._broken and self.parts.store.failure is None:
-                self.parts.gradients.settle()
-                self.parts.store.settle()
-                self._check_refused(len(self.parts.pipeline.refused))
-                self.parts.store.release_all()
-        finally:
-            self.parts.store.abandon()
-            self._finalizer()
-            self.parts.ranks.close()
+        super().close()
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the engine is closed: make a new one with infinity.initialize()")
-        self._broken = self._broken or str(self.parts.store.failure or "")
-        if self._broken:
-            raise UsageError(f"the engine stopped ({self._broken}): make a new one and load the last checkpoint")
+    def _finish(self) -> None:
+        self.parts.gradients.settle()
+        self.parts.store.settle()
+        self._check_refused(len(self.parts.pipeline.refused))

@@ -35,7 +35,8 @@ def describe(parts: Parts) -> str:
     held = parts.tier_bytes()
     lines.append("")
     ranks = f", stage {parts.stage} over {parts.ranks.size} ranks" if parts.ranks.size > 1 else ""
-    lines.append(f"{len(parts.units)} units, {total:,} parameters{ranks}; update {parts.update.replace('_', ' ')}")
+    purpose = f"update {parts.update.replace('_', ' ')}" if parts.update else "for inference"
+    lines.append(f"{len(parts.units)} units, {total:,} parameters{ranks}; {purpose}")
     lines.append(
         "this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))
     )

@@ -1,0 +1,174 @@
+"""What every engine does, whether it trains or not: run a model whose parameters live in tiers, read it, and end."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from infinity import access
+from infinity.assembly import Parts
+from infinity.checkpoint.format import persistent_buffers
+from infinity.comm.collectives import Ranks
+from infinity.config import Config
+from infinity.errors import RanksError, UsageError
+from infinity.interrupts import ForcedInterrupt
+from infinity.observe.describe import describe
+from infinity.observe.ledger import Ledger
+from infinity.observe.log import logger, show_by_default
+from infinity.units import saved
+from infinity.units.hooks import ModelHooks
+from infinity.units.unit import Unit
+
+_Engine = TypeVar("_Engine", bound="Runner")
+
+
+class Runner(ABC):
+    """Runs `module`, whose parameters `parts` has taken over. Engines of all kinds derive from it."""
+
+    _maker: ClassVar[str]
+    """What makes such an engine."""
+    _remedy: ClassVar[str] = "make a new one"
+    """What to do when it has stopped."""
+
+    def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
+        self._finalizer = weakref.finalize(self, parts.closer())
+        self.module = model
+        self.config = config
+        self.parts = parts
+        self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes)
+        self._broken = ""
+        self._closed = False
+        self._hooks = ModelHooks(
+            model, parts.units_of_module, parts.unit_of, parts.store, self._on_forward, self._on_backward_end
+        )
+        saved.install()
+        access.opened(self)
+        show_by_default()
+        if parts.ranks.rank == 0:
+            logger.info("units and where their states live\n%s", self.describe())
+
+    @abstractmethod
+    def _on_forward(self) -> None:
+        """The model is called, and no backward is running."""
+
+    @abstractmethod
+    def _on_backward_end(self) -> None:
+        """A backward ended well."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        self._check_open()
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # modules call no hooks for these (Ctrl-C)
+                self._hooks.abort()
+            raise
+
+    def train(self: _Engine, mode: bool = True) -> _Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self: _Engine) -> _Engine:
+        return self.train(False)
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes; move batches there."""
+        return self.parts.device.torch_device
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.parts.ranks
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.parts.units
+
+    def describe(self) -> str:
+        """Units, and where each state lives."""
+        return describe(self.parts)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Carry out updates that are due and wait until every state is in its tier."""
+        self._check_open()
+        with self._failing():
+            self.parts.store.settle()
+            self.parts.store.release_all()
+
+    def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, value in host memory) of every parameter and persistent buffer, named as in the model's
+        `state_dict()`, a unit at a time: whole on every rank, in the dtype that the model computes in.
+        """
+        self.settle()
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for unit in self.units:
+            flat = self.parts.states.read_param(unit.layout)
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                value = flat[slot.offset : slot.stop].view(slot.shape).clone()
+                yield from ((name, value) for name in names.get(id(parameter), [slot.name]))
+        for name, buffer in persistent_buffers(self.module).items():
+            yield name, buffer.detach().cpu().clone()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All of `stream_state_dict()`: the whole model in host memory, which a model of this size may not fit."""
+        return dict(self.stream_state_dict())
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish what is under way, take the hooks away and give back threads, memory and disk. Twice is once.
+
+        The module keeps placeholders: save or read out before what is wanted of its parameters.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        access.closed(self)
+        self._hooks.remove()
+        saved.uninstall()
+        try:
+            if not self._broken and self.parts.store.failure is None:
+                self._finish()
+                self.parts.store.release_all()
+        finally:
+            self.parts.store.abandon()
+            self._finalizer()
+            self.parts.ranks.close()
+
+    def _finish(self) -> None:  # noqa: B027 - there is nothing to finish where nothing is changed
+        """Carry out what is due, so that all units can be released."""
+
+    def __enter__(self: _Engine) -> _Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error that leaves states elsewhere than they should be stops the engine."""
+        try:
+            yield
+        except (OSError, ForcedInterrupt, RanksError) as error:
+            self._broken = str(error)
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the engine is closed: make a new one with {self._maker}")
+        self._broken = self._broken or str(self.parts.store.failure or "")
+        if self._broken:
+            raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")

@@ -1,0 +1,139 @@
+"""What training needs besides the parts that run a model: gradients, and the update of units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from infinity.assembly import Parts, assemble
+from infinity.comm.collectives import Ranks
+from infinity.config import Config
+from infinity.optim.grad_store import GradPlaces, GradStore
+from infinity.optim.grads import GradCollector
+from infinity.optim.kernels import check_on_device, update_run
+from infinity.optim.update import Places, UpdatePipeline
+from infinity.policy import lay_out, policy, update_schedule
+from infinity.tiers.device import Device
+from infinity.tiers.placement import State, tiles
+from infinity.tiers.pool import size_classes
+from infinity.units.layout import UnitLayout
+
+_GRADIENTS_AT_ONCE = 4
+_READS_AHEAD = 3
+_TILE_BUFFERS = 2 * _READS_AHEAD
+
+
+@dataclass(kw_only=True)
+class TrainingParts(Parts):
+    """Everything that a training engine is made of."""
+
+    collector: GradCollector
+    gradients: GradStore
+    pipeline: UpdatePipeline
+    update: str
+
+    def counters(self) -> dict[str, Any]:
+        found = super().counters()
+        found["wait_seconds"] += self.collector.wait_seconds
+        return {**found, "update_seconds": self.pipeline.seconds, "updated_elements": self.pipeline.elements}
+
+    def closer(self) -> Callable[[], None]:
+        pipeline, gradients, close_tiers = self.pipeline, self.gradients, super().closer()
+
+        def close() -> None:
+            pipeline.close()
+            gradients.close()
+            close_tiers()
+
+        return close
+
+
+def assemble_training(
+    model: nn.Module,
+    config: Config,
+    groups: Sequence[dict[str, object]],
+    device: Device,
+    ranks: Ranks,
+    accumulation: int,
+) -> TrainingParts:
+    """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
+    found, layouts = lay_out(model, config, groups, ranks.shards)
+    rules = policy(config, accumulation, ranks)
+    if rules.optim_tier == "device" and device.torch_device.type == "cuda":
+        check_on_device(config.optimizer.rule, config.infinity.moments)
+    parts = assemble(model, config, found, layouts, rules, device, ranks)
+    try:
+        return _with_updates(parts, config)
+    except BaseException:
+        parts.closer()()
+        raise
+
+
+def _with_updates(parts: Parts, config: Config) -> TrainingParts:
+    trainable = [unit.layout for unit in parts.units if unit.layout.trainable]
+    places = _grad_places(parts, trainable, config.infinity.adam_threads)
+    gradients = GradStore(parts.ranks, places)
+    collector = GradCollector(parts.units, parts.ranks, places, gradients)
+    pipeline = UpdatePipeline(
+        _update_places(parts, trainable),
+        partial(update_run, seed=config.infinity.seed, threads=config.infinity.adam_threads),
+        reads_ahead=_READS_AHEAD,
+    )
+    parts.store.pipeline = pipeline
+    parts.store.on_move = collector.moved_on
+    have = {field.name: getattr(parts, field.name) for field in fields(parts)}
+    needs = {"collector": collector, "gradients": gradients, "pipeline": pipeline, "update": update_schedule(config)}
+    return TrainingParts(**{**have, **needs})
+
+
+def _grad_places(parts: Parts, trainable: Sequence[UnitLayout], threads: int) -> GradPlaces:
+    rules, device = parts.policy, parts.device
+    sizes = [layout.numel * (rules.grad_dtype or layout.dtype).itemsize for layout in trainable]
+    shards = [size // parts.ranks.shards for size in sizes]
+    tier = parts.tiers[rules.optim_tier]
+    at_once = len(trainable) if rules.grads_whole else _GRADIENTS_AT_ONCE
+    host_pool = None
+    if not device.host_addressable and not tier.on_device:
+        host_pool = parts.pools.make("gradient shards", size_classes(shards, _GRADIENTS_AT_ONCE), on_device=False)
+    return GradPlaces(
+        device=device,
+        tier=tier,
+        placement=parts.placement,
+        dtype=rules.grad_dtype,
+        pool=parts.pools.make("gradients", size_classes(sizes, at_once), on_device=True),
+        host_pool=host_pool,
+        stored_pool=parts.pools.make("stored gradient", {max(shards): 1}, on_device=tier.on_device),
+        whole=rules.grads_whole,
+        threads=threads,
+    )
+
+
+def _update_places(parts: Parts, trainable: Sequence[UnitLayout]) -> Places:
+    rules, device = parts.policy, parts.device
+    tier = parts.tiers[rules.optim_tier]
+    tile_size, formats = rules.tile_size, rules.states
+    state_bytes = max(tiles(x.shard_numel, tile_size, formats(x.dtype))[0].nbytes for x in trainable)
+    grad_bytes = max(min(x.shard_numel, tile_size) * (rules.grad_dtype or x.dtype).itemsize for x in trainable)
+    count = _TILE_BUFFERS if tier.name == "nvme" else 0
+    staged = not device.host_addressable and not tier.on_device
+    largest_shard = max(x.shard_nbytes for x in trainable)
+    placement = parts.placement  # the thread of the update must not keep the model alive
+    return Places(
+        device=device,
+        param_tier=parts.tiers[rules.param_tier],
+        optim_tier=tier,
+        grad_tier=tier,
+        param_extent=lambda unit: placement.of(unit, State.PARAM),
+        optim_extent=lambda unit: placement.of(unit, State.OPTIM),
+        grad_extent=lambda unit: placement.of(unit, State.GRAD),
+        formats=formats,
+        tile_size=tile_size,
+        tile_pool=parts.pools.make("tiles", {state_bytes: count} if count else {}, on_device=False),
+        grad_tile_pool=parts.pools.make("gradient tiles", {grad_bytes: count} if count else {}, on_device=False),
+        param_pool=parts.pools.make("parameter shards", {largest_shard: 2}, on_device=False) if staged else None,
+        grad_dtype=rules.grad_dtype,
+    )
