@@ -102,15 +102,16 @@ class GatheredParameters:
 def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The exact value, fp32 in the parameter's shape, in host memory: the master of a parameter that is trained."""
     engine, unit, slot = _owner(param)
-    return _read(engine, unit)[_param_kind(engine, unit), slot].float().clone()
+    values = _read(engine, unit)[_param_kind(engine, unit), slot].float().clone()
+    return engine.ranks.model.whole(param, values)
 
 
 def set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change it to `value`, of the parameter's shape; a parameter in 16 bits becomes `value` rounded."""
     engine, unit, slot = _owner(param)
-    _check(value, unit, slot)
+    _check(value, param, unit, slot)
     states = _read(engine, unit)
-    states[_param_kind(engine, unit), slot].copy_(value)
+    states[_param_kind(engine, unit), slot].copy_(engine.ranks.model.part(param, value))
     states.write()
 
 
@@ -120,23 +121,18 @@ def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
     """
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
-    states = _read(engine, unit).of_slot(slot)
-    codes = states.get(f"{name}_8bit")
-    if codes is None:
-        return moment_to_fp32(states[name])
-    return moment_to_fp32(codes, states[f"{name}_scale"], root=name in ROOTS)
+    return engine.ranks.model.whole(param, _moment(_read(engine, unit).of_slot(slot), name))
 
 
 def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """Change it to `value`, of the parameter's shape, rounded as an update rounds where it is kept in fewer bits."""
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
-    _check(value, unit, slot)
+    _check(value, param, unit, slot)
     states = _read(engine, unit)
     rule, layout = engine.config.optimizer.rule, unit.layout
-    given = {each: get_full_optimizer_state(param, each) for each in MOMENT_NAMES[rule] if each != name}
     key, first = rounding_key(engine.config.infinity.seed, unit.steps[slot]), layout.first + layout.slots[slot].offset
-    given = {name: value.detach().cpu().float()}
+    given = {name: engine.ranks.model.part(param, value.detach().cpu().float())}
     convert_moment(rule, name, given, states.of_slot(slot), key=key, first=first)
     states.write()
 
@@ -155,13 +151,14 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     flat = engine.parts.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
-    return flat[place.offset : place.stop].view(place.shape).float() / factor
+    values = flat[place.offset : place.stop].view(place.shape).float() / factor
+    return engine.ranks.model.whole(param, values)
 
 
 def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change it to `value`, of the parameter's shape; see `get_full_grad`. UsageError if there is none."""
     _, unit, slot = _owner(param)
-    _check(value, unit, slot)
+    _check(value, param, unit, slot)
     found = _with_grad(param)
     if found is None:
         name = unit.layout.slots[slot].name
@@ -170,7 +167,8 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     flat = engine.parts.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
-    flat[place.offset : place.stop].view(place.shape).copy_(value * factor)
+    mine = engine.ranks.model.part(param, value)
+    flat[place.offset : place.stop].view(place.shape).copy_(mine * factor)
     engine.parts.gradients.write(unit, flat)
 
 
@@ -222,11 +220,17 @@ def _param_kind(engine: Runner, unit: Unit) -> StateKind:
     return engine.parts.states.kinds(unit.layout)[0]
 
 
-def _check(value: torch.Tensor, unit: Unit, slot: int) -> None:
-    place = unit.layout.slots[slot]
-    if tuple(value.shape) != place.shape:
-        shapes = f"{list(place.shape)}, the value {list(value.shape)}"
-        raise UsageError(f"{place.name} has shape {shapes}: pass a value of the parameter's shape")
+def _moment(states: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    codes = states.get(f"{name}_8bit")
+    if codes is None:
+        return moment_to_fp32(states[name])
+    return moment_to_fp32(codes, states[f"{name}_scale"], root=name in ROOTS)
+
+
+def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> None:
+    if value.shape != param.shape:
+        name, shapes = unit.layout.slots[slot].name, f"{list(param.shape)}, the value {list(value.shape)}"
+        raise UsageError(f"{name} has shape {shapes}: pass a value of the parameter's shape")
 
 
 def _check_moment(engine: Runner, unit: Unit, name: str) -> None:

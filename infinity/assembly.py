@@ -28,6 +28,7 @@ from infinity.tiers.stripe import stripe_chunk
 from infinity.units.discover import Discovered, modules_to_hook
 from infinity.units.init import Materializer, check_values, initial_states, make_buffers, read_shard
 from infinity.units.layout import UnitLayout
+from infinity.units.local import local
 from infinity.units.sources import source_of
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
@@ -259,9 +260,10 @@ class _Assembly:
             sources = [source_of(parameter) for parameter in unit.parameters]
             parameters = values.materialize(unit.root, unit.parameters)
             self.found[number] = replace(unit, parameters=parameters)
-            flats = initial_states(
-                layout, [p.data if source is None else None for p, source in zip(parameters, sources, strict=True)]
-            )
+            held = [
+                None if source is not None else local(p).data for p, source in zip(parameters, sources, strict=True)
+            ]
+            flats = initial_states(layout, held)
             for flat in flats.values():
                 if None in sources:
                     self.ranks.broadcast(flat)

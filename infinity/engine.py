@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.comm.collectives import Ranks
+from infinity.comm.groups import Group
 from infinity.comm.stage import Sharding
 from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
@@ -49,9 +50,10 @@ class Engine(Runner):
         model_parameters: ParamGroups | None = None,
         *,
         device: Device | None = None,
+        process_group: Group | None = None,
     ) -> None:
         seam = device or default_device()
-        ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim)
+        ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
         with ExitStack() as undo:
             undo.callback(ranks.close)
             self.batch = config.resolve_batch(ranks.size)
@@ -152,7 +154,7 @@ class Engine(Runner):
         self._grad_norm = None
         clipping, scaled = self.config.gradient_clipping > 0, self.config.fp16.enabled
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.alone)):
-            norm = math.sqrt(gradients.squared_norm()) * scale
+            norm = math.sqrt(*parts.ranks.model.sums(gradients.squared_norm())) * scale
             if scaled and not math.isfinite(norm):
                 self._skip()
                 return False
@@ -205,17 +207,22 @@ class Engine(Runner):
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         """Before anything is changed; all ranks raise if one has to, and learn here of gradients that one refused."""
-        bad, refused = self.ranks.sums(
+        bad, refused = self._sums(
             0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.parts.pipeline.refused))
         )
         self._check_refused(refused)
         if bad:
+            ranks = self.ranks.size * self.ranks.model.size
             raise NonFiniteError(
-                f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {self.ranks.size} ranks). "
+                f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {ranks} ranks). "
                 "Nothing was updated by this step: lower the learning rate, set gradient_clipping, or look at this "
                 "batch. If the loss reads weights, read them as attributes (module.weight): parameters() hands out "
                 "placeholders of NaN."
             )
+
+    def _sums(self, *values: float) -> tuple[float, ...]:
+        """The sum of each number over all ranks that train this model."""
+        return self.ranks.model.sums(*self.ranks.sums(*values))
 
     def _check_norm(self, norm: float) -> None:
         """`norm`: that of the gradients that wait for their update, the same on all ranks."""
@@ -296,7 +303,7 @@ class Engine(Runner):
         self._check_open()
         with self._failing():
             self.parts.store.settle()
-            self._check_refused(self.ranks.sum(float(len(self.parts.pipeline.refused))))
+            self._check_refused(*self._sums(float(len(self.parts.pipeline.refused))))
         super().settle()
 
     def save_checkpoint(

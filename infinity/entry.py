@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
@@ -24,19 +25,21 @@ def initialize(
     training_data: Dataset[Any] | None = None,
     *,
     device: Device | None = None,
+    process_group: Group | None = None,
 ) -> tuple[Engine, UnitOptimizer, DataLoader[Any] | None, torch.optim.lr_scheduler.LRScheduler | None]:
     """Make an engine that trains `model`, an unmodified `nn.Module`, on the cpu or on the meta device.
 
     config: a dict, a path of a JSON file, or a Config; see docs/config.md. model_parameters: what to train, as for a
     torch optimizer (parameters, named parameters or groups); by default all that require gradients. training_data: a
     Dataset, for which a dataloader of micro-batches of this rank is made. device: where to compute; by default the
-    CUDA device of this rank, else the CPU.
+    CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units are sharded, as a
+    ProcessGroup or a DeviceMesh of one dimension; by default all ranks.
 
     With several ranks, call torch.distributed.init_process_group before. Raises ConfigError, ModelError,
     OutOfSpaceError, OutOfMemoryError or StorageError before anything is trained; nothing is left behind then.
     """
     config = config if isinstance(config, Config) else Config.load(config)
-    engine = Engine(model, config, model_parameters, device=device)
+    engine = Engine(model, config, model_parameters, device=device, process_group=process_group)
     try:
         loader = _loader(training_data, engine) if training_data is not None else None
     except BaseException:

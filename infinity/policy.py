@@ -5,7 +5,7 @@ Pure: nothing is allocated, and nothing of the model is changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from infinity.optim.formats import state_format
 from infinity.tiers.placement import Policy
 from infinity.units.discover import Discovered, discover
 from infinity.units.layout import UnitLayout, layout_unit
+from infinity.units.local import local
 
 TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
 """What the config calls a device → the tier."""
@@ -82,24 +83,33 @@ def _trained_dtype(unit: Discovered, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def lay_out(
-    model: nn.Module, config: Config, groups: Sequence[dict[str, object]], shards: int
+    model: nn.Module,
+    config: Config,
+    groups: Sequence[dict[str, object]],
+    shards: int,
+    copies: Callable[[nn.Parameter], int] = lambda parameter: 1,
 ) -> tuple[list[Discovered], list[UnitLayout]]:
-    """The units of `model` and the layout of each."""
+    """The units of `model` and the layout of each. copies: see `infinity.units.layout.Slot`."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
     wanted = compute_dtype(config)
     found = discover(model, config.infinity.unit_size, width=wanted.itemsize if wanted else None)
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(found):
         members = [
-            (name, tuple(p.shape), group_of.get(id(p), -1)) for name, p in zip(unit.names, unit.parameters, strict=True)
+            (name, tuple(local(p).shape), group_of.get(id(p), -1))
+            for name, p in zip(unit.names, unit.parameters, strict=True)
         ]
         first = layouts[-1].end if layouts else 0
         dtype = _trained_dtype(unit, wanted)
         layouts.append(layout_unit(index, unit.name, members, dtype, unit.trainable, shards, first))
     # A layout orders its slots by param_group; the parameters follow it.
-    ordered = []
-    for unit, layout in zip(found, layouts, strict=True):
+    for index, (unit, layout) in enumerate(zip(found, layouts, strict=True)):
         by_name = dict(zip(unit.names, unit.parameters, strict=True))
-        names = tuple(slot.name for slot in layout.slots)
-        ordered.append(replace(unit, names=names, parameters=tuple(by_name[name] for name in names)))
-    return ordered, layouts
+        found[index] = replace(
+            unit,
+            names=tuple(slot.name for slot in layout.slots),
+            parameters=tuple(by_name[slot.name] for slot in layout.slots),
+        )
+        slots = tuple(replace(slot, copies=copies(by_name[slot.name])) for slot in layout.slots)
+        layouts[index] = replace(layout, slots=slots)
+    return found, layouts

@@ -117,7 +117,8 @@ class Runner(ABC):
         for unit in self.units:
             flat = self.parts.states.read_param(unit.layout)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                value = flat[slot.offset : slot.stop].view(slot.shape).clone()
+                mine = flat[slot.offset : slot.stop].view(slot.shape).clone()
+                value = self.ranks.model.whole(parameter, mine)
                 yield from ((name, value) for name in names.get(id(parameter), [slot.name]))
         for name, buffer in persistent_buffers(self.module).items():
             yield name, buffer.detach().cpu().clone()

@@ -11,7 +11,9 @@ from torch import nn
 
 from infinity.assembly import Parts, assemble
 from infinity.comm.collectives import Ranks
+from infinity.comm.model_parallel import ModelRanks
 from infinity.config import Config
+from infinity.errors import ConfigError
 from infinity.optim.grad_store import GradPlaces, GradStore
 from infinity.optim.grads import GradCollector
 from infinity.optim.kernels import check_on_device, update_run
@@ -61,7 +63,13 @@ def assemble_training(
     accumulation: int,
 ) -> TrainingParts:
     """Build every part for `model` and move its values into their tiers. On an error nothing is left behind."""
-    found, layouts = lay_out(model, config, groups, ranks.shards)
+    ranks.model = ModelRanks.of(model, ranks.replicas)
+    if ranks.model.size > 1 and config.infinity.moments == "8bit":
+        raise ConfigError(
+            'infinity.moments is "8bit", whose blocks of 256 would not be those of the whole parameter, which tensor '
+            'parallelism divides: use "bf16" or "fp32"'
+        )
+    found, layouts = lay_out(model, config, groups, ranks.shards, ranks.model.copies)
     rules = policy(config, accumulation, ranks)
     if rules.optim_tier == "device" and device.torch_device.type == "cuda":
         check_on_device(config.optimizer.rule, config.infinity.moments)

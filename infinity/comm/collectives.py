@@ -17,13 +17,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from infinity.comm.groups import Group, data_parallel, twin
+from infinity.comm.model_parallel import ModelRanks
 from infinity.errors import RanksError
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer, run_on
 from infinity.units.layout import UnitLayout
 
-# torch 2.13 renames it; earlier versions have the old name only.
+# torch 2.13 renames them; earlier versions have the old name only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 _DOINGS = (
@@ -56,9 +59,10 @@ class Ranks:
     """The ranks that share one model. Without an initialised process group there is one, and nothing is exchanged.
 
     sharded: units are divided into as many shards as there are ranks; else every rank has the one shard, which is all.
+    group: the ranks, by default all; see `infinity.comm.groups.data_parallel`.
     """
 
-    def __init__(self, device: Device, *, sharded: bool = True) -> None:
+    def __init__(self, device: Device, *, sharded: bool = True, group: Group | None = None) -> None:
         self._device = device
         self._sharded = sharded
         self.traffic = Traffic()
@@ -67,15 +71,17 @@ class Ranks:
         self.rank, self.size = 0, 1
         self.backend = ""
         self._disagreement = ""
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.backend = str(dist.get_backend())
-            # Our collectives run beside the user's own: on one group their order would be a race.
-            self._group = dist.new_group(backend=self.backend)
+        self.replicas = data_parallel(group)
+        self.model = ModelRanks()
+        """The ranks that hold one replica together."""
+        if self.replicas is not None:
+            self.rank, self.size = dist.get_rank(self.replicas), dist.get_world_size(self.replicas)
+            self.backend = str(dist.get_backend(self.replicas))
+            self._group = twin(self.replicas, self.backend)
             if self.backend == "gloo":
                 # A rank that cannot make its engine leaves at once, while others are still connecting to it.
                 dist.barrier(self._group)
-            self._words = self._group if self.backend == "gloo" else dist.new_group(backend="gloo")
+            self._words = self._group if self.backend == "gloo" else twin(self.replicas, "gloo")
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm")
 
     @property
@@ -141,7 +147,7 @@ class Ranks:
                 flags[slot // _FLAGS] |= 1 << slot % _FLAGS
             mine = torch.tensor([_DOINGS.index(does), unit, *flags])
             found = torch.empty(self.size * mine.numel(), dtype=torch.int64)
-            dist.all_gather_into_tensor(found, mine, group=self._words)
+            _all_gather(found, mine, group=self._words)
             said = found.view(self.size, -1).tolist()
             doings = [(kind, index) for kind, index, *_ in said]
             if len(set(doings)) == 1:
@@ -179,7 +185,7 @@ class Ranks:
             after.wait()
         finally:  # this rank's shard is bad then, but the others wait for it, and collectives must stay in step
             whole = _apart(flat)
-            dist.all_gather_into_tensor(whole, self.shard(whole), group=self._group)
+            _all_gather(whole, self.shard(whole), group=self._group)
             self._device.compute_reached().wait()
 
     def _reduce_scatter(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
@@ -207,7 +213,7 @@ class Ranks:
 
     def _complete(self, flat: torch.Tensor) -> None:
         there = flat.to(self._device.torch_device)
-        dist.all_gather_into_tensor(there, self.shard(there).clone(), group=self._group)
+        _all_gather(there, self.shard(there).clone(), group=self._group)
         if there is not flat:
             flat.copy_(there)
 
@@ -235,7 +241,7 @@ class Ranks:
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
         mine = torch.tensor(values, dtype=torch.float64, device=self._device.torch_device)
         parts = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device.torch_device)
-        dist.all_gather_into_tensor(parts, mine, group=self._group)
+        _all_gather(parts, mine, group=self._group)
         return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
     def sum_over_shards(self, value: float) -> float:

@@ -35,6 +35,8 @@ def describe(parts: Parts) -> str:
     held = parts.tier_bytes()
     lines.append("")
     ranks = f", stage {parts.stage} over {parts.ranks.size} ranks" if parts.ranks.size > 1 else ""
+    if parts.ranks.model.size > 1:
+        ranks = f" of a model that {parts.ranks.model.size} ranks hold together{ranks}"
     purpose = f"update {parts.update.replace('_', ' ')}" if parts.update else "for inference"
     lines.append(f"{len(parts.units)} units, {total:,} parameters{ranks}; {purpose}")
     lines.append(

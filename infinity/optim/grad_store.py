@@ -19,6 +19,7 @@ from infinity.tiers.memory import host_tensor
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer
+from infinity.units.layout import Part
 from infinity.units.unit import Unit
 
 
@@ -133,9 +134,13 @@ class GradStore:
             places.tier.read(places.placement.of(unit.index, State.GRAD), before.tensor).wait()
             stored = before.flat(shard.dtype)
             parts = unit.layout.parts(self._ranks.shard_rank)
-            return sum((receive(shard[a:b], stored[a:b], add=True, threads=places.threads) for a, b in parts), 0.0)
+            return sum((self._add(shard, stored, part) for part in parts), 0.0)
         finally:
             before.release()
+
+    def _add(self, shard: torch.Tensor, stored: torch.Tensor, part: Part) -> float:
+        place = slice(part.start, part.stop)
+        return receive(shard[place], stored[place], add=True, threads=self._places.threads) / part.copies
 
     def _keep(self, sent: Sent, slots: dict[int, set[int]], add: bool, squares: Future[float]) -> None:
         try:

@@ -23,6 +23,7 @@ from infinity.optim.job import Gradient
 from infinity.optim.kernels import receive
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE
+from infinity.units.local import local_gradient
 from infinity.units.unit import Unit
 
 
@@ -91,7 +92,7 @@ class GradCollector:
             if alive is not None:
                 gradient, parameter.grad = parameter.grad, None
                 assert gradient is not None
-                alive.arrive(alive._units[index], slot, gradient)
+                alive.arrive(alive._units[index], slot, local_gradient(parameter, gradient))
 
         return arrived
 

@@ -15,6 +15,7 @@ from infinity.optim.cpu_adam import receive as receive_flat
 from infinity.optim.flat import DTYPES
 from infinity.optim.formats import moments_in
 from infinity.optim.moments import MomentFormat, Rule, rounding_key
+from infinity.units.layout import Part
 
 
 def update_run(
@@ -110,13 +111,15 @@ def _fused(
 _NORM_TILE = 1 << 22
 
 
-def squared_norm(shard: torch.Tensor, parts: Sequence[tuple[int, int]], threads: int = 0) -> float:
+def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -> float:
     """The sum of squares of a gradient shard (n,), by its parameters' `parts`; NaN or inf if any element is.
+
+    Of what several ranks have copies, each counts a part, so that it counts once in the sum over those ranks.
 
     Each part is summed in fp64 over fixed tiles, and the parts in order: so it does not matter whether they are summed
     here or one by one as they arrive (`receive`).
     """
-    return sum((_squares(shard[start:stop], threads) for start, stop in parts), 0.0)
+    return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts), 0.0)
 
 
 def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, threads: int = 0) -> float:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.units.local import local
+
 # A sibling smaller than this part of `unit_size` is not worth a transfer of its own: it stays with its parent.
 _CRUMB = 64
 
@@ -49,9 +51,8 @@ class _Walk:
         self.groups: list[tuple[str, list[tuple[str, nn.Parameter]]]] = []
 
     def nbytes(self, module: nn.Module) -> int:
-        return sum(
-            p.numel() * (self.width or p.element_size()) for p in module.parameters() if id(p) not in self.claimed
-        )
+        unclaimed = (p for p in module.parameters() if id(p) not in self.claimed)
+        return sum(local(p).numel() * (self.width or p.element_size()) for p in unclaimed)
 
     def claim(self, module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
         found = []

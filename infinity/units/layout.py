@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,8 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     group: int
+    copies: int = 1
+    """Ranks that hold the same values beside the data-parallel ones: 1, but for what tensor parallelism repeats."""
 
     @property
     def numel(self) -> int:
@@ -34,6 +37,14 @@ class Slot:
     @property
     def stop(self) -> int:
         return self.offset + self.numel
+
+
+class Part(NamedTuple):
+    """What a shard has of one parameter, `shard[start:stop]`."""
+
+    start: int
+    stop: int
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,11 +119,11 @@ class UnitLayout:
             runs.append(run)
         return runs
 
-    def parts(self, rank: int) -> list[tuple[int, int]]:
-        """The part [start, stop) of `rank`'s shard that each slot has, in order; slots without one are left out."""
+    def parts(self, rank: int) -> list[Part]:
+        """The part of `rank`'s shard that each slot has, in order; slots without one are left out."""
         low, high = self.shard_range(rank)
-        found = ((max(slot.offset, low) - low, min(slot.stop, high) - low) for slot in self.slots)
-        return [(start, stop) for start, stop in found if start < stop]
+        found = (Part(max(slot.offset, low) - low, min(slot.stop, high) - low, slot.copies) for slot in self.slots)
+        return [part for part in found if part.start < part.stop]
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Ranges of the flat tensor that belong to no parameter."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from infinity.errors import LifetimeError
+from infinity.units.local import has_storage, local, of_spec, spec_of
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 class _Reference:
     """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive."""
 
-    __slots__ = ("dtype", "generation", "offset", "size", "slot", "store", "stride", "token", "unit", "version")
+    __slots__ = ("dtype", "generation", "offset", "size", "slot", "spec", "store", "stride", "token", "unit", "version")
 
-    def __init__(self, tensor: torch.Tensor, unit: Unit, store: UnitStore) -> None:
+    def __init__(self, saved: torch.Tensor, unit: Unit, store: UnitStore) -> None:
+        tensor = local(saved)
         start = tensor.storage_offset() * tensor.element_size() // unit.layout.dtype.itemsize
         self.unit = unit
         self.store = store
@@ -39,6 +41,7 @@ class _Reference:
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.token = unit.token
+        self.spec = spec_of(saved)
 
 
 class _Kept(NamedTuple):
@@ -64,14 +67,13 @@ def unregister(unit: Unit) -> None:
 
 def unit_behind(tensor: torch.Tensor) -> Unit | None:
     """The resident unit whose buffer `tensor` is a view of."""
-    if tensor.layout is not torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
-        return None
     found = _behind(tensor)
     return found[0] if found else None
 
 
 def _behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
-    found = _resident.get(tensor.untyped_storage().data_ptr())
+    values = local(tensor)
+    found = _resident.get(values.untyped_storage().data_ptr()) if has_storage(values) else None
     if found is None:
         return None
     unit, store = found[0](), found[1]()
@@ -79,7 +81,7 @@ def _behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    if tensor.is_inference() or tensor.layout is not torch.strided:
+    if tensor.is_inference():
         return tensor
     found = _behind(tensor)
     if found is None:
@@ -122,7 +124,7 @@ def _unpack(packed: Any) -> torch.Tensor:
     whole = unit.lease.flat(unit.layout.dtype)
     if reference.dtype != unit.layout.dtype:
         whole = whole.view(reference.dtype)
-    return whole.as_strided(reference.size, reference.stride, reference.offset)
+    return of_spec(whole.as_strided(reference.size, reference.stride, reference.offset), reference.spec)
 
 
 def install() -> None:

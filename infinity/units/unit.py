@@ -14,6 +14,7 @@ from infinity.errors import LifetimeError, ResidencyError
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import Transfer
 from infinity.units.layout import UnitLayout
+from infinity.units.local import local, set_local
 
 if TYPE_CHECKING:
     from infinity.optim.job import UpdateJob
@@ -133,7 +134,7 @@ class Unit:
     def bind(self) -> None:
         """Make the parameters views of the leased buffer."""
         for parameter, view in self._views():
-            parameter.data = view
+            set_local(parameter, view)
         del parameter  # it would count below
         if not self._accumulators:  # made here, as they remember the dtype
             edge = torch.autograd.graph.get_gradient_edge
@@ -148,7 +149,7 @@ class Unit:
     def unbind(self) -> None:
         """Make the parameters placeholders."""
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.data = placeholder(slot.shape, self.layout.dtype, self.device)
+            set_local(parameter, placeholder(slot.shape, self.layout.dtype, self.device))
         self._lingering = []
         self._versions = [parameter._version for parameter in self.parameters]
 
@@ -161,7 +162,7 @@ class Unit:
             for slot, parameter, version, pointer in zip(
                 self.layout.slots, self.parameters, self._versions, expected, strict=True
             )
-            if parameter._version != version or (parameter.data_ptr() != pointer and parameter.numel())
+            if parameter._version != version or (local(parameter).data_ptr() != pointer and parameter.numel())
         ]
         if not changed and nowhere.is_floating_point() and nowhere.device.type == "cpu" and not nowhere.isnan():
             changed = ["a parameter"]  # through `.data`, which leaves no trace but in what all placeholders share
@@ -177,9 +178,9 @@ class Unit:
         """Whether parameters were changed since `bind`, or may have been; takes over data that a user assigned."""
         changed = self.exposed or any(p._version != v for p, v in zip(self.parameters, self._versions, strict=True))
         for parameter, view in self._views():
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.data)
-                parameter.data = view
+            if local(parameter).data_ptr() != view.data_ptr():
+                view.copy_(local(parameter).data)
+                set_local(parameter, view)
                 changed = True
         return changed
 
@@ -192,7 +193,7 @@ class Unit:
     def linger(self) -> None:
         """Release the unit, but leave its parameters what they were: whoever was lent one goes on to use it."""
         self._versions = [parameter._version for parameter in self.parameters]
-        self._lingering = [parameter.data_ptr() for parameter in self.parameters]
+        self._lingering = [local(parameter).data_ptr() for parameter in self.parameters]
 
     @property
     def lingers(self) -> bool:

@@ -11,6 +11,7 @@ from infinity.errors import ConfigError
 from infinity.optim import cuda_adam
 from infinity.optim.cpu_adam import Hyper, join_master_torch, split_master_torch, sum_of_squares
 from infinity.optim.kernels import _update_by_torch, check_on_device, squared_norm, update_run
+from infinity.units.layout import Part
 
 
 def test_states_that_only_our_kernels_update_are_refused_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def test_torchs_kernels_do_what_ours_do(kept: str, rule: Any, scale: float) -> N
 def test_the_norm_is_of_the_parts_and_nothing_else() -> None:
     """Each from its own beginning, added in order; what lies between may be anything."""
     shard = torch.randn(20_000, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.linspace(-10, 10, 20_000)
-    parts = [(0, 100), (256, 9_000), (9_216, 19_999)]
+    parts = [Part(0, 100), Part(256, 9_000), Part(9_216, 19_999, copies=4)]
     shard[100:256], shard[19_999:] = float("nan"), float("inf")
-    assert squared_norm(shard, parts) == sum((sum_of_squares(shard[a:b]) for a, b in parts), 0.0)
+    assert squared_norm(shard, parts) == sum((sum_of_squares(shard[a:b]) / copies for a, b, copies in parts), 0.0)
     assert squared_norm(shard, []) == 0.0

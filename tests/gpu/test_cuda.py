@@ -12,6 +12,7 @@ import torch.distributed as dist
 from infinity.optim.cpu_adam import Hyper, split_master, update_flat
 from infinity.optim.kernels import squared_norm, update_run
 from infinity.tiers.device import CudaDevice
+from infinity.units.layout import Part
 from support.configs import PLACEMENTS, engine_config
 from support.loops import Batches, Result, assert_close, assert_same, plain, trained
 from support.models import Stack, token_batches
@@ -92,10 +93,10 @@ def test_the_fused_update_on_the_device_follows_the_native_one(kept: str, scale:
 
 def test_the_norm_on_the_device_is_the_norm_on_the_host() -> None:
     values = torch.randn(10_000_019, generator=torch.Generator().manual_seed(5))
-    parts = [(0, 7), (256, 5_000_000), (5_000_192, values.numel())]
+    parts = [Part(0, 7), Part(256, 5_000_000), Part(5_000_192, values.numel(), copies=2)]
     assert squared_norm(values.cuda(), parts) == pytest.approx(squared_norm(values, parts), rel=1e-12)
     values[77] = float("nan")
-    assert not squared_norm(values.cuda(), [(0, 7), (70, 80)]) >= 0
+    assert not squared_norm(values.cuda(), [Part(0, 7), Part(70, 80)]) >= 0
 
 
 def test_one_rank_over_nccl_runs_the_collectives() -> None:

@@ -18,6 +18,14 @@ def pair() -> Iterator[Group]:
 
 
 @pytest.fixture(scope="session")
+def four() -> Iterator[Group]:
+    """Four ranks."""
+    group = Group(4)
+    yield group
+    group.stop()
+
+
+@pytest.fixture(scope="session")
 def single() -> Iterator[Group]:
     """One rank with a process group: collectives take their whole path and move nothing."""
     group = Group(1)

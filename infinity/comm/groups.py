@@ -1,0 +1,67 @@
+"""Process groups: over which ranks a model's units are sharded, and groups of the engine's own over the same ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinity.errors import UsageError
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh
+"""What a user says the data-parallel ranks with; a mesh has one dimension."""
+
+
+def data_parallel(given: Group | None) -> dist.ProcessGroup | None:
+    """The ranks that units are sharded over: those given, else all; None without torch.distributed.
+
+    Raises UsageError for what is no group that this rank is in.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if given is not None:
+            raise UsageError("process_group was given, but torch.distributed is not initialised: start with torchrun")
+        return None
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            names = given.mesh_dim_names or ()
+            raise UsageError(
+                f"process_group is a mesh of {given.ndim} dimensions {tuple(names)}: give the one over which the model "
+                f'is replicated, as mesh["{names[0] if names else "dp"}"]'
+            )
+        given = given.get_group()
+    if given is None:
+        return dist.group.WORLD
+    if not isinstance(given, dist.ProcessGroup) or dist.get_rank(given) < 0:
+        raise UsageError(
+            f"rank {dist.get_rank()} is not in the process_group that it gave: give each rank the group that it is in"
+        )
+    return given
+
+
+def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    """A new group of the same ranks, with the same time-out; they all call this.
+
+    Collectives of the engine run beside the user's own: on one group their order would be a race.
+    """
+    everybody = dist.get_world_size(group) == dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(
+        None if everybody else dist.get_process_group_ranks(group),
+        timeout=_timeout(group),
+        backend=backend,
+        use_local_synchronization=not everybody,
+    )
+    return made
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """After how long a collective of `group` gives up; None if its backend does not tell."""
+    for device in ("cpu", "cuda"):
+        try:
+            found: timedelta = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        return found
+    return None
