@@ -79,7 +79,7 @@ class Engine(Runner):
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
         collector.on_arrival = self._hooks.enter_backward
         self._watches = collector.watch()
-        self._log = StepLog(self.ledger, config.steps_per_print if ranks.rank == 0 else 0)
+        self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Engine(Runner):
         self.skipped_steps += 1
         before = self.loss_scale.value
         self.loss_scale.overflowed()
-        if self.ranks.rank == 0:
+        if self.ranks.speaks:
             now = self.loss_scale.value
             logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
@@ -207,7 +207,7 @@ class Engine(Runner):
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         """Before anything is changed; all ranks raise if one has to, and learn here of gradients that one refused."""
-        bad, refused = self._sums(
+        bad, refused = self.ranks.totals(
             0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.parts.pipeline.refused))
         )
         self._check_refused(refused)
@@ -219,10 +219,6 @@ class Engine(Runner):
                 "batch. If the loss reads weights, read them as attributes (module.weight): parameters() hands out "
                 "placeholders of NaN."
             )
-
-    def _sums(self, *values: float) -> tuple[float, ...]:
-        """The sum of each number over all ranks that train this model."""
-        return self.ranks.model.sums(*self.ranks.sums(*values))
 
     def _check_norm(self, norm: float) -> None:
         """`norm`: that of the gradients that wait for their update, the same on all ranks."""
@@ -303,7 +299,7 @@ class Engine(Runner):
         self._check_open()
         with self._failing():
             self.parts.store.settle()
-            self._check_refused(*self._sums(float(len(self.parts.pipeline.refused))))
+            self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused))))
         super().settle()
 
     def save_checkpoint(

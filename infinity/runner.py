@@ -50,7 +50,7 @@ class Runner(ABC):
         saved.install()
         access.opened(self)
         show_by_default()
-        if parts.ranks.rank == 0:
+        if parts.ranks.speaks:
             logger.info("units and where their states live\n%s", self.describe())
 
     @abstractmethod

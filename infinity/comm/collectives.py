@@ -90,6 +90,11 @@ class Ranks:
         return not self.backend
 
     @property
+    def speaks(self) -> bool:
+        """Whether this is the one rank that logs, and writes what all have."""
+        return self.rank == 0 and self.model.first
+
+    @property
     def shards(self) -> int:
         """Parts that a unit is divided into."""
         return self.size if self._sharded else 1
@@ -237,6 +242,10 @@ class Ranks:
         if self.alone:
             return values
         return self._together("sums numbers", self._sum, values)
+
+    def totals(self, *values: float) -> tuple[float, ...]:
+        """The sum of each number over all ranks: the replicas, and those that hold a model together."""
+        return self.model.sums(*self.sums(*values))
 
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
         mine = torch.tensor(values, dtype=torch.float64, device=self._device.torch_device)

@@ -32,7 +32,8 @@ def test_two_by_two_is_one_rank(four: Group, options: dict[str, Any], sequence: 
 
     The tolerance is that of matrix products summed in two parts; in bf16 each part is rounded by itself.
     """
-    outcomes = four.run(mesh_cases.trained, folder=str(tmp_path), steps=STEPS, sequence=sequence, **options)
+    common: dict[str, Any] = {"folder": str(tmp_path), "steps": STEPS}
+    outcomes = four.run(mesh_cases.trained, timeout=150, sequence=sequence, **common, **options)
     expected = cases.one_rank(STEPS, 2, folder=str(tmp_path), accumulated=True, **options)
     bf16 = options.get("bf16", False)
     for one, other in ((0, 1), (2, 3)):
