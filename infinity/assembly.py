@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.comm.agreement import in_common
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
 from infinity.errors import OutOfMemoryError, RanksError
@@ -177,11 +178,16 @@ def assemble(
     rules: Policy,
     device: Device,
     ranks: Ranks,
+    more_in_common: Sequence[str] = (),
 ) -> Parts:
-    """Build what runs `model`, and move its values into their tiers. On an error nothing is left behind."""
+    """Build what runs `model`, and move its values into their tiers. On an error nothing is left behind.
+
+    more_in_common: lines besides `infinity.comm.agreement.in_common` that are the same on all ranks.
+    """
     make_buffers(model)
     check_values(model)
     ranks.know(layouts)
+    ranks.meet([*in_common(config, layouts), *more_in_common])
     placement = place(layouts, rules)
     tiers = _open_tiers(config, placement, device, ranks)
     try:

@@ -54,8 +54,7 @@ class Engine(Runner):
     ) -> None:
         seam = device or default_device()
         ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
-        with ExitStack() as undo:
-            undo.callback(ranks.close)
+        with ranks.making(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
             parts = assemble_training(model, config, groups, seam, ranks, self.batch.accumulation)
@@ -64,6 +63,7 @@ class Engine(Runner):
             self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
+            ranks.barrier()  # where all hear of what failed on one
             undo.pop_all()
         self.optimizer.on_step(self._update)
         self.global_steps = 0

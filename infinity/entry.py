@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from infinity.comm.collectives import refuse
 from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine import Engine
@@ -38,7 +39,11 @@ def initialize(
     With several ranks, call torch.distributed.init_process_group before. Raises ConfigError, ModelError,
     OutOfSpaceError, OutOfMemoryError or StorageError before anything is trained; nothing is left behind then.
     """
-    config = config if isinstance(config, Config) else Config.load(config)
+    try:
+        config = config if isinstance(config, Config) else Config.load(config)
+    except ConfigError as error:
+        refuse(error, process_group)
+        raise
     engine = Engine(model, config, model_parameters, device=device, process_group=process_group)
     try:
         loader = _loader(training_data, engine) if training_data is not None else None

@@ -106,7 +106,9 @@ class CheckpointError(InfinityError):
 
 
 class RanksError(InfinityError):
-    """Ranks are about to do different things where all have to do the same; raised on all of them, before they do."""
+    """Ranks were started with different models or configs, or are about to do different things where all have to do the
+    same; raised on all of them, before they do. Or another rank failed, or ended.
+    """
 
 
 class UsageError(InfinityError):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from infinity.assembly import Parts, assemble
+from infinity.comm.agreement import groups_in_common
 from infinity.comm.collectives import Ranks
 from infinity.comm.model_parallel import ModelRanks
 from infinity.config import Config
@@ -73,7 +74,7 @@ def assemble_training(
     rules = policy(config, accumulation, ranks)
     if rules.optim_tier == "device" and device.torch_device.type == "cuda":
         check_on_device(config.optimizer.rule, config.infinity.moments)
-    parts = assemble(model, config, found, layouts, rules, device, ranks)
+    parts = assemble(model, config, found, layouts, rules, device, ranks, groups_in_common(config, groups))
     try:
         return _with_updates(parts, config)
     except BaseException:

@@ -9,18 +9,20 @@ bytes that do not belong together.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from infinity.comm.agreement import by_value, disagreement, failures
 from infinity.comm.groups import Group, data_parallel, twin
 from infinity.comm.model_parallel import ModelRanks
-from infinity.errors import RanksError
-from infinity.tiers.device import Device
+from infinity.errors import InfinityError, RanksError
+from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
 from infinity.units.layout import UnitLayout
 
@@ -36,6 +38,7 @@ _DOINGS = (
     "broadcasts",
     "sums numbers",
     "waits for all",
+    "gives up",
 )
 _Result = TypeVar("_Result")
 _What = tuple[int, set[int]]
@@ -70,6 +73,8 @@ class Ranks:
         self._flag_words = 0
         self.rank, self.size = 0, 1
         self.backend = ""
+        self._met = False
+        self._failure = ""
         self._disagreement = ""
         self.replicas = data_parallel(group)
         self.model = ModelRanks()
@@ -109,6 +114,44 @@ class Ranks:
         self._units = units
         # As many words whatever is done, or ranks that do different things could not be told.
         self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
+
+    def meet(self, lines: Sequence[str]) -> None:
+        """RanksError, on all ranks, if they do not all come with the same `infinity.comm.agreement.in_common`, or if
+        one of them gave up before.
+        """
+        if self.alone:
+            return
+        self._met = True
+        self._disagreement = self._thread.submit(self._meet, lines).result()
+        if self._disagreement:
+            raise RanksError(self._disagreement)
+
+    def _meet(self, lines: Sequence[str]) -> str:
+        with self._told_of_ends():
+            return disagreement(lines, self._failure, self._words)
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """An engine is made within. If that fails, the other ranks are told, and this one leaves."""
+        try:
+            yield
+        except BaseException as error:
+            self._give_up(error)
+            self.close()
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the other ranks why this one cannot go on: their next collective raises that instead of waiting. Where
+        all have the same trouble, or the others have gone, it does nothing.
+        """
+        if self.alone or self._disagreement or not isinstance(error, Exception):
+            return
+        self._failure = f"{type(error).__name__}: {error}"
+        with suppress(RanksError):
+            if self._met:
+                self._together("gives up", lambda: None)
+            else:
+                self.meet([])
 
     def all_gather(self, flat: torch.Tensor, after: Transfer, unit: int) -> Transfer:
         """Complete `flat` (numel,) of a unit, whose own shard is valid once `after` is done, with the shards of the
@@ -152,23 +195,38 @@ class Ranks:
                 flags[slot // _FLAGS] |= 1 << slot % _FLAGS
             mine = torch.tensor([_DOINGS.index(does), unit, *flags])
             found = torch.empty(self.size * mine.numel(), dtype=torch.int64)
-            _all_gather(found, mine, group=self._words)
+            with self._told_of_ends():
+                _all_gather(found, mine, group=self._words)
             said = found.view(self.size, -1).tolist()
             doings = [(kind, index) for kind, index, *_ in said]
             if len(set(doings)) == 1:
                 for words in said:
                     present.update(s for s in range(_FLAGS * len(flags)) if words[2 + s // _FLAGS] >> s % _FLAGS & 1)
-                return collective(*arguments)
-            self._disagreement = self._describe(doings)
+                with self._told_of_ends():
+                    return collective(*arguments)
+            gave_up = any(_DOINGS[kind] == "gives up" for kind, _ in doings)
+            self._disagreement = failures(self._failure, self._words) if gave_up else self._describe(doings)
         raise RanksError(self._disagreement)
 
+    @contextmanager
+    def _told_of_ends(self) -> Iterator[None]:
+        """What fails in a collective fails on all ranks, now and from then on: a rank that ended leaves the others
+        without its part.
+        """
+        try:
+            yield
+        except InfinityError:
+            raise
+        except RuntimeError as error:
+            self._disagreement = (
+                f"a collective failed ({error}): unless that says why, another rank ended, or did not answer within "
+                "the process group's timeout. Look at what the other ranks said last"
+            )
+            raise RanksError(self._disagreement) from error
+
     def _describe(self, doings: list[tuple[int, int]]) -> str:
-        by_doing: dict[tuple[int, int], list[int]] = {}
-        for rank, doing in enumerate(doings):
-            by_doing.setdefault(doing, []).append(rank)
         parts = []
-        for (kind, unit), ranks in by_doing.items():
-            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        for (kind, unit), who in by_value(doings).items():
             parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self._units[unit].name}" if unit >= 0 else ""))
         return (
             f"the ranks do different things: {'; '.join(parts)}. Every rank has to use the same units in the same "
@@ -262,11 +320,19 @@ class Ranks:
             self._together("waits for all", dist.barrier, self._group)
 
     def close(self) -> None:
+        """Leave the groups. Ranks that still wait for this one are told by their connections."""
         if not self.alone:
             self._thread.shutdown()
             if dist.is_initialized():
                 for group in {self._group, self._words}:
                     dist.destroy_process_group(group)
+            del self._group, self._words  # the last references: only now are their connections closed
+
+
+def refuse(error: Exception, group: Group | None) -> None:
+    """Tell the ranks that are making an engine that this one cannot even begin to."""
+    with suppress(type(error)), Ranks(CpuDevice(), group=group).making():
+        raise error
 
 
 def _apart(flat: torch.Tensor) -> torch.Tensor:

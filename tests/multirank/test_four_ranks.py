@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,6 @@ from multirank.test_ranks import STEPS, apart, assert_bits, mean
 from support.ranks import Group
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    group = Group(4)
-    yield group
-    group.stop()
 
 
 PLACES = [(3, "nvme", "nvme"), (3, "none", "cpu"), (2, "none", "nvme"), (1, "none", "cpu"), (0, "none", "none")]

@@ -63,6 +63,11 @@ class Group:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):  # not in the time of a case: other work may slow it down
+            if not pipe.poll(180):
+                self.stop()
+                raise RankFailed(f"rank {rank} did not start")
+            pipe.recv()
 
     def stop(self) -> None:
         for pipe in self._pipes:
@@ -84,6 +89,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
+    pipe.send("ready")
     while True:
         try:
             case, options = pipe.recv()

@@ -1,0 +1,133 @@
+"""What all ranks must have in common, compared before an engine allocates anything: config, param_groups, parameters.
+
+Ranks exchange digests, a few bytes however large the model. Only where those differ do they exchange what was digested,
+to name the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.config import Config
+from infinity.optim.cpu_adam import HYPER_KEYS
+from infinity.units.layout import UnitLayout
+
+MAY_DIFFER = (
+    "steps_per_print",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "aio",
+    "infinity.adam_threads",
+    "infinity.debug",
+)
+"""Keys and sections that follow from a rank's machine, or only show something: they change neither what is computed nor
+which collectives are issued.
+"""
+
+_OF_KIND = {
+    "parameter ": ("models", "Build the same model on every rank, with the same parameters trained"),
+    "param_group ": ("param_groups", "Give every rank the same model_parameters"),
+    "": ("configs", f"Start all ranks with the same config; only {', '.join(MAY_DIFFER)} may differ"),
+}
+"""How a line begins → what differs, and what to do."""
+
+_WORDS = 4
+"""Of 8 bytes, in a digest."""
+
+
+def in_common(config: Config, layouts: Sequence[UnitLayout]) -> list[str]:
+    """One line for everything that must be the same on all ranks, in the order in which differences are looked for."""
+    lines = [f"{key} = {value}" for key, value in _flat(config.model_dump(mode="json"))]
+    for layout in layouts:
+        dtype = str(layout.dtype).removeprefix("torch.")
+        for slot in layout.slots:
+            trained = f"trained in param_group {slot.group}" if layout.trainable and slot.group >= 0 else "not trained"
+            lines.append(f"parameter {slot.name} {list(slot.shape)} {dtype}, {trained}, in unit {layout.name}")
+    return lines
+
+
+def groups_in_common(config: Config, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The same for the hyper-parameters of param_groups."""
+    everywhere = config.optimizer.params.model_dump()
+    return [
+        f"param_group {number} has {name} = {_plain(group.get(name, everywhere.get(name)))}"
+        for number, group in enumerate(groups)
+        for name in HYPER_KEYS[config.optimizer.rule]
+    ]
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in section.items():
+        key = prefix + name
+        if key in MAY_DIFFER:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _plain(value: Any) -> object:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def disagreement(lines: Sequence[str], failure: str, group: dist.ProcessGroup) -> str:
+    """What keeps the ranks of `group` from training together, the same text on all of them; empty: nothing.
+
+    lines: what this rank has of `in_common`. failure: why this rank cannot, if it cannot. A collective of gloo.
+    """
+    size = dist.get_world_size(group)
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    numbers = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 8 * _WORDS, 8)]
+    mine = torch.tensor([bool(failure), *numbers])
+    found = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(found, mine, group=group)
+    said = torch.stack(found)
+    if said[:, 0].any():
+        return failures(failure, group)
+    return "" if (said == said[0]).all() else _first_difference(lines, group)
+
+
+def failures(failure: str, group: dist.ProcessGroup) -> str:
+    """Which ranks cannot go on, and why; empty: all can. A collective of gloo."""
+    said = _from_all(failure, group)
+    by_text = by_value([text or None for text in said])
+    text = "; ".join(f"{who} cannot go on: {why}" for why, who in by_text.items() if why)
+    return text and f"{text}. Mend that, and start all ranks again"
+
+
+def _first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
+    theirs = [list(lines)]
+    dist.broadcast_object_list(theirs, group_src=0, group=group)
+    pairs = enumerate(zip_longest(lines, theirs[0]))
+    differs = next((number for number, (one, other) in pairs if one != other), None)
+    first = min(number for number in _from_all(differs, group) if number is not None)
+    said = _from_all(lines[first] if first < len(lines) else "nothing more", group)
+    what, hint = next(_OF_KIND[kind] for kind in _OF_KIND if any(line.startswith(kind) for line in said))
+    found = "; ".join(f"{who}: {line}" for line, who in by_value(said).items())
+    return f"the ranks have different {what}. {found}. {hint}"
+
+
+def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def by_value(values: Sequence[Any]) -> dict[Any, str]:
+    """value → the ranks that have it, in words; values by rank."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return {
+        value: f"rank {who[0]}" if len(who) == 1 else f"ranks {', '.join(map(str, who))}"
+        for value, who in ranks.items()
+    }
