@@ -17,6 +17,7 @@ from infinity.comm.stage import Sharding
 from infinity.config import Config
 from infinity.errors import ModelError
 from infinity.optim.formats import state_format
+from infinity.optim.grad_dtypes import grad_dtypes
 from infinity.tiers.placement import Policy
 from infinity.units.discover import Discovered, discover
 from infinity.units.layout import UnitLayout, layout_unit
@@ -24,6 +25,9 @@ from infinity.units.local import local
 
 TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
 """What the config calls a device → the tier."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What the config calls a dtype → the dtype."""
 
 
 def update_schedule(config: Config) -> str:
@@ -39,13 +43,19 @@ def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
     zero = config.zero_optimization
     sharding = Sharding.of(zero.stage)
     optim_tier = TIERS[zero.offload_optimizer.device]
-    # Sums over micro-batches are kept in fp32; gloo sums ranks in fp32, as its 16-bit sums round at every rank.
-    wide = accumulation > 1 or ranks.backend == "gloo"
+    whole = not sharding.grads and accumulation > 1
     return Policy(
         param_tier=TIERS[zero.offload_param.device],
         optim_tier=optim_tier,
         grad_tier=optim_tier,
-        grad_dtype=torch.float32 if wide else None,
+        grads=partial(
+            grad_dtypes,
+            communication=_communication(config, ranks),
+            accumulation=DTYPES[config.data_types.grad_accum_dtype],
+            micro_batches=accumulation,
+            exchanged=not ranks.alone,
+            whole=whole,
+        ),
         states=partial(
             state_format,
             master=config.infinity.master,
@@ -54,8 +64,15 @@ def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
         ),
         tile_size=config.infinity.tile_size,
         resident=not sharding.params,
-        grads_whole=not sharding.grads and accumulation > 1,
+        grads_whole=whole,
     )
+
+
+def _communication(config: Config, ranks: Ranks) -> torch.dtype | None:
+    """What gradients are summed in over ranks; None: in their own dtype."""
+    if config.communication_data_type is not None:
+        return DTYPES[config.communication_data_type]
+    return torch.float32 if ranks.backend == "gloo" else None
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:

@@ -26,6 +26,8 @@ from infinity.tiers.pool import size_classes
 from infinity.units.layout import UnitLayout
 
 _GRADIENTS_AT_ONCE = 4
+# Of shards that are summed in another dtype than they are reduced in: one is updated from, the next is added to.
+_SUMS_AT_ONCE = 2
 _READS_AHEAD = 3
 _TILE_BUFFERS = 2 * _READS_AHEAD
 
@@ -101,21 +103,29 @@ def _with_updates(parts: Parts, config: Config) -> TrainingParts:
 
 def _grad_places(parts: Parts, trainable: Sequence[UnitLayout], threads: int) -> GradPlaces:
     rules, device = parts.policy, parts.device
-    sizes = [layout.numel * (rules.grad_dtype or layout.dtype).itemsize for layout in trainable]
-    shards = [size // parts.ranks.shards for size in sizes]
+    dtypes = [rules.grads(layout.dtype) for layout in trainable]
+    collected = [x.numel * kept.collected.itemsize for x, kept in zip(trainable, dtypes, strict=True)]
+    reduced = [x.numel * kept.reduced.itemsize for x, kept in zip(trainable, dtypes, strict=True)]
+    stored = [x.shard_numel * kept.stored.itemsize for x, kept in zip(trainable, dtypes, strict=True)]
     tier = parts.tiers[rules.optim_tier]
     at_once = len(trainable) if rules.grads_whole else _GRADIENTS_AT_ONCE
-    host_pool = None
+    reduce_pool = host_pool = None
+    if any(kept.collected != kept.reduced for kept in dtypes):
+        sizes = size_classes(reduced, _GRADIENTS_AT_ONCE)
+        reduce_pool = parts.pools.make("gradients to reduce", sizes, on_device=True)
     if not device.host_addressable and not tier.on_device:
-        host_pool = parts.pools.make("gradient shards", size_classes(shards, _GRADIENTS_AT_ONCE), on_device=False)
+        sizes = size_classes([nbytes // parts.ranks.shards for nbytes in reduced], _GRADIENTS_AT_ONCE)
+        host_pool = parts.pools.make("gradient shards", sizes, on_device=False)
+    sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
     return GradPlaces(
         device=device,
         tier=tier,
         placement=parts.placement,
-        dtype=rules.grad_dtype,
-        pool=parts.pools.make("gradients", size_classes(sizes, at_once), on_device=True),
+        dtypes=rules.grads,
+        pool=parts.pools.make("gradients", size_classes(collected, at_once), on_device=True),
+        reduce_pool=reduce_pool,
         host_pool=host_pool,
-        stored_pool=parts.pools.make("stored gradient", {max(shards): 1}, on_device=tier.on_device),
+        stored_pool=parts.pools.make("stored gradients", {max(stored): sums}, on_device=tier.on_device),
         whole=rules.grads_whole,
         threads=threads,
     )
@@ -126,7 +136,7 @@ def _update_places(parts: Parts, trainable: Sequence[UnitLayout]) -> Places:
     tier = parts.tiers[rules.optim_tier]
     tile_size, formats = rules.tile_size, rules.states
     state_bytes = max(tiles(x.shard_numel, tile_size, formats(x.dtype))[0].nbytes for x in trainable)
-    grad_bytes = max(min(x.shard_numel, tile_size) * (rules.grad_dtype or x.dtype).itemsize for x in trainable)
+    grad_bytes = max(min(x.shard_numel, tile_size) * rules.grads(x.dtype).stored.itemsize for x in trainable)
     count = _TILE_BUFFERS if tier.name == "nvme" else 0
     staged = not device.host_addressable and not tier.on_device
     largest_shard = max(x.shard_nbytes for x in trainable)
@@ -144,5 +154,5 @@ def _update_places(parts: Parts, trainable: Sequence[UnitLayout]) -> Places:
         tile_pool=parts.pools.make("tiles", {state_bytes: count} if count else {}, on_device=False),
         grad_tile_pool=parts.pools.make("gradient tiles", {grad_bytes: count} if count else {}, on_device=False),
         param_pool=parts.pools.make("parameter shards", {largest_shard: 2}, on_device=False) if staged else None,
-        grad_dtype=rules.grad_dtype,
+        grads=rules.grads,
     )

@@ -248,6 +248,13 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
             {"infinity": {"update": "during_backward"}, "gradient_clipping": 1.0},
             'infinity.update is "during_backward", but gradient_clipping needs the norm',
         ),
+        ({"communication_data_type": "int8"}, 'communication_data_type: must be "fp32", "bf16" or "fp16", not "int8"'),
+        ({"data_types": {"grad_accum_dtype": None}}, "data_types.grad_accum_dtype: must be"),
+        (
+            {"bf16": {"enabled": True}, "communication_data_type": "float16"},
+            'communication_data_type is "fp16", in which gradients without a loss scale vanish below 6e-8',
+        ),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, 'data_types.grad_accum_dtype is "fp16", in which gradients'),
         ([], "a configuration is a dict or the path of a JSON file, not list"),
     ],
 )
@@ -446,3 +453,11 @@ def test_a_cosine_schedule_has_ratios() -> None:
     schedule = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2, "cos_min_ratio": 0.1}}
     scheduler = Config.load({"scheduler": schedule}).scheduler
     assert isinstance(scheduler, WarmupCosineLR) and scheduler.params.cos_min_ratio == 0.1
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32", "float16", "bfloat16", "float32"])
+def test_dtypes_have_two_names(name: str) -> None:
+    given = {"fp16": {"enabled": True}, "communication_data_type": name, "data_types": {"grad_accum_dtype": name}}
+    config = Config.load(given)
+    short = name.replace("bfloat", "bf").replace("float", "fp")
+    assert (config.communication_data_type, config.data_types.grad_accum_dtype) == (short, short)

@@ -11,7 +11,7 @@ from infinity.config.optimization import (
     WarmupDecayLR,
     WarmupLR,
 )
-from infinity.config.sections import BF16, FP16, Aio, Config, Infinity, Offload, ZeroOptimization
+from infinity.config.sections import BF16, FP16, Aio, Config, DataTypes, Infinity, Offload, ZeroOptimization
 
 __all__ = [
     "BF16",
@@ -19,6 +19,7 @@ __all__ = [
     "Aio",
     "Batch",
     "Config",
+    "DataTypes",
     "Infinity",
     "Offload",
     "Optimizer",

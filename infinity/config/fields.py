@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
@@ -38,6 +38,15 @@ def _number(value: object) -> object:
 
 def _size(value: object) -> int:
     return parse_size(value)  # type: ignore[arg-type]  # refuses any other type itself
+
+
+def _dtype(value: object) -> object:
+    """The short name of a dtype."""
+    return (
+        {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def _is_path(value: object) -> bool:
@@ -79,4 +88,5 @@ Beta: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 Threads: TypeAlias = Annotated[Count, Field(le=64)]
 Size: TypeAlias = Annotated[int, BeforeValidator(_size), Field(gt=0), IN_BYTES]
 SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(_size), IN_BYTES]
+DType: TypeAlias = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
 Folders: TypeAlias = Annotated[tuple[Path, ...], BeforeValidator(_folders)]

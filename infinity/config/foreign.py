@@ -26,10 +26,6 @@ FOREIGN: dict[str, str] = {
     # Top level.
     "amp": 'not supported: use "bf16": {"enabled": true}; remove it',
     "torch_autocast": _NOT_YET.format(': "bf16" keeps the parameters themselves in bfloat16'),
-    "data_types": _AUTOMATIC.format(
-        "gradients accumulate in fp32 over micro-batches, and in the model's type within one"
-    ),
-    "communication_data_type": _AUTOMATIC.format("gradients are reduced in the type they accumulate in"),
     "seq_parallel_communication_data_type": _NOT_YET.format(": there is no sequence parallelism"),
     "prescale_gradients": _AUTOMATIC.format("gradients are averaged over ranks without a scale of their own"),
     "gradient_predivide_factor": _AUTOMATIC.format("gradients are averaged over ranks without a scale of their own"),

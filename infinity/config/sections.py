@@ -16,6 +16,7 @@ from infinity.config.batch import Batch, resolve_batch
 from infinity.config.fields import (
     Count,
     CountOrZero,
+    DType,
     Folders,
     Number,
     Positive,
@@ -65,6 +66,14 @@ class FP16(Section):
 
     min_loss_scale: Positive = 1.0
     """The scale is not halved below this; training stops with an error when 20 steps in a row overflow there."""
+
+
+class DataTypes(Section):
+    """What values are kept in while they are summed."""
+
+    grad_accum_dtype: DType = "fp32"
+    """What gradients are summed in over the micro-batches of a step; unused with one micro-batch a step. `fp16` (or
+    `float16`, and so on) needs fp16 training, for its loss scale."""
 
 
 class Offload(Section):
@@ -271,6 +280,13 @@ class Config(Section):
     fp16: FP16 = FP16()
     """Training in float16, with a loss scale."""
 
+    communication_data_type: DType | None = None
+    """What gradients are summed in over ranks, and so how many bytes of them are exchanged. Left out: fp32 on gloo, and
+    what the parameters are in on NCCL. `fp16` (or `float16`, and so on) needs fp16 training, for its loss scale."""
+
+    data_types: DataTypes = DataTypes()
+    """What values are kept in while they are summed."""
+
     optimizer: Optimizer = AdamW()
     """Which optimizer, and its constants."""
 
@@ -304,6 +320,20 @@ class Config(Section):
     def _one_16_bit_type(self) -> Config:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16 and fp16 are both enabled: choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _fp16_needs_a_loss_scale(self) -> Config:
+        sums = {
+            "communication_data_type": self.communication_data_type,
+            "data_types.grad_accum_dtype": self.data_types.grad_accum_dtype,
+        }
+        for name, dtype in sums.items():
+            if dtype == "fp16" and not self.fp16.enabled:
+                raise ValueError(
+                    f'{name} is "fp16", in which gradients without a loss scale vanish below 6e-8 and overflow above '
+                    '65504: use "bf16" or "fp32", or train with "fp16": {"enabled": true}'
+                )
         return self
 
     @model_validator(mode="after")

@@ -5,12 +5,14 @@ On a thread of its own, in the order in which they were sent, so that backward d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from infinity.comm.collectives import Ranks
+from infinity.optim.grad_dtypes import GradDtypes
 from infinity.optim.job import Gradient
 from infinity.optim.kernels import receive, squared_norm
 from infinity.tiers.base import Tier
@@ -19,35 +21,38 @@ from infinity.tiers.memory import host_tensor
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer
-from infinity.units.layout import Part
 from infinity.units.unit import Unit
 
 
 @dataclass
 class GradPlaces:
-    """Where gradients go, and the buffers on the way. Pools hold whole units of `dtype` (None: the parameters' own)."""
+    """Where gradients go, and the buffers on the way."""
 
     device: Device
     tier: Tier
     placement: Placement
-    dtype: torch.dtype | None
+    dtypes: Callable[[torch.dtype], GradDtypes]
+    """Of the gradients of parameters of a dtype."""
     pool: Pool
+    """Whole units, as they are collected."""
+    reduce_pool: Pool | None
+    """Whole units as they are reduced; None where that is how they are collected."""
     host_pool: Pool | None
-    """Host buffers for shards; None where the host works in the device's buffers."""
+    """Host buffers for reduced shards; None where the host works in the device's buffers."""
     stored_pool: Pool
-    """One buffer for a shard that was stored before and is added to."""
+    """For shards that were stored before and are added to."""
     whole: bool
     """Gradients are summed over micro-batches before they are reduced, each in a buffer of `pool` of its own."""
     threads: int
     """Of a pass over a gradient in host memory; 0: one per processor."""
 
-    def dtype_of(self, unit: Unit) -> torch.dtype:
-        return self.dtype or unit.layout.dtype
+    def dtypes_of(self, unit: Unit) -> GradDtypes:
+        return self.dtypes(unit.layout.dtype)
 
 
 @dataclass
 class Sent:
-    """A unit's gradient (numel,) that is being reduced, in a leased buffer."""
+    """A unit's gradient on its way, in a leased buffer: (numel,) until it is reduced, this rank's shard after that."""
 
     unit: Unit
     flat: torch.Tensor
@@ -59,6 +64,11 @@ class Sent:
     """Slots with a gradient, on any rank once it is reduced."""
     squares: float | None
     """Their sum of squares, where it is known; it is not if something is still added."""
+
+    def move(self, lease: Lease, flat: torch.Tensor) -> None:
+        """It is in another buffer now."""
+        self.lease.release()
+        self.lease, self.flat = lease, flat
 
 
 class GradStore:
@@ -99,48 +109,66 @@ class GradStore:
 
         slots: those of the step, which may have ended before that.
         """
-        places = self._places
-        lease = sent.lease
         try:
             sent.reduced.wait()
             slots.setdefault(sent.unit.index, set()).update(sent.present)
-            shard = self._ranks.shard(sent.flat)
-            if places.host_pool is not None:
-                host = places.host_pool.lease(shard.numel() * shard.element_size())
-                try:
-                    places.device.copy(host.tensor, shard.view(torch.uint8), after=sent.reached).wait()
-                except BaseException:
-                    host.release()
-                    raise
-                lease.release()
-                lease, shard = host, host.flat(shard.dtype)
-            else:
-                sent.reached.wait()  # the update runs in another thread, on a stream of its own
-            squares = self._add_stored(sent.unit, shard) if add else sent.squares
-            if squares is None:
-                squares = squared_norm(shard, sent.unit.layout.parts(self._ranks.shard_rank), places.threads)
-            return Gradient(shard, lease, squares)
+            sent.flat = self._ranks.shard(sent.flat)
+            self._reach_host(sent)
+            squares = self._sum_up(sent, add)
+            return Gradient(sent.flat, sent.lease, squares)
         except BaseException:
-            lease.release()
+            sent.lease.release()
             raise
         finally:
             del sent.flat
 
-    def _add_stored(self, unit: Unit, shard: torch.Tensor) -> float:
-        """Add what was stored before to the shard; returns the sum of squares of the result."""
-        places = self._places
-        before = places.stored_pool.lease(shard.numel() * shard.element_size())
+    def _reach_host(self, sent: Sent) -> None:
+        """Copy the shard to the host, if it is there that it is wanted."""
+        places, shard = self._places, sent.flat
+        if places.host_pool is None:
+            sent.reached.wait()  # the update runs in another thread, on a stream of its own
+            return
+        host = places.host_pool.lease(shard.numel() * shard.element_size())
         try:
-            places.tier.read(places.placement.of(unit.index, State.GRAD), before.tensor).wait()
-            stored = before.flat(shard.dtype)
-            parts = unit.layout.parts(self._ranks.shard_rank)
-            return sum((self._add(shard, stored, part) for part in parts), 0.0)
-        finally:
-            before.release()
+            places.device.copy(host.tensor, shard.view(torch.uint8), after=sent.reached).wait()
+        except BaseException:
+            host.release()
+            raise
+        sent.move(host, host.flat(shard.dtype))
 
-    def _add(self, shard: torch.Tensor, stored: torch.Tensor, part: Part) -> float:
-        place = slice(part.start, part.stop)
-        return receive(shard[place], stored[place], add=True, threads=self._places.threads) / part.copies
+    def _sum_up(self, sent: Sent, add: bool) -> float:
+        """Make the shard what is to be stored: in that dtype and, with `add`, plus what was stored before. Returns the
+        sum of squares of the result.
+        """
+        places, unit, shard = self._places, sent.unit, sent.flat
+        dtype = places.dtypes_of(unit).stored
+        if not add and dtype == shard.dtype:
+            parts = unit.layout.parts(self._ranks.shard_rank)
+            return squared_norm(shard, parts, places.threads) if sent.squares is None else sent.squares
+        lease = places.stored_pool.lease(shard.numel() * dtype.itemsize)
+        try:
+            if add:
+                places.tier.read(places.placement.of(unit.index, State.GRAD), lease.tensor).wait()
+            if dtype == shard.dtype:
+                squares = self._receive(unit, shard, lease.flat(dtype), add=True)
+                lease.release()
+            else:
+                squares = self._receive(unit, lease.flat(dtype), shard, add=add)
+                sent.move(lease, lease.flat(dtype))
+            return squares
+        except BaseException:
+            lease.release()
+            raise
+
+    def _receive(self, unit: Unit, target: torch.Tensor, source: torch.Tensor, *, add: bool) -> float:
+        """Copy or add a shard to another, of any dtypes; padding becomes 0. Returns the sum of squares."""
+        squares, end = 0.0, 0
+        for part in unit.layout.parts(self._ranks.shard_rank):
+            target[end : part.start].zero_()
+            place, end = slice(part.start, part.stop), part.stop
+            squares += receive(target[place], source[place], add=add, threads=self._places.threads) / part.copies
+        target[end:].zero_()
+        return squares
 
     def _keep(self, sent: Sent, slots: dict[int, set[int]], add: bool, squares: Future[float]) -> None:
         try:
@@ -162,10 +190,11 @@ class GradStore:
         """The stored gradient of a unit, summed over ranks, whole on every rank: (numel,) in host memory."""
         self.settle()
         places = self._places
-        flat = host_tensor(unit.layout.numel * places.dtype_of(unit).itemsize)
+        dtype = places.dtypes_of(unit).stored
+        flat = host_tensor(unit.layout.numel * dtype.itemsize)
         places.tier.read(places.placement.of(unit.index, State.GRAD), self._ranks.shard(flat)).wait()
         self._ranks.complete(flat)
-        return flat.view(places.dtype_of(unit))
+        return flat.view(dtype)
 
     def write(self, unit: Unit, flat: torch.Tensor) -> None:
         """Replace it. `flat`: as `read` gave it."""

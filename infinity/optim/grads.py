@@ -21,7 +21,7 @@ from infinity.interrupts import uninterrupted
 from infinity.optim.grad_store import GradPlaces, GradStore, Sent
 from infinity.optim.job import Gradient
 from infinity.optim.kernels import receive
-from infinity.tiers.pool import Lease
+from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE
 from infinity.units.local import local_gradient
 from infinity.units.unit import Unit
@@ -153,7 +153,7 @@ class GradCollector:
         return None
 
     def _begin(self, unit: Unit) -> _Open:
-        dtype = self._places.dtype_of(unit)
+        dtype = self._places.dtypes_of(unit).collected
         nbytes = unit.layout.numel * dtype.itemsize
         pool = self._places.pool
         # Whether one is sent on early follows from the order of arrivals alone: sending is a collective.
@@ -162,11 +162,15 @@ class GradCollector:
         ]
         if len(rivals) == pool.count(nbytes):
             self._send(self._units[rivals[0]], complete=False)
+        lease = self._lease(pool, nbytes)
+        self._open[unit.index] = _Open(lease, lease.flat(dtype, unit.layout.numel))
+        return self._open[unit.index]
+
+    def _lease(self, pool: Pool, nbytes: int) -> Lease:
         began = time.perf_counter()
         lease = pool.lease(nbytes)
         self.wait_seconds += time.perf_counter() - began
-        self._open[unit.index] = _Open(lease, lease.flat(dtype, unit.layout.numel))
-        return self._open[unit.index]
+        return lease
 
     # -- departure ---------------------------------------------------------------------------------------------------
 
@@ -201,14 +205,27 @@ class GradCollector:
         for slot, place in enumerate(unit.layout.slots):
             if slot not in present:
                 flat[place.offset : place.stop].zero_()
+        lease, flat = self._as_reduced(unit, collecting)
         reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
         reached = self._places.device.compute_reached()
-        sent = Sent(unit, flat, collecting.lease, reduced, reached, present, collecting.total())
+        sent = Sent(unit, flat, lease, reduced, reached, present, collecting.total())
         if complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit):
             self._sent_live.add(unit.index)
             self.take_live(unit, self._store.land(sent))
         else:
             self._store.keep(sent)
+
+    def _as_reduced(self, unit: Unit, collecting: _Open) -> tuple[Lease, torch.Tensor]:
+        """The gradient in the dtype that it is reduced in: as it is, or rounded, in a buffer of its own."""
+        dtype, pool = self._places.dtypes_of(unit).reduced, self._places.reduce_pool
+        if collecting.flat.dtype == dtype:
+            return collecting.lease, collecting.flat
+        assert pool is not None
+        lease = self._lease(pool, unit.layout.numel * dtype.itemsize)
+        flat = lease.flat(dtype, unit.layout.numel)
+        flat.copy_(collecting.flat)
+        collecting.lease.release()
+        return lease, flat
 
     # -- access ------------------------------------------------------------------------------------------------------
 

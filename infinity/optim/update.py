@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.optim.formats import StateFormat
+from infinity.optim.grad_dtypes import GradDtypes
 from infinity.optim.job import UpdateJob
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
@@ -49,8 +50,7 @@ class Places:
     grad_tile_pool: Pool
     param_pool: Pool | None
     """Host buffers for parameter shards; None where the update works in the device buffers themselves."""
-    grad_dtype: torch.dtype | None
-    """None: the parameters' own dtype."""
+    grads: Callable[[torch.dtype], GradDtypes]
 
 
 @dataclass
@@ -218,7 +218,7 @@ class UpdatePipeline:
         grad: Window | None = None
         if running.job.gradient is None:
             assert places.grad_tier is not None
-            width = (places.grad_dtype or running.job.layout.dtype).itemsize
+            width = places.grads(running.job.layout.dtype).stored.itemsize
             span = (tile.start * width, (tile.stop - tile.start) * width)
             grad = places.grad_tier.window(places.grad_extent(unit), *span, places.grad_tile_pool)
             # The two pools have as many buffers, and tiles take and give back one of each.
@@ -248,7 +248,7 @@ class UpdatePipeline:
     def _update_tile(self, item: _Tile) -> None:
         running, tile = item.running, item.tile
         job = running.job
-        grad = item.grad.tensor.view(self._places.grad_dtype or job.layout.dtype) if item.grad else None
+        grad = item.grad.tensor.view(self._places.grads(job.layout.dtype).stored) if item.grad else None
         if grad is None:
             if job.require_finite and running.skipped is None:
                 running.skipped = not math.isfinite(job.arrived().squares)

@@ -19,6 +19,7 @@ from enum import Enum
 import torch
 
 from infinity.optim.formats import StateFormat
+from infinity.optim.grad_dtypes import GradDtypes
 from infinity.units.layout import UnitLayout
 
 EXTENT_ALIGNMENT = 64 << 10
@@ -77,8 +78,8 @@ class Policy:
     param_tier: str
     optim_tier: str
     grad_tier: str | None
-    grad_dtype: torch.dtype | None
-    """None: the parameters' own dtype."""
+    grads: Callable[[torch.dtype], GradDtypes]
+    """What gradients of parameters of a dtype are kept in on their way."""
     states: Callable[[torch.dtype], StateFormat]
     """What the optimizer keeps of parameters of a dtype."""
     tile_size: int
@@ -123,7 +124,7 @@ def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
         placement.add(layout, State.OPTIM, policy.optim_tier, nbytes)
         placement.granule = math.gcd(placement.granule, states.nbytes(policy.tile_size))
         if policy.grad_tier is not None:
-            width = (policy.grad_dtype or layout.dtype).itemsize
+            width = policy.grads(layout.dtype).stored.itemsize
             placement.add(layout, State.GRAD, policy.grad_tier, layout.shard_numel * width)
             placement.granule = math.gcd(placement.granule, policy.tile_size * width)
     return placement

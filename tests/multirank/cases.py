@@ -118,9 +118,9 @@ def counted(engine: Engine) -> dict[str, int]:
     }
 
 
-def extents(rank: int, *, folder: str, param: str, optim: str, stage: int = 3) -> dict[str, Any]:
+def extents(rank: int, *, folder: str, param: str, optim: str, **options: Any) -> dict[str, Any]:
     """What this rank's tiers hold, by (unit, state). Units are large beside what extents are rounded up to."""
-    config = engine_config(param, optim, folder=folder, micro=SAMPLES, stage=stage)
+    config = engine_config(param, optim, folder=folder, micro=SAMPLES, **options)
     with open_engine(seeded(lambda: Stack(width=128, depth=4)), config) as engine:
         placed = engine.parts.placement
         return {

@@ -32,12 +32,14 @@ def engine_config(
     debug: bool = True,
     aio: Mapping[str, Any] | None = None,
     fp16: Mapping[str, Any] | None = None,
+    communication: str | None = None,
+    accumulated_in: str = "fp32",
     **infinity: Any,
 ) -> Config:
     """A config with `debug` on. `infinity`: more keys of that section (update, prefetch_bytes, tile_size, master, ...).
 
     folder: where nvme files lie, or several; the system's folder for temporary files by default. aio, fp16: these
-    sections.
+    sections. communication, accumulated_in: the dtypes of the sums of gradients.
     """
     path = folder or tempfile.gettempdir()
     params = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if optimizer in ("Adam", "AdamW") else {})}
@@ -49,6 +51,8 @@ def engine_config(
             "gradient_clipping": clip,
             "bf16": {"enabled": bf16},
             "fp16": {"enabled": fp16 is not None, **(fp16 or {})},
+            "communication_data_type": communication,
+            "data_types": {"grad_accum_dtype": accumulated_in},
             "optimizer": {"type": optimizer, "params": params},
             "zero_optimization": {
                 "stage": stage,

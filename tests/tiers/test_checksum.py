@@ -20,6 +20,7 @@ from infinity import _aio
 from infinity.engine import Engine
 from infinity.errors import ChecksumError, StorageError, UsageError
 from infinity.optim.formats import state_format
+from infinity.optim.grad_dtypes import GradDtypes
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
 from infinity.tiers.stripe import SMALLEST_CHUNK, stripe_chunk
@@ -49,7 +50,8 @@ def test_a_block_divides_all_that_ranges_start_at(granule: int, block_size: int)
 def test_the_default_block(moments: Any, block: int) -> None:
     states = partial(state_format, master="remainder", rule="adamw", moments=moments)
     layout = layout_unit(0, "unit", [("p", (1 << 22,), 0)], torch.bfloat16, True, 1)
-    placement = place([layout], Policy("nvme", "nvme", "nvme", None, states, 1 << 20))
+    grads = GradDtypes(*[torch.bfloat16] * 3)
+    placement = place([layout], Policy("nvme", "nvme", "nvme", lambda _: grads, states, 1 << 20))
     assert checksum_block(placement.granule, 1 << 20, 1 << 20) == block
 
 

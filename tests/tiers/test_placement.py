@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.optim.formats import StateFormat, state_format
+from infinity.optim.grad_dtypes import GradDtypes
 from infinity.tiers.placement import EXTENT_ALIGNMENT, Policy, State, place, tiles
 from infinity.units.layout import UnitLayout, layout_unit
 
@@ -34,17 +35,20 @@ def units(draw: st.DrawFn) -> list[UnitLayout]:
     ]
 
 
-@given(units(), TIERS, TIERS, st.booleans(), st.sampled_from([None, torch.float32]), FORMATS, st.integers(1, 4))
+@given(
+    units(), TIERS, TIERS, st.booleans(), st.sampled_from([torch.bfloat16, torch.float32]), FORMATS, st.integers(1, 4)
+)
 def test_extents_are_aligned_and_apart(
     layouts: list[UnitLayout],
     param: str,
     optim: str,
     grads: bool,
-    grad_dtype: torch.dtype | None,
+    grad_dtype: torch.dtype,
     states: StateFormat,
     tile: int,
 ) -> None:
-    policy = Policy(param, optim, optim if grads else None, grad_dtype, lambda dtype: states, tile * 4096)
+    kept = GradDtypes(torch.float32, torch.float32, grad_dtype)
+    policy = Policy(param, optim, optim if grads else None, lambda _: kept, lambda _: states, tile * 4096)
     placement = place(layouts, policy)
     for layout in layouts:
         index = layout.index
@@ -55,7 +59,8 @@ def test_extents_are_aligned_and_apart(
             cut = tiles(layout.shard_numel, policy.tile_size, states)
             assert placement.of(index, State.OPTIM).nbytes == sum(tile.nbytes for tile in cut)
             assert all(tile.offset % placement.granule == 0 for tile in cut)
-            width = (grad_dtype or layout.dtype).itemsize
+            assert not grads or placement.of(index, State.GRAD).nbytes == layout.shard_numel * grad_dtype.itemsize
+            width = grad_dtype.itemsize
             assert not grads or all(tile.start * width % placement.granule == 0 for tile in cut)
     for tier, nbytes in placement.nbytes.items():
         extents = sorted((e for e in placement.extents.values() if e.tier == tier), key=lambda e: e.offset)

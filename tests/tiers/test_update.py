@@ -11,6 +11,7 @@ import torch
 
 from infinity.optim.cpu_adam import Hyper
 from infinity.optim.formats import state_format
+from infinity.optim.grad_dtypes import grad_dtypes
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.kernels import squared_norm, update_run
 from infinity.optim.update import Places, UpdatePipeline
@@ -83,7 +84,10 @@ class Bench:
     def __init__(self) -> None:
         self.layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
         states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
-        placement = place([self.layout], Policy("nvme", "nvme", "nvme", None, states, TILE))
+        own = partial(
+            grad_dtypes, communication=None, accumulation=torch.float32, micro_batches=1, exchanged=False, whole=False
+        )
+        placement = place([self.layout], Policy("nvme", "nvme", "nvme", own, states, TILE))
         self.extents = {state: placement.of(0, state) for state in State}
         self.tier = LateSlab(placement.nbytes["nvme"])
         self.tiles = Pool(host_tensor, {TILE * 8: 6}, name="tiles", poison=True, fifo=True)
@@ -103,7 +107,7 @@ class Bench:
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
             param_pool=None,
-            grad_dtype=None,
+            grads=own,
         )
         self.pipeline = UpdatePipeline(places, update_run)
 

@@ -1,0 +1,50 @@
+"""What a config asks for: the dtypes of gradients, and how they follow the backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.config import Config
+from infinity.policy import policy
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("backend", "stage", "accumulation", "given", "expected"),
+    [
+        ("", 3, 1, {}, (BF16, BF16, BF16)),
+        ("", 3, 1, {"communication_data_type": "fp32"}, (BF16, BF16, BF16)),
+        ("", 3, 4, {}, (FP32, FP32, FP32)),
+        ("", 1, 4, {"data_types": {"grad_accum_dtype": "bf16"}}, (BF16, BF16, BF16)),
+        ("gloo", 3, 1, {}, (FP32, FP32, FP32)),
+        ("gloo", 3, 4, {}, (FP32, FP32, FP32)),
+        ("gloo", 1, 4, {}, (FP32, FP32, FP32)),
+        ("gloo", 3, 4, {"communication_data_type": "bf16"}, (BF16, BF16, FP32)),
+        ("gloo", 1, 4, {"communication_data_type": "bf16"}, (FP32, BF16, BF16)),
+        ("gloo", 0, 4, {"data_types": {"grad_accum_dtype": "bf16"}}, (BF16, FP32, FP32)),
+        ("nccl", 3, 1, {}, (BF16, BF16, BF16)),
+        ("nccl", 2, 1, {"data_types": {"grad_accum_dtype": "fp32"}}, (BF16, BF16, BF16)),
+        ("nccl", 2, 4, {}, (BF16, BF16, FP32)),
+        ("nccl", 1, 4, {}, (FP32, BF16, BF16)),
+        ("nccl", 2, 4, {"communication_data_type": "float32"}, (FP32, FP32, FP32)),
+    ],
+)
+def test_gradients_of_bf16(
+    backend: str, stage: int, accumulation: int, given: dict[str, Any], expected: tuple[torch.dtype, ...]
+) -> None:
+    """(collected, reduced, stored)."""
+    config = Config.load({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **given})
+    ranks: Any = SimpleNamespace(backend=backend, alone=not backend)
+    assert policy(config, accumulation, ranks).grads(BF16) == expected
+
+
+def test_the_default_on_nccl_is_what_the_parameters_are_in() -> None:
+    ranks: Any = SimpleNamespace(backend="nccl", alone=False)
+    grads = policy(Config.load({}), 4, ranks).grads
+    assert [grads(dtype).reduced for dtype in (FP32, BF16, FP16)] == [FP32, BF16, FP16]
+    assert {grads(dtype).stored for dtype in (FP32, BF16, FP16)} == {FP32}
