@@ -66,6 +66,7 @@ class Parts:
         held = dict.fromkeys(TIERS.values(), 0)
         for name, tier in self.tiers.items():
             held[name] += tier.nbytes
+        held["host"] += self.ranks.nbytes
         for pool in self.pools:
             held["device" if pool in self.pools.on_device else "host"] += pool.nbytes
         return held

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from infinity.comm.agreement import by_value, disagreement, failures
 from infinity.comm.groups import Group, data_parallel, twin
 from infinity.comm.model_parallel import ModelRanks
+from infinity.comm.pairs import Pairs
 from infinity.errors import InfinityError, RanksError
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
@@ -44,6 +45,7 @@ _Result = TypeVar("_Result")
 _What = tuple[int, set[int]]
 """A unit (-1: none), and which of its slots have a gradient."""
 _FLAGS = 62  # in one of the words that ranks exchange, an int64
+_WIDEST = 4  # bytes of an element of what is summed
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Ranks:
         self.traffic = Traffic()
         self._units: Sequence[UnitLayout] = ()
         self._flag_words = 0
+        self.nbytes = 0
+        """Of host memory that collectives keep."""
         self.rank, self.size = 0, 1
         self.backend = ""
         self._met = False
@@ -87,6 +91,7 @@ class Ranks:
                 # A rank that cannot make its engine leaves at once, while others are still connecting to it.
                 dist.barrier(self._group)
             self._words = self._group if self.backend == "gloo" else twin(self.replicas, "gloo")
+            self._pairs = Pairs(self._words, self.rank, self.size)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm")
 
     @property
@@ -114,6 +119,14 @@ class Ranks:
         self._units = units
         # As many words whatever is done, or ranks that do different things could not be told.
         self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
+        if self.backend == "gloo":
+            largest = max((layout.numel for layout in units if layout.trainable), default=0)
+            self._pairs = Pairs(self._words, self.rank, self.size, sums=-(-largest // self.size) * _WIDEST)
+            self.nbytes = self._pairs.nbytes
+
+    def _straight(self, flat: torch.Tensor) -> bool:
+        """Whether `flat` is better exchanged by us than by the backend."""
+        return self.backend == "gloo" and flat.device.type == "cpu"
 
     def meet(self, lines: Sequence[str]) -> None:
         """RanksError, on all ranks, if they do not all come with the same `infinity.comm.agreement.in_common`, or if
@@ -193,11 +206,8 @@ class Ranks:
             flags = [0] * self._flag_words
             for slot in present:
                 flags[slot // _FLAGS] |= 1 << slot % _FLAGS
-            mine = torch.tensor([_DOINGS.index(does), unit, *flags])
-            found = torch.empty(self.size * mine.numel(), dtype=torch.int64)
             with self._told_of_ends():
-                _all_gather(found, mine, group=self._words)
-            said = found.view(self.size, -1).tolist()
+                said = self._pairs.tell([_DOINGS.index(does), unit, *flags])
             doings = [(kind, index) for kind, index, *_ in said]
             if len(set(doings)) == 1:
                 for words in said:
@@ -247,15 +257,15 @@ class Ranks:
         try:
             after.wait()
         finally:  # this rank's shard is bad then, but the others wait for it, and collectives must stay in step
-            whole = _apart(flat)
-            _all_gather(whole, self.shard(whole), group=self._group)
+            self._gather(_apart(flat))
             self._device.compute_reached().wait()
 
     def _reduce_scatter(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
         self._device.await_copy(reached)
         after.wait()
-        if self.backend == "gloo":
-            # gloo's reduce-scatter moves twice the theory's bytes and may not write into its input.
+        if self._straight(flat):
+            self._pairs.reduce_scatter(_apart(flat))
+        elif self.backend == "gloo":  # which may not write into its input
             shard = torch.empty_like(self.shard(flat))
             _reduce_scatter(shard, flat, group=self._group)
             self.shard(flat).copy_(shard)
@@ -266,8 +276,17 @@ class Ranks:
     def _all_reduce(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
         self._device.await_copy(reached)
         after.wait()
-        dist.all_reduce(_apart(flat), group=self._group)
+        if self._straight(flat):
+            self._pairs.all_reduce(_apart(flat))
+        else:
+            dist.all_reduce(flat, group=self._group)
         self._device.compute_reached().wait()
+
+    def _gather(self, flat: torch.Tensor) -> None:
+        if self._straight(flat):
+            self._pairs.all_gather(flat)
+        else:
+            _all_gather(flat, self.shard(flat), group=self._group)
 
     def complete(self, flat: torch.Tensor) -> None:
         """Fill `flat` (numel,), host memory whose own shard is valid, with the shards of all ranks."""
@@ -276,7 +295,7 @@ class Ranks:
 
     def _complete(self, flat: torch.Tensor) -> None:
         there = flat.to(self._device.torch_device)
-        _all_gather(there, self.shard(there).clone(), group=self._group)
+        self._gather(there)
         if there is not flat:
             flat.copy_(there)
 
@@ -326,7 +345,7 @@ class Ranks:
             if dist.is_initialized():
                 for group in {self._group, self._words}:
                     dist.destroy_process_group(group)
-            del self._group, self._words  # the last references: only now are their connections closed
+            del self._group, self._words, self._pairs  # the last references: only now are their connections closed
 
 
 def refuse(error: Exception, group: Group | None) -> None:
