@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from infinity.checkpoint.pretrained import load_pretrained
     from infinity.config import Config
+    from infinity.construct import Init
     from infinity.engine import Engine
     from infinity.entry import initialize
     from infinity.errors import InfinityError
@@ -32,6 +33,7 @@ __all__ = [
     "Engine",
     "GatheredParameters",
     "InfinityError",
+    "Init",
     "get_full_fp32_param",
     "get_full_grad",
     "get_full_optimizer_state",
@@ -47,6 +49,7 @@ _HOMES = {
     "Engine": "infinity.engine",
     "GatheredParameters": "infinity.access",
     "InfinityError": "infinity.errors",
+    "Init": "infinity.construct",
     "get_full_fp32_param": "infinity.access",
     "get_full_grad": "infinity.access",
     "get_full_optimizer_state": "infinity.access",

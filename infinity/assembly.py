@@ -21,6 +21,7 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
+from infinity.tiers.memory import return_freed_memory
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.placement import Placement, Policy, checksum_block, place
 from infinity.tiers.pool import Pool, size_classes
@@ -31,6 +32,7 @@ from infinity.units.init import Materializer, check_values, initial_states, make
 from infinity.units.layout import UnitLayout
 from infinity.units.local import local
 from infinity.units.sources import source_of
+from infinity.units.spill import check_kept
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
@@ -277,6 +279,8 @@ class _Assembly:
                 read_shard(layout, flat, sources, self.ranks.shard_rank)
             self.states.write(layout, flats)
             Unit(layout, list(parameters), self.device.torch_device).unbind()
+            return_freed_memory()
+        check_kept(self.model)
 
     def _check_sources(self) -> None:
         """Ranks must agree on what is read and what rank 0 sends."""

@@ -90,7 +90,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         elif target.is_meta:
             note_source(target, tensor)
         else:
-            tensor.copy_to(target)
+            tensor.copy_to(model.get_parameter(names[0]))  # read there, as infinity.Init keeps in memory what is used
     make_buffers(model)
     for what, names_left in unmatched._asdict().items():
         if names_left:

@@ -30,7 +30,7 @@ from infinity.tiers.stripe import LARGEST_CHUNK, shares
 __all__ = ["SwapFile", "open_swap_files"]
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class SwapFile:
@@ -94,8 +94,8 @@ def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chun
     if not folders:
         raise ValueError("a swap file needs at least one folder")
     for folder in folders:
-        _check_folder(folder)
-    sizes = [_whole(nbytes, _alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
+        check_folder(folder)
+    sizes = [whole(nbytes, _alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
     together = _by_file_system(folders, sizes)
     for where, needed in together:
         _check_space(where, needed)
@@ -111,7 +111,7 @@ def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chun
         opened = []
         for folder, size in zip(folders, sizes, strict=True):
             opened.append(undo.enter_context(_open_one(folder, size, name)))
-        swap = opened[0] if len(opened) == 1 else _striped(opened, _whole(nbytes, chunk), chunk)
+        swap = opened[0] if len(opened) == 1 else _striped(opened, whole(nbytes, chunk), chunk)
         undo.pop_all()
         return swap
 
@@ -129,7 +129,7 @@ def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:
 
 def _open_one(folder: Path, nbytes: int, name: str) -> SwapFile:
     """`nbytes`: a multiple of the alignment."""
-    fd, named = _open_anonymous(folder, name)
+    fd, named = open_anonymous(folder, name)
     direct_fd = -1
     try:
         direct_fd = _open_direct(fd, folder)
@@ -146,7 +146,7 @@ def _open_one(folder: Path, nbytes: int, name: str) -> SwapFile:
         raise
 
 
-def _whole(nbytes: int, unit: int) -> int:
+def whole(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
@@ -155,7 +155,7 @@ def _alignment() -> int:
     return max(4096, mmap.PAGESIZE)
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     try:
         folder.stat()
     except FileNotFoundError:
@@ -203,12 +203,12 @@ def _human(nbytes: int) -> str:
     return f"{-(-nbytes * 10 // unit) / 10:,.1f} {text}"
 
 
-def _open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
+def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
     """A descriptor of a new file without a name, and the folder to remove later where one was needed."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             _require(folder, _alignment(), 0)
         if error.errno not in _NO_TMPFILE:
             raise _unwritable(folder, error) from error
@@ -248,10 +248,10 @@ def _open_direct(fd: int, folder: Path) -> int:
     except OSError as error:
         if direct_fd >= 0:
             os.close(direct_fd)
-        if error.errno in _FULL:
+        if error.errno in FULL:
             _require(folder, 2 * _alignment(), 0)
         warnings.warn(
-            f"{folder} ({_file_system(folder)}) refuses direct I/O ({error.strerror}): its files go through the page "
+            f"{folder} ({file_system_of(folder)}) refuses direct I/O ({error.strerror}): its files go through the page "
             "cache, which costs speed and memory; a folder on a local ext4 or xfs disk does better",
             RuntimeWarning,
             stacklevel=4,  # whoever called open_swap_files
@@ -276,17 +276,17 @@ def _reserve(fd: int, folder: Path, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
-        if error.errno in _FULL:  # others took the space since it was checked, a quota, or the file system's own needs
+        if error.errno in FULL:  # others took the space since it was checked, a quota, or the file system's own needs
             os.ftruncate(fd, 0)
             status = os.statvfs(folder)
             _require(folder, nbytes, min(status.f_bavail * status.f_frsize, nbytes - 1))
         raise StorageError(
-            f"cannot reserve {nbytes:,} bytes in {folder}: {error.strerror}; its file system ({_file_system(folder)}) "
-            "or a limit (ulimit -f) does not allow a file of that size"
+            f"cannot reserve {nbytes:,} bytes in {folder}: {error.strerror}; its file system "
+            f"({file_system_of(folder)}) or a limit (ulimit -f) does not allow a file of that size"
         ) from error
 
 
-def _file_system(folder: Path) -> str:
+def file_system_of(folder: Path) -> str:
     """The type of the file system `folder` is on, such as "ext4"."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"

@@ -7,6 +7,7 @@ exact size and, where there is a CUDA device, registered with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import warnings
 import weakref
@@ -102,3 +103,14 @@ def _pin(tensor: torch.Tensor, length: int) -> None:
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors and wrappers refer to the storage of `tensor`, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the system: the C library keeps what lies between blocks that are in use, which grows
+    with the model where large blocks are freed among small ones that stay.
+    """
+    if _trim is not None:
+        _trim(0)
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's

@@ -96,7 +96,7 @@ def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how:
         assert not swap.direct
         assert swap.nbytes >= MB
     assert len(caught) == 1
-    assert files._file_system(tmp_path) in str(caught[0].message)
+    assert files.file_system_of(tmp_path) in str(caught[0].message)
     assert caught[0].filename == __file__
 
 
@@ -156,7 +156,7 @@ def test_no_bytes(tmp_path: Path, nbytes: int) -> None:
 
 
 def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_open_anonymous", lambda *_: pytest.fail("something was created"))
+    monkeypatch.setattr(files, "open_anonymous", lambda *_: pytest.fail("something was created"))
     with pytest.raises(
         OutOfSpaceError, match=f"too little space in {tmp_path}: .* are missing; free .* GB there"
     ) as caught:

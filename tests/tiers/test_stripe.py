@@ -196,7 +196,7 @@ def test_no_path() -> None:
 
 def test_space_on_one_file_system_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each share would fit alone."""
-    monkeypatch.setattr(files, "_open_anonymous", lambda *_: pytest.fail("something was created"))
+    monkeypatch.setattr(files, "open_anonymous", lambda *_: pytest.fail("something was created"))
     paths = folders(tmp_path, 2)
     status = os.statvfs(tmp_path)
     nbytes = status.f_bavail * status.f_frsize * 3 // 2

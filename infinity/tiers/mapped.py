@@ -1,0 +1,142 @@
+"""Memory that may leave: tensors whose bytes are in an anonymous file and, while they are used, in the page cache.
+
+Whoever holds such a tensor reads and writes it like any other, wherever its bytes are just then: the system brings back
+what is touched. Used where code that is not ours works on values, as models do while they are built. Tiers do without:
+their reads are asynchronous, and a read that fails is an error where it is waited for. Here it would end the process
+(SIGBUS), and a write that fails shows when `check` asks. Processes that are forked share the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import weakref
+from pathlib import Path
+
+import torch
+
+from infinity.errors import OutOfSpaceError, StorageError
+from infinity.tiers.files import FULL, check_folder, file_system_of, open_anonymous, whole
+from infinity.tiers.memory import PAGE
+
+_FIRST_SEGMENT = 1 << 30
+
+
+class _Segment:
+    """A part of the file that is mapped at once: the next may be longer, so that a few hold the largest model.
+
+    Only addresses are taken at first; space is reserved piece by piece.
+    """
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        os.ftruncate(fd, offset + nbytes)
+        self.mapping = mmap.mmap(fd, nbytes, offset=offset)
+        self.offset, self.nbytes, self.used = offset, nbytes, 0
+        self.address = torch.frombuffer(self.mapping, dtype=torch.uint8, count=1).data_ptr()
+
+
+class MappedFile:
+    """An anonymous file in `folder` that grows. It is gone with the last tensor in it, or when the process ends.
+
+    StorageError if no file can be made there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_folder(folder)
+        self.folder = folder
+        self._fd, named = open_anonymous(folder, "values of a model that is built")
+        weakref.finalize(self, _close, self._fd, named, os.getpid())
+        self._segments: list[_Segment] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the disk now."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    @property
+    def free(self) -> int:
+        """Bytes free on its file system."""
+        status = os.statvfs(self.folder)
+        return status.f_bavail * status.f_frsize
+
+    def store(self, content: torch.Tensor) -> torch.Tensor:
+        """A tensor in the file, uint8 (n,), with the bytes of `content`, uint8 (n,). Its space is given back as soon as
+        nothing views it any more.
+
+        Raises:
+            OutOfSpaceError: too little space; nothing was written.
+            StorageError: the file system or a limit does not allow a mapped file of that size.
+            OSError: the write failed.
+        """
+        nbytes = content.numel()
+        segment = self._reserve(whole(nbytes, PAGE))
+        start = segment.used
+        _write(self._fd, content.numpy().data, segment.offset + start, self.folder)
+        segment.used += whole(nbytes, PAGE)
+        piece = memoryview(segment.mapping)[start : start + nbytes]
+        # The storage of the tensor refers to the piece, and nothing else does.
+        weakref.finalize(piece, _give_back, segment.mapping, start, nbytes, os.getpid()).atexit = False
+        return torch.frombuffer(piece, dtype=torch.uint8)
+
+    def let_go(self, storage: torch.UntypedStorage) -> bool:
+        """Take the bytes of a tensor that `store` made out of this process's memory; they stay what they are. False if
+        it is not in this file.
+        """
+        for segment in self._segments:
+            start = storage.data_ptr() - segment.address
+            if 0 <= start < segment.nbytes:
+                segment.mapping.madvise(mmap.MADV_DONTNEED, start, storage.nbytes())
+                return True
+        return False
+
+    def check(self) -> None:
+        """OSError if anything that the system wrote of it failed, at whatever time: a value may be lost."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"{self.folder} (values of a model that was built)") from error
+
+    def _reserve(self, nbytes: int) -> _Segment:
+        """A segment with `nbytes` of space behind what is used of it."""
+        segment = self._segments[-1] if self._segments else None
+        try:
+            if segment is None or segment.used + nbytes > segment.nbytes:
+                end = segment.offset + segment.nbytes if segment is not None else 0
+                segment = _Segment(self._fd, end, max(_FIRST_SEGMENT, end, nbytes))
+                self._segments.append(segment)
+            os.posix_fallocate(self._fd, segment.offset + segment.used, nbytes)
+        except OSError as error:
+            if error.errno in FULL:
+                hint = "a model is kept there while it is built: free space, or name a folder on a larger disk"
+                raise OutOfSpaceError(
+                    str(self.folder), nbytes, min(self.free, nbytes - 1), f"{hint} (nvme_path)"
+                ) from None
+            raise StorageError(
+                f"cannot map {nbytes:,} bytes of a file in {self.folder}: {error.strerror}; its file system "
+                f"({file_system_of(self.folder)}) or a limit (ulimit -f, ulimit -v) does not allow it"
+            ) from error
+        return segment
+
+
+def _write(fd: int, content: memoryview, offset: int, folder: Path) -> None:
+    done = 0
+    while done < len(content):
+        try:
+            done += os.pwrite(fd, content[done:], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"{folder} (values of a model that is built)") from error
+
+
+def _give_back(mapping: mmap.mmap, start: int, nbytes: int, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a child process was done with it, which shares the file
+    with contextlib.suppress(OSError):  # a file system without holes: the space comes back with the whole file's
+        mapping.madvise(mmap.MADV_REMOVE, start, nbytes)
+
+
+def _close(fd: int, folder: Path | None, owner: int) -> None:
+    os.close(fd)
+    if folder is not None and os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,27 @@
+"""Which tensors are in a file that is mapped, by what the system says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+PAGE = 4096
+
+
+def in_file(tensor: torch.Tensor) -> bool:
+    """Whether its memory is a mapping of a file without a name."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, rest = line.partition(" ")
+        start, stop = (int(part, 16) for part in place.split("-"))
+        if start <= tensor.data_ptr() < stop:
+            return rest.endswith("(deleted)")
+    raise AssertionError("the tensor is nowhere in memory")
+
+
+def kept(parameters: Iterable[nn.Parameter]) -> float:
+    """The part of the bytes of these parameters, of those that are not tiny, that is in a file."""
+    large = [parameter for parameter in parameters if parameter.nbytes >= PAGE]
+    return sum(p.nbytes for p in large if in_file(p)) / sum(p.nbytes for p in large)
