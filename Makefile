@@ -17,15 +17,18 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test sanitize lint format run bench clean
+.PHONY: help install test test-slow sanitize lint format run bench clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, build and install the package
 
 test: install ## run the test suite
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-slow: install ## run the tests marked slow: all of the parity matrix, all resumes
+	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 sanitize: build/sanitize/address/.installed build/sanitize/thread/.installed ## test the natives under sanitizers
 	CXX="$(CXX)" tests/sanitize/run address build/sanitize/address $(ARGS)

@@ -1,4 +1,4 @@
-"""Two ranks train as one does on the same global batches."""
+"""Two ranks train as one that accumulates, bit for bit, whatever the knobs. See test_matrix.py for the plain loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def apart(one: Outcome, other: Outcome) -> float:
     return float((difference / total) ** 0.5)
 
 
-@pytest.mark.parametrize(("param", "optim"), [("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "none")])
+@pytest.mark.parametrize(("param", "optim"), [("none", "none"), ("nvme", "nvme")])
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_two_ranks_are_one_that_accumulates(
@@ -73,28 +73,6 @@ def test_ranks_skip_the_same_steps(pair: Group, tmp_path: Path) -> None:
     assert one["skipped"] == other["skipped"] > 1
     assert_bits(one, other)
     assert mean([one, other])[-1] < mean([one, other])[0]
-
-
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_two_ranks_match_one(pair: Group, accumulation: int, clip: float, bf16: bool, tmp_path: Path) -> None:
-    """The same samples in micro-batches twice as large: losses within 1e-6 in fp32.
-
-    In bf16 the gradient of 8 samples is rounded once and those of 2 x 4 samples one by one, each by up to 2^-9 of
-    itself: losses and parameters differ by less than that.
-    """
-    common: dict[str, Any] = {
-        "folder": str(tmp_path),
-        "bf16": bf16,
-        "clip": clip,
-        "accumulation": accumulation,
-        "eps": 1e-4,
-    }
-    outcomes = pair.run(cases.training, ranks=2, steps=STEPS, **common)
-    expected = cases.one_rank(STEPS, 2, accumulated=False, **common)
-    assert mean(outcomes) == pytest.approx(expected["losses"], rel=2**-9 if bf16 else 1e-6)
-    assert apart(outcomes[0], expected) <= (2**-9 if bf16 else 1e-6)
-    assert_bits(outcomes[0], outcomes[1])
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,18 @@ import torch
 
 from multirank import cases
 from multirank.test_ranks import STEPS, assert_bits, mean
+from support.cover import pairwise_cover
 from support.ranks import Group
 
-OPTIM = ["none", "cpu", "nvme"]
+EVERY = list(product([0, 1, 2], [False, True], [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)], ["none", "cpu", "nvme"]))
 
 
-def matrix() -> Iterator[Any]:
-    """Everything with everything; every pair of values is in the part that is not slow."""
-    for number, case in enumerate(product([0, 1, 2], [False, True], [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)])):
-        stage, bf16, (accumulation, clip) = case
-        for optim in OPTIM:
-            marks = [] if optim == OPTIM[number % 3] else [pytest.mark.slow]
-            yield pytest.param(stage, bf16, accumulation, clip, optim, marks=marks)
-
-
-@pytest.mark.parametrize(("stage", "bf16", "accumulation", "clip", "optim"), list(matrix()))
+@pytest.mark.parametrize(("stage", "bf16", "micro_batches", "optim"), pairwise_cover(EVERY))
 def test_two_ranks_train_as_in_stage_3(
-    pair: Group, stage: int, bf16: bool, accumulation: int, clip: float, optim: str, tmp_path: Path
+    pair: Group, stage: int, bf16: bool, micro_batches: tuple[int, float], optim: str, tmp_path: Path
 ) -> None:
     """Bit for bit without accumulation. With it, stages 0 and 1 sum over micro-batches before they sum over ranks."""
+    accumulation, clip = micro_batches
     common: dict[str, Any] = {"folder": str(tmp_path), "bf16": bf16, "accumulation": accumulation, "clip": clip}
     found = pair.run(cases.training, ranks=2, steps=STEPS, param="none", optim=optim, stage=stage, **common)
     expected = pair.run(cases.training, ranks=2, steps=STEPS, param="none", optim="none", **common)
