@@ -24,19 +24,22 @@ if TYPE_CHECKING:
     from infinity.config import Config
     from infinity.construct import Init
     from infinity.engine import Engine
-    from infinity.entry import initialize
+    from infinity.entry import init_inference, initialize
     from infinity.errors import InfinityError
+    from infinity.inference import InferenceEngine
 
 __version__ = "0.1.0"
 __all__ = [
     "Config",
     "Engine",
     "GatheredParameters",
+    "InferenceEngine",
     "InfinityError",
     "Init",
     "get_full_fp32_param",
     "get_full_grad",
     "get_full_optimizer_state",
+    "init_inference",
     "initialize",
     "load_pretrained",
     "set_full_fp32_param",
@@ -48,11 +51,13 @@ _HOMES = {
     "Config": "infinity.config",
     "Engine": "infinity.engine",
     "GatheredParameters": "infinity.access",
+    "InferenceEngine": "infinity.inference",
     "InfinityError": "infinity.errors",
     "Init": "infinity.construct",
     "get_full_fp32_param": "infinity.access",
     "get_full_grad": "infinity.access",
     "get_full_optimizer_state": "infinity.access",
+    "init_inference": "infinity.entry",
     "initialize": "infinity.entry",
     "load_pretrained": "infinity.checkpoint.pretrained",
     "set_full_fp32_param": "infinity.access",

@@ -260,7 +260,8 @@ class _Assembly:
         largest = max(layout.nbytes for layout in self.layouts)
         asked = self.config.infinity.prefetch_bytes
         prefetch = 4 * largest if asked == "auto" else int(asked)
-        return prefetch, math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH
+        cached = self.config.infinity.cache_bytes // largest
+        return prefetch, math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH + cached
 
     def _stream_in(self) -> None:
         self._check_sources()

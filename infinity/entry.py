@@ -1,4 +1,6 @@
-"""`infinity.initialize`: from a model and a config to an engine, its optimizer, a dataloader and an lr scheduler."""
+"""`infinity.initialize`: from a model and a config to an engine, its optimizer, a dataloader and an lr scheduler;
+`infinity.init_inference`: to an engine that only runs the model.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.inference import InferenceEngine
 from infinity.optim.facade import ParamGroups, UnitOptimizer
 from infinity.tiers.device import Device
 
@@ -51,6 +54,36 @@ def initialize(
         engine.close()
         raise
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def init_inference(
+    model: nn.Module,
+    config: Config | dict[str, Any] | str | Path | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    process_group: Group | None = None,
+) -> InferenceEngine:
+    """Make an engine that runs `model`, an unmodified `nn.Module`, on the cpu or on the meta device, and keeps nothing
+    but its parameters.
+
+    config: as for `initialize`, of which only where parameters live (`zero_optimization`), their dtype, `aio` and
+    `infinity` are read; that of a training job will do. dtype: what floating parameters are kept and computed in; by
+    default what the config says (`bf16`, `fp16`), else what each is. Buffers stay as they are. device: where to
+    compute; by default the CUDA device of this rank, else the CPU. process_group: the ranks that share the parameters,
+    as for `initialize`.
+
+    The model is put in eval mode, and its parameters no longer require gradients. With several ranks in stage 3 every
+    rank holds a shard and has inputs of its own, and all run as many forwards.
+
+    Raises ConfigError, ModelError, OutOfSpaceError, OutOfMemoryError or StorageError; nothing is left behind then.
+    """
+    try:
+        config = Config.load(config if config is not None else {})
+    except ConfigError as error:
+        refuse(error, process_group)
+        raise
+    return InferenceEngine(model, config, dtype=dtype, device=device, process_group=process_group)
 
 
 def _check_data(data: Dataset[Any], engine: Engine) -> None:

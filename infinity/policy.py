@@ -105,10 +105,13 @@ def lay_out(
     groups: Sequence[dict[str, object]],
     shards: int,
     copies: Callable[[nn.Parameter], int] = lambda parameter: 1,
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[Discovered], list[UnitLayout]]:
-    """The units of `model` and the layout of each. copies: see `infinity.units.layout.Slot`."""
+    """The units of `model` and the layout of each. copies: see `infinity.units.layout.Slot`. dtype: of all floating
+    parameters, instead of the config's.
+    """
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
-    wanted = compute_dtype(config)
+    wanted = dtype or compute_dtype(config)
     found = discover(model, config.infinity.unit_size, width=wanted.itemsize if wanted else None)
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(found):

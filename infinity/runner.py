@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -63,9 +64,25 @@ class Runner(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        return self._run(self.module, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, as models of transformers have it.
+
+        Where ranks share the parameters, every rank calls it, and all go on until the last one's text is finished
+        (transformers' `synced_gpus`, which `engine.module.generate` has to be given).
+        """
+        generate = getattr(self.module, "generate", None)
+        if not callable(generate):
+            raise UsageError(f"{type(self.module).__name__} has no generate(): call the engine as the model")
+        if self.ranks.shards > 1 and "synced_gpus" in signature(generate).parameters:
+            kwargs.setdefault("synced_gpus", True)
+        return self._run(generate, *args, **kwargs)
+
+    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         try:
-            return self.module(*args, **kwargs)
+            return call(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):  # modules call no hooks for these (Ctrl-C)
                 self._hooks.abort()

@@ -25,6 +25,7 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.verify import check_contents, check_files
 from infinity.errors import CheckpointError
+from infinity.optim.cpu_adam import split_master
 from infinity.optim.formats import convert_moments
 from infinity.optim.moments import rounding_key
 from infinity.units.states import Flats, flat_tensor
@@ -32,6 +33,7 @@ from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
+    from infinity.runner import Runner
 
 
 def load(
@@ -67,7 +69,27 @@ def load(
     return folder, client_state
 
 
-def _check_parameters(units: Iterable[Unit], index: Index, folder: Path) -> None:
+def load_parameters(engine: Runner, directory: Path, tag: str | None, *, verify: bool) -> tuple[Path, dict[str, Any]]:
+    """As `load`, of parameters and buffers alone, in whatever dtype the engine keeps them."""
+    folder = find(directory, tag)
+    index = read_index(folder)
+    _check_parameters(engine.units, index, folder, trained=False)
+    check_files(index, folder)
+    if verify:
+        check_contents(index, folder, engine.ranks)
+    buffers = _read_buffers(engine, folder)
+    client_state = _client_state(folder)
+    for unit in engine.units:
+        engine.parts.states.write(unit.layout, {"param": _read_parameters(folder, index, unit)})
+        unit.generation += 1
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    engine.ranks.barrier()
+    return folder, client_state
+
+
+def _check_parameters(units: Iterable[Unit], index: Index, folder: Path, *, trained: bool = True) -> None:
+    """trained: what is trained must be the same, too."""
     wanted = {slot.name: (slot.shape, unit.layout.trainable) for unit in units for slot in unit.layout.slots}
     problems = [f"{name} is in the model only" for name in wanted if name not in index.parameters]
     problems += [f"{name} is in the checkpoint only" for name in index.parameters if name not in wanted]
@@ -77,7 +99,7 @@ def _check_parameters(units: Iterable[Unit], index: Index, folder: Path) -> None
             continue
         if entry.shape != shape:
             problems.append(f"{name} has shape {list(shape)} in the model and {list(entry.shape)} in the checkpoint")
-        elif entry.trainable != trainable:
+        elif trained and entry.trainable != trainable:
             problems.append(
                 f"{name} is {'trained' if trainable else 'frozen'} in the model and not so in the checkpoint"
             )
@@ -96,7 +118,7 @@ def _check_optimizer(engine: Engine, index: Index, folder: Path) -> None:
         )
 
 
-def _read_buffers(engine: Engine, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _read_buffers(engine: Runner, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(the model's buffer, its saved value) pairs; CheckpointError if names or shapes differ."""
     try:
         saved = load_file(folder / BUFFERS)
@@ -138,3 +160,17 @@ def _read(engine: Engine, folder: Path, index: Index, unit: Unit) -> Flats:
         rounding = rounding_key(engine.config.infinity.seed, entry.step)
         convert_moments(engine.config.optimizer.rule, saved, mine, key=rounding, first=layout.first + slot.offset)
     return flats
+
+
+def _read_parameters(folder: Path, index: Index, unit: Unit) -> torch.Tensor:
+    """The unit's flat tensor (numel,) in its dtype: masters as training rounds them, frozen parameters cast."""
+    layout = unit.layout
+    flat = flat_tensor(layout.numel, layout.dtype)
+    for slot in layout.slots:
+        kind = index.kinds(slot.name)[0]
+        with safe_open(folder / index.parameters[slot.name].file, framework="pt") as tensors:
+            saved = tensors.get_tensor(key(kind.name, slot.name))
+        if kind.name == "master" and layout.dtype == torch.bfloat16:
+            saved = split_master(saved)[0]
+        flat[slot.offset : slot.stop].view(slot.shape).copy_(saved)
+    return flat

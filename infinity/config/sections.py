@@ -215,6 +215,10 @@ class Infinity(Section):
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters fetched ahead of their use; `auto`: four of the largest unit; 0: fetched when used."""
 
+    cache_bytes: SizeOrZero = 0
+    """Bytes of parameters that stay where the model computes, besides those fetched ahead: as many units as fit are not
+    read again in every pass."""
+
     tile_size: Count = 1 << 20
     """Elements that the update reads, computes and writes at a time, a multiple of 4096."""
 

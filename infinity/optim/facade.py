@@ -87,7 +87,10 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
         group["params"] = [p for p in group["params"] if p.requires_grad]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ModelError("the model has no trainable parameters: set requires_grad on those to be trained")
+        raise ModelError(
+            "the model has no trainable parameters: set requires_grad on those to be trained, or run it with "
+            "infinity.init_inference()"
+        )
     return groups
 
 

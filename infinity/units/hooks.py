@@ -106,6 +106,9 @@ class ModelHooks:
             if torch.is_grad_enabled():
                 # The first gradient to flow is the root output's: there the end of this graph task can be asked for.
                 tree_map_only(torch.Tensor, self._watch, output)
+            else:
+                # What is used until the next forward is a cycle of its own: `generate` calls an encoder by itself.
+                self._store.tracer.begin("outside")
         return _own_outputs(output)
 
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:

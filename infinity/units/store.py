@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from infinity.comm.collectives import Ranks
 from infinity.errors import InfinityError, RanksError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
@@ -102,7 +104,8 @@ class UnitStore:
     @contextmanager
     def _moving(self) -> Iterator[None]:
         try:
-            with uninterrupted():
+            # Buffers and the tensors that move them outlive a user's inference mode, and must not be of its kind.
+            with uninterrupted(), torch.inference_mode(False):
                 yield
         except (OSError, ForcedInterrupt, RanksError) as error:
             self.failure = error
