@@ -4,7 +4,7 @@ gloo's own collectives copy: its all-gather fills fresh memory as large as the r
 reduce-scatter is an all-reduce of a copy, which moves twice the bytes that are needed. Here each rank sends its part
 to every other and receives theirs where they belong, as an all-to-all without its copies: the bytes on the wire are
 the theory's, and what is summed is summed in the order of ranks, so that a result depends on neither timing nor stage.
-Figures: bench/results/zero.md.
+Figures: bench/results/collectives.md.
 """
 
 from __future__ import annotations

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from infinity.comm.pairs import Pairs
+from multirank.cases import SAMPLES
+from support.configs import engine_config
+from support.loops import open_engine
+from support.models import Stack, seeded
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,3 +47,30 @@ def gathered(rank: int, *, size: int, length: int) -> torch.Tensor:
 def told(rank: int, *, size: int) -> list[list[Any]]:
     pairs = Pairs(dist.group.WORLD, rank, size)
     return [pairs.tell([rank, 2**62 + turn, -turn]) for turn in range(3)]
+
+
+def sent(rank: int, *, size: int, length: int) -> dict[str, int]:
+    """Bytes that this rank sends in each collective of `length` fp32 elements."""
+    pairs = Pairs(dist.group.WORLD, rank, size, sums=256)
+    nbytes = 0
+    send = dist.isend
+
+    def counting(tensor: torch.Tensor, **options: Any) -> Any:
+        nonlocal nbytes
+        nbytes += tensor.nbytes
+        return send(tensor, **options)
+
+    found = {}
+    with patch.object(dist, "isend", counting):
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            nbytes = 0
+            getattr(pairs, name)(torch.zeros(length))
+            found[name] = nbytes
+    return found
+
+
+def accounted(rank: int, *, folder: str) -> tuple[int, int]:
+    """Of an engine with everything on the device: host bytes in its ledger, and those of its collectives."""
+    config = engine_config("none", "none", folder=folder, micro=SAMPLES)
+    with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
+        return engine.ledger.tier_bytes()["host"], engine.ranks.nbytes

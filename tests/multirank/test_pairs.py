@@ -69,6 +69,19 @@ def test_tells_what_every_rank_says(group: Group) -> None:
         assert said == expected
 
 
+def test_each_rank_sends_what_theory_asks_for(group: Group) -> None:
+    """(n - 1) / n of the tensor once, or twice for an all-reduce."""
+    length = 6 * 1000
+    part = 4 * length * (group.size - 1) // group.size
+    for found in group.run(pair_cases.sent, size=group.size, length=length):
+        assert found == {"all_gather": part, "reduce_scatter": part, "all_reduce": 2 * part}
+
+
+def test_the_buffer_is_in_the_ledger(pair: Group, tmp_path: Path) -> None:
+    for held, kept in pair.run(pair_cases.accounted, folder=str(tmp_path)):
+        assert held == kept > 0
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 33])
 @pytest.mark.parametrize("longest", [0, 100, 10 << 20, 1 << 30])
 def test_the_buffer_is_no_larger_than_needed_and_than_allowed(size: int, longest: int) -> None:
