@@ -21,6 +21,7 @@ BUFFER_BYTES = 16 << 20
 _PIECES = (256 << 10, 4 << 20)
 """Bytes of a piece, at least and at most: smaller ones cost round trips, larger ones leave the cache."""
 _LINE = 64
+"""Bytes that a piece is a multiple of: whole elements of every dtype."""
 
 
 class Pairs:
@@ -38,7 +39,7 @@ class Pairs:
         self._size = size
         low, high = _PIECES
         piece = max(low, min(high, BUFFER_BYTES // (2 * max(1, size - 1))))
-        self._piece = min(piece, -(-sums // _LINE) * _LINE)
+        self._piece = min(piece // _LINE, -(-sums // _LINE)) * _LINE
         self._buffer = host_tensor(self.nbytes)
 
     @property

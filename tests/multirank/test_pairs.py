@@ -82,11 +82,12 @@ def test_the_buffer_is_in_the_ledger(pair: Group, tmp_path: Path) -> None:
         assert held == kept > 0
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 33])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 33])
 @pytest.mark.parametrize("longest", [0, 100, 10 << 20, 1 << 30])
 def test_the_buffer_is_no_larger_than_needed_and_than_allowed(size: int, longest: int) -> None:
     nbytes = Pairs(None, 0, size, sums=longest).nbytes  # type: ignore[arg-type]
     assert nbytes <= pairs.BUFFER_BYTES
+    assert nbytes % (2 * max(1, size - 1) * 8) == 0, "pieces of whole elements"
     assert nbytes <= 2 * (size - 1) * (longest + 63)
     if size > 1 and longest:
         assert nbytes >= min(2 * (size - 1) * longest, pairs.BUFFER_BYTES // 2)
