@@ -189,6 +189,7 @@ class _States:
 
     def write(self) -> None:
         """Every rank its shard."""
+        self._unit.copied.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
         self._unit.generation += 1
 

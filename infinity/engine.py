@@ -29,6 +29,7 @@ from infinity.training import TrainingParts, assemble_training
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
+    from infinity.checkpoint.background import Saving
     from infinity.checkpoint.format import Index
 
 
@@ -122,10 +123,13 @@ class Engine(Runner):
             return
         skipped = self.skipped_steps
         with self._failing():
+            over = self.parts.saver.over(self.ranks)
             self.optimizer.step()
         self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
         if self.lr_scheduler is not None and self.skipped_steps == skipped:
             self.lr_scheduler.step()
+        if over:
+            self._finish_saving()
 
     @uninterrupted()
     def _update(self) -> None:
@@ -303,17 +307,43 @@ class Engine(Runner):
         super().settle()
 
     def save_checkpoint(
-        self, directory: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        background: bool = False,
     ) -> Path:
         """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit; `latest` names it once it
-        is whole.
+        is whole. Returns its folder.
+
+        background: return at once, and write while training goes on; the checkpoint holds what is there now. Updates
+        of units that have not been read yet wait for that. `engine.saving` tells when it is whole. The next save, a
+        load and `close` wait for it. CheckpointError if it fails, raised once: from `engine.saving.wait()` or the next
+        `step`, `save_checkpoint` or `close`; training may go on.
         """
         from infinity.checkpoint.save import save
 
         if self.micro_steps or self.parts.collector.spent:
             raise UsageError("a checkpoint holds no gradients: save after engine.step(), not between backward and step")
+        self._check_open()
+        self._finish_saving()
         self.settle()
-        return save(self, Path(directory), tag or f"global_step{self.global_steps}", client_state or {})
+        tag = tag or f"global_step{self.global_steps}"
+        return save(self, Path(directory), tag, client_state or {}, background=background)
+
+    @property
+    def saving(self) -> Saving | None:
+        """The last checkpoint that was asked for with `background=True`: `done()`, and `wait()`, which all ranks
+        call.
+        """
+        return self.parts.saver.last
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint under way in the background, on all ranks; raise if it failed."""
+        unsaved = self.parts.saver.failure(self.ranks)
+        if unsaved is not None:
+            raise unsaved
 
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, verify: bool = True, load_rng: bool = True
@@ -326,6 +356,7 @@ class Engine(Runner):
         """
         from infinity.checkpoint.load import load
 
+        self.parts.saver.join()
         self.settle()
         return load(self, Path(directory), tag, verify=verify, load_rng=load_rng)
 
@@ -347,9 +378,15 @@ class Engine(Runner):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
+        """Finish what is under way, a checkpoint too, take the hooks away and give back threads, memory and disk. Twice
+        is once.
+
+        The module keeps placeholders: save a checkpoint before if the parameters are wanted.
+        """
         for handle in self._watches:
             handle.remove()
-        super().close()
+        with self.parts.saver.ending():
+            super().close()
 
     def _finish(self) -> None:
         self.parts.gradients.settle()

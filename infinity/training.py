@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from infinity.assembly import Parts, assemble
+from infinity.checkpoint.background import Saver
 from infinity.comm.agreement import groups_in_common
 from infinity.comm.collectives import Ranks
 from infinity.comm.model_parallel import ModelRanks
@@ -40,6 +41,7 @@ class TrainingParts(Parts):
     gradients: GradStore
     pipeline: UpdatePipeline
     update: str
+    saver: Saver = field(default_factory=Saver)
 
     def counters(self) -> dict[str, Any]:
         found = super().counters()
@@ -47,9 +49,12 @@ class TrainingParts(Parts):
         return {**found, "update_seconds": self.pipeline.seconds, "updated_elements": self.pipeline.elements}
 
     def closer(self) -> Callable[[], None]:
-        pipeline, gradients, close_tiers = self.pipeline, self.gradients, super().closer()
+        saver, pipeline, gradients, close_tiers = self.saver, self.pipeline, self.gradients, super().closer()
 
         def close() -> None:
+            saver.close(then=give_back)  # first, as updates may wait for it
+
+        def give_back() -> None:
             pipeline.close()
             gradients.close()
             close_tiers()
@@ -96,7 +101,7 @@ def _with_updates(parts: Parts, config: Config) -> TrainingParts:
     )
     parts.store.pipeline = pipeline
     parts.store.on_move = collector.moved_on
-    have = {field.name: getattr(parts, field.name) for field in fields(parts)}
+    have = {each.name: getattr(parts, each.name) for each in fields(parts)}
     needs = {"collector": collector, "gradients": gradients, "pipeline": pipeline, "update": update_schedule(config)}
     return TrainingParts(**{**have, **needs})
 

@@ -35,6 +35,7 @@ from infinity.errors import (
 from infinity.tiers.device import CpuDevice
 from support.loops import train
 from support.models import Stack, seeded, token_batches
+from support.mounts import mount
 
 HUGE = 1 << 21
 """Width of a linear layer of 4 Ti parameters: more than any disk or memory here holds."""
@@ -139,14 +140,6 @@ def test_one_folder_twice(leaves_nothing: Path) -> None:
 
 def test_no_folders(leaves_nothing: Path) -> None:
     refused(ConfigError, "nvme_path: must name at least one folder", seeded(Stack), raw([]))
-
-
-def mount(*arguments: str) -> Callable[[], None]:
-    """Mount; the test is skipped where that is not allowed. Returns what unmounts."""
-    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this machine does not let a test mount: {done.stderr.strip()}")
-    return lambda: subprocess.run(["umount", arguments[-1]], check=True).check_returncode()
 
 
 def test_a_file_system_that_is_read_only(leaves_nothing: Path, tmp_path: Path) -> None:

@@ -4,67 +4,178 @@ not at all.
 
 from __future__ import annotations
 
+import copy
 import io
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, INDEX, LATEST, Entry, Index, key, persistent_buffers, view
-from infinity.checkpoint.tensors import FileRecord, Spec, write_bytes, write_tensors
-from infinity.errors import CheckpointError
-from infinity.optim.formats import StateKind
-from infinity.units.unit import Unit
+from infinity.checkpoint.background import Saving
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, persistent_buffers
+from infinity.checkpoint.writer import Writer
+from infinity.comm.collectives import Ranks
+from infinity.comm.side import SideChannel
+from infinity.errors import CheckpointError, RanksError
+from infinity.interrupts import uninterrupted
+from infinity.units.layout import UnitLayout
+from infinity.units.states import Flats, UnitStates
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
 
+T = TypeVar("T")
 
-def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]) -> Path:
-    """Write directory/tag. All ranks call it; rank 0 writes. Peak memory: a few times one unit's states.
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """All of a checkpoint but the states of its units, as it is at one moment."""
+
+    index: Index
+    """Without the files."""
+    raw: dict[str, bytes]
+    """File → its content."""
+    buffers: dict[str, torch.Tensor]
+    """On the rank that writes."""
+    layouts: list[UnitLayout]
+    """In the order in which they are saved."""
+
+
+def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any], *, background: bool = False) -> Path:
+    """Write directory/tag. All ranks call it, with all states in their tiers; rank 0 writes. Peak memory: a few times
+    one unit's states.
+
+    background: return as soon as everything but the states of units is captured; `engine.saving` is what goes on.
     Raises CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
     """
     if not tag or tag != Path(tag).name:
         raise CheckpointError(f"tag {tag!r} must be the name of a folder, without slashes")
+    if engine.ranks.sum(float(background)) not in (0.0, float(engine.ranks.size * background)):
+        raise RanksError("some ranks save in the background and others do not: pass the same `background` on all")
+    target = directory / tag
     packed = _pack(client_state)
-    writer = _Writer(directory, tag) if engine.ranks.rank == 0 else None
+    writer = Writer(directory, tag) if engine.ranks.rank == 0 else None
+    started = False
     try:
-        return _save(engine, directory / tag, writer, packed)
-    except BaseException:
-        if writer is not None:
+        _together(engine.ranks, lambda: writer.open() if writer is not None else None)
+        snapshot = _capture(engine, packed)
+        if background:
+            states = replace(engine.parts.states, ranks=engine.parts.saver.channel(engine.ranks))
+            saving = Saving(target, (unit.index for unit in engine.units))
+            with uninterrupted():
+                # What would change a unit's states waits until they are read.
+                for unit in engine.units:
+                    unit.copied = saving.copied(unit.index)
+                engine.parts.saver.start(saving, partial(_write_beside, snapshot, states, writer))
+                started = True
+        else:
+            _write(snapshot, engine.parts.states, writer, lambda unit: None)
+    except BaseException as error:
+        if writer is not None and not started:
             writer.remove()
+        if isinstance(error, Exception) and not isinstance(error, RanksError):
+            raise CheckpointError(f"the checkpoint {target} could not be written: {error}") from error
         raise
+    return target
 
 
-def _save(engine: Engine, target: Path, writer: _Writer | None, client_state: bytes) -> Path:
-    entries: dict[str, Entry] = {}
+def _capture(engine: Engine, client_state: bytes) -> _Snapshot:
+    entries = {}
     for unit in engine.units:
-        flats = engine.parts.states.read(unit.layout)
-        file = f"unit-{unit.index:05d}.safetensors"
         dtype = str(unit.layout.dtype).removeprefix("torch.")
         for slot, step in zip(unit.layout.slots, unit.steps, strict=True):
-            entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, file, step)
-        if writer is not None:
-            kinds = engine.parts.states.kinds(unit.layout)
-            writer.write_unit(file, unit, {kind: flats[kind.name] for kind in kinds})
-        del flats
+            entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, _file(unit.layout), step)
     generators = rng.pack_states(engine.ranks, engine.device)
-    if writer is not None:
-        writer.write(BUFFERS, _host(persistent_buffers(engine.module)))
-        writer.write_raw(CLIENT_STATE, client_state)
-        writer.write_raw(rng.FILE, generators)
-        writer.finish(_index(engine, entries, writer.files))
-    failed = engine.ranks.sum(1.0 if writer is not None and writer.error is not None else 0.0)
-    if writer is not None and writer.error is not None:
-        raise CheckpointError(f"the checkpoint {target} could not be written: {writer.error}") from writer.error
+    return _Snapshot(
+        index=_index(engine, entries),
+        raw={CLIENT_STATE: client_state, rng.FILE: generators},
+        buffers=_host(persistent_buffers(engine.module)) if engine.ranks.rank == 0 else {},
+        layouts=_order(engine),
+    )
+
+
+def _order(engine: Engine) -> list[UnitLayout]:
+    """The units in the order in which training will update them, so that it waits for the save as little as it can."""
+    trace = engine.parts.store.tracer.known("train")
+    backwards = engine.parts.update == "during_backward"
+    places = {unit: place for place, unit in enumerate(trace.by_last_use() if backwards else trace.by_first_use())}
+    order = torch.tensor(
+        sorted(
+            range(len(engine.units)),
+            key=lambda unit: (not engine.units[unit].layout.trainable, places.get(unit, len(places)), unit),
+        )
+    )
+    engine.ranks.broadcast(order)  # as they exchange shards in it
+    return [engine.units[unit].layout for unit in order.tolist()]
+
+
+def _write(snapshot: _Snapshot, states: UnitStates, writer: Writer | None, let_go: Callable[[int], None]) -> None:
+    """Write everything, all ranks in step. let_go: called with a unit whose states are in memory here."""
+    ranks = states.ranks
+    needed = writer is not None or ranks.shards > 1
+
+    def read(layout: UnitLayout) -> Flats:
+        flats = states.read_shards(layout) if needed else {}
+        let_go(layout.index)
+        return flats
+
+    def write(layout: UnitLayout, flats: Flats) -> None:
+        if writer is not None:
+            writer.write_unit(_file(layout), layout, {kind: flats[kind.name] for kind in states.kinds(layout)})
+
+    def finish() -> None:
+        if writer is not None:
+            writer.write(BUFFERS, snapshot.buffers)
+            for file, content in snapshot.raw.items():
+                writer.write_raw(file, content)
+            writer.finish(snapshot.index)
+
+    for layout in snapshot.layouts:
+        flats = _together(ranks, partial(read, layout))
+        states.complete(flats)
+        _together(ranks, partial(write, layout, flats))
+        del flats
+    _together(ranks, finish)
+
+
+def _write_beside(snapshot: _Snapshot, states: UnitStates, writer: Writer | None, saving: Saving) -> None:
+    """The same while training goes on. It refers to neither model nor engine, which may be dropped meanwhile."""
+
+    def let_go(unit: int) -> None:
+        saving.let_go(unit)
+        saving.check_stopped()
+
+    try:
+        _write(snapshot, states, writer, let_go)
+    except BaseException:
+        if writer is None or not writer.whole:  # else only another rank was lost, after the end
+            raise
+    finally:
+        if writer is not None:
+            writer.remove()
+
+
+def _together(ranks: Ranks | SideChannel, work: Callable[[], T]) -> T:
+    """`work()`; if it fails on one rank, all raise."""
+    error: Exception | None = None
+    try:
+        done = work()
+    except Exception as caught:  # noqa: BLE001 - raised below, once all ranks know
+        error = caught
+    failed = ranks.sum(float(error is not None))
+    if error is not None:
+        raise error
     if failed:
-        raise CheckpointError(f"the checkpoint {target} could not be written: see the error of rank 0")
-    return target
+        raise CheckpointError("see the error of another rank")
+    return done
+
+
+def _file(layout: UnitLayout) -> str:
+    return f"unit-{layout.index:05d}.safetensors"
 
 
 def _pack(client_state: dict[str, Any]) -> bytes:
@@ -85,7 +196,7 @@ def _host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
-def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, FileRecord]) -> Index:
+def _index(engine: Engine, entries: dict[str, Entry]) -> Index:
     groups = [{name: value for name, value in g.items() if name != "params"} for g in engine.optimizer.param_groups]
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
     if schedule is not None:
@@ -93,106 +204,11 @@ def _index(engine: Engine, entries: dict[str, Entry], files: dict[str, FileRecor
     return Index(
         global_steps=engine.global_steps,
         parameters=entries,
-        file_bytes={name: file.nbytes for name, file in files.items()},
-        file_crc32={name: file.crc32 for name, file in files.items()},
+        file_bytes={},
         optimizer=engine.config.optimizer.type,
-        param_groups=groups,
-        lr_scheduler=schedule,
+        param_groups=copy.deepcopy(groups),
+        lr_scheduler=copy.deepcopy(schedule),
         moments=engine.config.infinity.moments,
         skipped_steps=engine.skipped_steps,
         loss_scale=engine.loss_scale.state_dict() if engine.config.fp16.enabled else None,
     )
-
-
-class _Writer:
-    """Rank 0's side. Remembers its first error instead of raising it, so that all ranks stay in step."""
-
-    def __init__(self, directory: Path, tag: str) -> None:
-        self.error: Exception | None = None
-        self.files: dict[str, FileRecord] = {}
-        self._target = directory / tag
-        self._partial = directory / f".{tag}.partial-{os.getpid()}"
-        self._replaced = directory / f".{tag}.replaced-{os.getpid()}"
-        _remove_stale(directory)
-        try:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
-        except OSError as error:
-            self.error = error
-
-    def write_unit(self, file: str, unit: Unit, flats: Mapping[StateKind, torch.Tensor]) -> None:
-        tensors = {
-            key(kind.name, slot.name): view(kind, slot, flat)
-            for kind, flat in flats.items()
-            for slot in unit.layout.slots
-        }
-        self.write(file, tensors)
-
-    def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        specs = {name: Spec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-        self._keep(file, lambda path: write_tensors(path, specs, lambda name: [tensors[name]]))
-
-    def write_raw(self, file: str, content: bytes) -> None:
-        self._keep(file, lambda path: write_bytes(path, content))
-
-    def _keep(self, file: str, write: Callable[[Path], FileRecord]) -> None:
-        if self.error is not None:
-            return
-        try:
-            self.files[file] = write(self._partial / file)
-        except Exception as error:  # noqa: BLE001 - raised on all ranks by `save`
-            self._fail(error)
-
-    def remove(self) -> None:
-        """Leave nothing of a checkpoint that is not whole."""
-        shutil.rmtree(self._partial, ignore_errors=True)
-
-    def finish(self, index: Index) -> None:
-        """Put the whole checkpoint in its place, then let `latest` name it."""
-        if self.error is not None:
-            return
-        try:
-            write_bytes(self._partial / INDEX, index.to_json().encode())
-            self._put_in_place()
-            latest = self._target.parent / f".{LATEST}-{os.getpid()}"
-            latest.write_text(self._target.name, encoding="utf-8")
-            _sync(latest)
-            os.replace(latest, self._target.parent / LATEST)
-            _sync(self._target.parent)
-        except Exception as error:  # noqa: BLE001 - raised on all ranks by `save`
-            self._fail(error)
-
-    def _put_in_place(self) -> None:
-        """Two renames where the tag was saved before; `find` knows the former one by its name in between."""
-        if self._target.exists():
-            os.rename(self._target, self._replaced)
-        try:
-            os.rename(self._partial, self._target)
-        except BaseException:
-            if self._replaced.exists():
-                os.rename(self._replaced, self._target)
-            raise
-        _sync(self._target.parent)
-        shutil.rmtree(self._replaced, ignore_errors=True)
-
-    def _fail(self, error: Exception) -> None:
-        self.error = error
-        self.remove()
-
-
-def _remove_stale(directory: Path) -> None:
-    """Take away what saves left that were killed: partial folders, and replaced ones whose successor is in place."""
-    for kind in ("partial", "replaced"):
-        for folder in directory.glob(f".*.{kind}-*"):
-            tag, _, pid = folder.name[1:].rpartition(f".{kind}-")
-            whole = kind == "partial" or (directory / tag).exists()
-            if whole and pid.isdigit() and not Path(f"/proc/{pid}").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -52,7 +52,9 @@ class UpdateJob:
         self.target: torch.Tensor | None = None
         self.arrives: Transfer | None = None
         self.after: Transfer = DONE
-        """The update of the unit before this one, whose writes this one reads."""
+        """The update of the unit before this one, whose writes this one reads, and a save that still has to read what
+        this one will write.
+        """
 
     def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
         """`target`: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is

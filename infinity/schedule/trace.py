@@ -36,6 +36,12 @@ class Trace:
         uses = self._positions.get(unit)
         return bool(uses) and uses[-1] >= position  # type: ignore[index]
 
+    def by_first_use(self) -> list[int]:
+        return sorted(self._positions, key=lambda unit: self._positions[unit][0])
+
+    def by_last_use(self) -> list[int]:
+        return sorted(self._positions, key=lambda unit: self._positions[unit][-1])
+
     def upcoming(self, position: int) -> Iterator[int]:
         """The distinct units that follow, nearest first, going round once."""
         seen: set[int] = set()
@@ -101,6 +107,11 @@ class Tracer:
             else:
                 self._trace = None
         return True
+
+    def known(self, kind: str) -> Trace:
+        """The trace of that kind, or what of it has been recorded; empty if there is neither."""
+        recorded = self._recorded if self._kind == kind else []
+        return self._traces.get(kind) or Trace(recorded)
 
     @property
     def follows(self) -> bool:

@@ -10,6 +10,7 @@ from itertools import cycle
 import torch
 
 from infinity.comm.collectives import Ranks
+from infinity.comm.side import SideChannel
 from infinity.optim.cpu_adam import join_master, split_master
 from infinity.optim.formats import StateFormat, StateKind
 from infinity.tiers.base import Tier
@@ -41,7 +42,7 @@ class UnitStates:
     tiers: Mapping[str, Tier]
     formats: Callable[[torch.dtype], StateFormat]
     tile_size: int
-    ranks: Ranks
+    ranks: Ranks | SideChannel
     device: Device
 
     def write(self, layout: UnitLayout, flats: Flats) -> None:
@@ -74,6 +75,12 @@ class UnitStates:
 
     def read(self, layout: UnitLayout) -> Flats:
         """The unit's states, complete on every rank. Every rank calls it."""
+        flats = self.read_shards(layout)
+        self.complete(flats)
+        return flats
+
+    def read_shards(self, layout: UnitLayout) -> Flats:
+        """The unit's states, of which this rank's shards are filled in."""
         param = self._read_shard(layout)
         shard = self.ranks.shard(param)
         flats = {"param": param}
@@ -85,9 +92,12 @@ class UnitStates:
                 self.ranks.shard(flats["master"]).copy_(join_master(shard, self.ranks.shard(kept)))
             elif layout.dtype == torch.float32:
                 flats["master"] = param
+        return flats
+
+    def complete(self, flats: Flats) -> None:
+        """Fill in the other ranks' shards. Every rank calls it; a `SideChannel` fills them in on the first one only."""
         for flat in flats.values():
             self.ranks.complete(flat.view(torch.uint8))  # as bytes: not every backend knows every dtype
-        return flats
 
     def read_param(self, layout: UnitLayout) -> torch.Tensor:
         """The unit's parameters (numel,) in its dtype, complete on every rank."""

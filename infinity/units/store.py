@@ -26,7 +26,7 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Both, Transfer
 from infinity.units import saved
 from infinity.units.unit import Residency, Unit
 
@@ -187,6 +187,7 @@ class UnitStore:
             if unit.edited():
                 if unit.job is not None:
                     unit.job.done.wait()
+                unit.copied.wait()
                 self.adopt(unit)
             saved.unregister(unit)
         elif unit.residency is Residency.FETCHING:
@@ -195,8 +196,7 @@ class UnitStore:
         unit.move(Residency.UPDATING)
         unit.pending_job = None
         unit.generation += 1
-        if unit.job is not None:
-            job.after = unit.job.done
+        job.after = unit.copied if unit.job is None else Both(unit.job.done, unit.copied)
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
         self.pipeline.submit(job)
@@ -239,6 +239,7 @@ class UnitStore:
             transfer.wait()
         if unit.residency is Residency.RESIDENT:
             if unit.edited():
+                unit.copied.wait()
                 self.adopt(unit)
                 self._write_back(unit)
             saved.unregister(unit)

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.errors import LifetimeError, ResidencyError
 from infinity.tiers.pool import Lease
-from infinity.tiers.transfer import Transfer
+from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.layout import UnitLayout
 from infinity.units.local import local, set_local
 
@@ -80,6 +80,8 @@ class Unit:
         self.job: UpdateJob | None = None
         self.pending_job: UpdateJob | None = None
         """An update that is due before the next use and has not been started."""
+        self.copied: Transfer = DONE
+        """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
         self.exposed = False
         """Whether a parameter was read outside of the model's forward and backward: it may be edited through `.data`,
         which leaves no trace."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.checkpoint import save as saving
+from infinity.checkpoint import writer
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import persistent_buffers
 from infinity.engine import Engine
@@ -210,7 +210,7 @@ def test_client_state_that_could_not_be_loaded_is_refused_before_anything_is_wri
 def test_a_save_that_fails_leaves_the_former_one_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    real, calls = saving.write_tensors, []
+    real, calls = writer.write_tensors, []
 
     def failing(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
@@ -221,7 +221,7 @@ def test_a_save_that_fails_leaves_the_former_one_and_nothing_else(
     with engine_of() as engine:
         train(engine, BATCHES[:1])
         engine.save_checkpoint(tmp_path, "a")
-        monkeypatch.setattr(saving, "write_tensors", failing)
+        monkeypatch.setattr(writer, "write_tensors", failing)
         train(engine, BATCHES[1:2])
         with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
             engine.save_checkpoint(tmp_path, "a")

@@ -1,0 +1,127 @@
+"""What ranks do while a checkpoint is written in the background."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import CheckpointError, RanksError
+from multirank.cases import SAMPLES, device_of
+from support.configs import engine_config
+from support.late_disk import use_late_disks
+from support.loops import open_engine, parameters_of, train
+from support.models import Stack, seeded, token_batches
+from support.paced_save import Pace
+from support.states import states_of
+
+
+def saved(rank: int, *, folder: str, directory: str, how: str, late: bool = False, **options: Any) -> dict[str, Any]:
+    """Train 2 steps, save ("", "foreground" or "background"), train 3; losses, what is there at the end, and the units
+    that had to be waited for.
+    """
+    random.seed(0)
+    config = engine_config(folder=folder, micro=SAMPLES, **options)
+    batches = token_batches(5, batch=SAMPLES, seed=rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            use_late_disks(patch)
+        pace = Pace(patch)
+        with open_engine(seeded(lambda: Stack(depth=4)), config, device_of(rank, late)) as engine:
+            losses = train(engine, batches[:2])
+            if how:
+                engine.save_checkpoint(Path(directory), "a", background=how == "background")
+            losses += train(engine, batches[2:])
+            values = parameters_of(engine) | states_of(engine)
+        waited = list(dict.fromkeys(pace.waited))
+        return {"losses": losses, "values": values, "waited": waited, "saved": pace.saved, "overdue": pace.overdue}
+
+
+def closed_at_once(rank: int, *, folder: str, directory: str, background: list[bool]) -> list[str]:
+    """Saves one after another, and the end of the engine right after; what is there then."""
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        for number, beside in enumerate(background):
+            train(engine, token_batches(1, batch=SAMPLES, seed=rank))
+            engine.save_checkpoint(Path(directory), f"save {number}", background=beside)
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def without_space(rank: int, *, folder: str, directory: str, where: str) -> dict[str, Any]:
+    """A save that the disk is too small for; what each rank is told, where, how often, and how training goes on."""
+    told = []
+    batches = token_batches(6, batch=SAMPLES, seed=rank)
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        losses = train(engine, batches[:1])
+        engine.save_checkpoint(Path(directory), "b", background=True)
+        assert engine.saving is not None
+        if where == "wait on one" and rank == 0:
+            with pytest.raises(CheckpointError):
+                engine.saving.wait()
+        if where == "wait":
+            try:
+                engine.saving.wait()
+            except CheckpointError as error:
+                told.append(f"wait: {error}")
+        for number, batch in enumerate(batches[1:]):
+            while where == "step" and number == rank and not engine.saving.done():
+                time.sleep(0.01)  # the ranks come to know in different steps
+            try:
+                losses += train(engine, [batch])
+            except CheckpointError as error:
+                losses.append(0.0)
+                told.append(f"step {engine.global_steps}: {error}")
+        try:
+            engine.save_checkpoint(Path(directory), "c", background=True)
+        except CheckpointError as error:
+            told.append(f"save: {error}")
+        steps, values = engine.global_steps, states_of(engine)
+        if engine.saving.path.name == "c":
+            with pytest.raises(CheckpointError):
+                engine.saving.wait()
+    return {"told": told, "losses": losses, "values": values, "steps": steps}
+
+
+def undisturbed(rank: int, *, folder: str) -> dict[str, Any]:
+    """What `without_space` has to come to."""
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        losses = train(engine, token_batches(6, batch=SAMPLES, seed=rank))
+        return {"losses": losses, "values": states_of(engine)}
+
+
+def killed(rank: int, *, folder: str, directory: str) -> None:
+    """Rank 1 is killed in the middle of a save; rank 0 writes down what it is told, and what is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        pace = Pace(patch)
+        engine = open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES))
+        train(engine, token_batches(1, batch=SAMPLES, seed=rank))
+        engine.save_checkpoint(Path(directory), "a")
+        engine.save_checkpoint(Path(directory), "b", background=True)
+        assert engine.saving is not None
+        if rank == 1:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        pace.held.wait(20)
+        time.sleep(0.4)
+        pace.free()
+        try:
+            engine.saving.wait()
+            said = "nothing"
+        except CheckpointError as error:
+            said = str(error)
+        left = sorted(path.name for path in Path(directory).iterdir())
+        Path(directory, "said").write_text(f"{said}\n{left}")
+        os._exit(0)
+
+
+def of_two_minds(rank: int, *, folder: str, directory: str) -> str:
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        try:
+            engine.save_checkpoint(Path(directory), "a", background=rank == 0)
+        except RanksError as error:
+            return str(error)
+        return ""
