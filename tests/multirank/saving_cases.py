@@ -102,11 +102,14 @@ def killed(rank: int, *, folder: str, directory: str) -> None:
         engine.save_checkpoint(Path(directory), "a")
         engine.save_checkpoint(Path(directory), "b", background=True)
         assert engine.saving is not None
+        held = Path(folder, "held")
         if rank == 1:
-            time.sleep(0.2)
+            while not held.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        pace.held.wait(20)
-        time.sleep(0.4)
+        assert pace.held.wait(60)
+        held.touch()
+        time.sleep(0.5)
         pace.free()
         try:
             engine.saving.wait()

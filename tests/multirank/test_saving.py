@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.mounts import mount
 
 from multirank import saving_cases as cases
+from support.mounts import mount
 from support.ranks import Group, RankFailed
 
 
@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     group, saved = Group(2), tmp_path / "saved"
     try:
         with pytest.raises(RankFailed, match="the process ended"):
-            group.run(cases.killed, folder=str(tmp_path), directory=str(saved))
+            group.run(cases.killed, timeout=120, folder=str(tmp_path), directory=str(saved))
     finally:
         group.stop()
     said, left = (saved / "said").read_text().splitlines()
