@@ -97,7 +97,7 @@ class Saver:
         """What is done when the thread has ended."""
 
     def channel(self, ranks: Ranks) -> SideChannel:
-        """What its thread exchanges states through. All ranks call it, from the thread that runs the model."""
+        """What checkpoints are exchanged through. All ranks call it, from the thread that runs the model."""
         if self._channel is None:
             self._channel = SideChannel(ranks)
         return self._channel
@@ -134,7 +134,7 @@ class Saver:
 
     def over(self, ranks: Ranks) -> bool:
         """Whether a save has ended since the last call of `failure`. All ranks call it, and get the same answer."""
-        return self._open is not None and ranks.sum(float(self._open.done())) > 0
+        return self._open is not None and ranks.totals(float(self._open.done()))[0] > 0
 
     def failure(self, ranks: Ranks) -> CheckpointError | None:
         """Wait for the save under way; why it ended badly, told once. All ranks call it, and all are told."""
@@ -143,7 +143,7 @@ class Saver:
         self.join()
         saving = self._open
         error = saving.error()
-        untold = ranks.sum(float(error is not None and not saving.told))
+        (untold,) = ranks.totals(float(error is not None and not saving.told))
         self._open, saving.told = None, True
         return error if untold else None
 

@@ -21,6 +21,7 @@ from infinity.checkpoint.format import (
     key,
     persistent_buffers,
     read_index,
+    shape_of,
     view,
 )
 from infinity.checkpoint.verify import check_contents, check_files
@@ -28,6 +29,7 @@ from infinity.errors import CheckpointError
 from infinity.optim.cpu_adam import split_master
 from infinity.optim.formats import convert_moments
 from infinity.optim.moments import rounding_key
+from infinity.units.local import is_distributed
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
@@ -80,7 +82,7 @@ def load_parameters(engine: Runner, directory: Path, tag: str | None, *, verify:
     buffers = _read_buffers(engine, folder)
     client_state = _client_state(folder)
     for unit in engine.units:
-        engine.parts.states.write(unit.layout, {"param": _read_parameters(folder, index, unit)})
+        engine.parts.states.write(unit.layout, {"param": _read_parameters(engine, folder, index, unit)})
         unit.generation += 1
     for buffer, value in buffers:
         buffer.copy_(value)
@@ -90,7 +92,11 @@ def load_parameters(engine: Runner, directory: Path, tag: str | None, *, verify:
 
 def _check_parameters(units: Iterable[Unit], index: Index, folder: Path, *, trained: bool = True) -> None:
     """trained: what is trained must be the same, too."""
-    wanted = {slot.name: (slot.shape, unit.layout.trainable) for unit in units for slot in unit.layout.slots}
+    wanted = {
+        slot.name: (tuple(parameter.shape), unit.layout.trainable)
+        for unit in units
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+    }
     problems = [f"{name} is in the model only" for name in wanted if name not in index.parameters]
     problems += [f"{name} is in the checkpoint only" for name in index.parameters if name not in wanted]
     for name, (shape, trainable) in wanted.items():
@@ -146,31 +152,42 @@ def _read(engine: Engine, folder: Path, index: Index, unit: Unit) -> Flats:
     layout = unit.layout
     kinds = engine.parts.states.kinds(layout)
     flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
-    for slot in layout.slots:
+    for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
         entry = index.parameters[slot.name]
         with safe_open(folder / entry.file, framework="pt") as tensors:
             saved = {kind.name: tensors.get_tensor(key(kind.name, slot.name)) for kind in index.kinds(slot.name)}
         mine = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
-        same = saved.keys() == mine.keys() and index.moments == engine.config.infinity.moments
-        if same or not layout.trainable:
+        whole = mine
+        if is_distributed(parameter):
+            whole = {kind.name: torch.zeros(shape_of(kind, entry.shape), dtype=kind.dtype) for kind in kinds}
+        first = layout.first + slot.offset
+        _fill(engine, index, saved, whole, as_it_is=not layout.trainable, step=entry.step, first=first)
+        if whole is not mine:
             for name, target in mine.items():
-                target.copy_(saved[name])
-            continue
-        mine["master"].copy_(saved["master"])
-        rounding = rounding_key(engine.config.infinity.seed, entry.step)
-        convert_moments(engine.config.optimizer.rule, saved, mine, key=rounding, first=layout.first + slot.offset)
+                target.copy_(engine.ranks.model.part(parameter, whole[name]))
     return flats
 
 
-def _read_parameters(folder: Path, index: Index, unit: Unit) -> torch.Tensor:
+def _read_parameters(engine: Runner, folder: Path, index: Index, unit: Unit) -> torch.Tensor:
     """The unit's flat tensor (numel,) in its dtype: masters as training rounds them, frozen parameters cast."""
     layout = unit.layout
     flat = flat_tensor(layout.numel, layout.dtype)
-    for slot in layout.slots:
+    for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
         kind = index.kinds(slot.name)[0]
         with safe_open(folder / index.parameters[slot.name].file, framework="pt") as tensors:
             saved = tensors.get_tensor(key(kind.name, slot.name))
         if kind.name == "master" and layout.dtype == torch.bfloat16:
             saved = split_master(saved)[0]
-        flat[slot.offset : slot.stop].view(slot.shape).copy_(saved)
+        flat[slot.offset : slot.stop].view(slot.shape).copy_(engine.ranks.model.part(parameter, saved))
     return flat
+
+
+def _fill(engine: Engine, index: Index, saved: Flats, mine: Flats, *, as_it_is: bool, step: int, first: int) -> None:
+    """A parameter's saved states, in the formats that `mine` keeps them in. first: its place in the model."""
+    if as_it_is or (saved.keys() == mine.keys() and index.moments == engine.config.infinity.moments):
+        for name, target in mine.items():
+            target.copy_(saved[name])
+        return
+    mine["master"].copy_(saved["master"])
+    rounding = rounding_key(engine.config.infinity.seed, step)
+    convert_moments(engine.config.optimizer.rule, saved, mine, key=rounding, first=first)

@@ -11,25 +11,17 @@ import numpy
 import torch
 
 from infinity.comm.collectives import Ranks
+from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError
 from infinity.observe.log import logger
 
 FILE = "rng.pt"
 
 
-def pack_states(ranks: Ranks, device: torch.device) -> bytes:
+def pack_states(channel: SideChannel, device: torch.device) -> bytes:
     """The file's content, on every rank: the states of all of them. Every rank calls it."""
-    own = _packed(_states(device))
-    numbers = range(ranks.size)
-    sizes = ranks.sums(*(float(len(own)) if number == ranks.rank else 0.0 for number in numbers))
-    packed = []
-    for number, size in zip(numbers, sizes, strict=True):
-        flat = torch.zeros(int(size), dtype=torch.uint8)
-        if number == ranks.rank:
-            flat.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        ranks.broadcast(flat, source=number)
-        packed.append(flat)
-    return _packed(packed)
+    packed = channel.gather(_packed(_states(device)))
+    return _packed([torch.frombuffer(bytearray(own), dtype=torch.uint8) for own in packed])
 
 
 def read_states(file: Path, ranks: Ranks) -> dict[str, Any] | None:
@@ -38,15 +30,17 @@ def read_states(file: Path, ranks: Ranks) -> dict[str, Any] | None:
     """
     try:
         packed = torch.load(file, weights_only=True)
-        if len(packed) == ranks.size:
-            own: dict[str, Any] = torch.load(io.BytesIO(packed[ranks.rank].numpy().tobytes()), weights_only=True)
+        if len(packed) == ranks.size * ranks.model.size:
+            mine = packed[ranks.model.number * ranks.size + ranks.rank]
+            own: dict[str, Any] = torch.load(io.BytesIO(mine.numpy().tobytes()), weights_only=True)
             return own
     except FileNotFoundError:
         return None
     except Exception as error:  # noqa: BLE001 - torch.load raises many classes
         raise CheckpointError(f"{file} cannot be read ({error}): the checkpoint is damaged, use another one") from None
-    if ranks.rank == 0:
-        logger.info("random-number states of %d ranks are not restored on %d", len(packed), ranks.size)
+    if ranks.speaks:
+        here = ranks.size * ranks.model.size
+        logger.info("random-number states of %d ranks are not restored on %d", len(packed), here)
     return None
 
 

@@ -16,19 +16,27 @@ import torch
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.background import Saving
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, persistent_buffers
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, view
 from infinity.checkpoint.writer import Writer
-from infinity.comm.collectives import Ranks
-from infinity.comm.side import SideChannel
+from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, RanksError
 from infinity.interrupts import uninterrupted
 from infinity.units.layout import UnitLayout
+from infinity.units.local import is_distributed
 from infinity.units.states import Flats, UnitStates
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A parameter that tensor parallelism divides: its shape, and where the part of each rank is."""
+
+    shape: tuple[int, ...]
+    places: list[Place]
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class _Snapshot:
     """On the rank that writes."""
     layouts: list[UnitLayout]
     """In the order in which they are saved."""
+    divided: dict[str, _Divided]
+    """Parameters of which this rank has a part."""
 
 
 def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any], *, background: bool = False) -> Path:
@@ -54,26 +64,27 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
     """
     if not tag or tag != Path(tag).name:
         raise CheckpointError(f"tag {tag!r} must be the name of a folder, without slashes")
-    if engine.ranks.sum(float(background)) not in (0.0, float(engine.ranks.size * background)):
+    channel = engine.parts.saver.channel(engine.ranks)
+    if channel.sum(float(background)) not in (0.0, channel.sum(1.0) * background):
         raise RanksError("some ranks save in the background and others do not: pass the same `background` on all")
     target = directory / tag
     packed = _pack(client_state)
-    writer = Writer(directory, tag) if engine.ranks.rank == 0 else None
+    writer = Writer(directory, tag) if channel.writes else None
     started = False
     try:
-        _together(engine.ranks, lambda: writer.open() if writer is not None else None)
-        snapshot = _capture(engine, packed)
+        _together(channel, lambda: writer.open() if writer is not None else None)
+        snapshot = _capture(engine, channel, packed)
+        states = replace(engine.parts.states, ranks=channel)
         if background:
-            states = replace(engine.parts.states, ranks=engine.parts.saver.channel(engine.ranks))
             saving = Saving(target, (unit.index for unit in engine.units))
             with uninterrupted():
                 # What would change a unit's states waits until they are read.
                 for unit in engine.units:
                     unit.copied = saving.copied(unit.index)
-                engine.parts.saver.start(saving, partial(_write_beside, snapshot, states, writer))
+                engine.parts.saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
                 started = True
         else:
-            _write(snapshot, engine.parts.states, writer, lambda unit: None)
+            _write(snapshot, states, channel, writer, lambda unit: None)
     except BaseException as error:
         if writer is not None and not started:
             writer.remove()
@@ -83,22 +94,26 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
     return target
 
 
-def _capture(engine: Engine, client_state: bytes) -> _Snapshot:
-    entries = {}
+def _capture(engine: Engine, channel: SideChannel, client_state: bytes) -> _Snapshot:
+    entries, divided = {}, {}
     for unit in engine.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
-        for slot, step in zip(unit.layout.slots, unit.steps, strict=True):
-            entries[slot.name] = Entry(slot.shape, dtype, unit.layout.trainable, _file(unit.layout), step)
-    generators = rng.pack_states(engine.ranks, engine.device)
+        for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
+            shape = tuple(parameter.shape)
+            entries[slot.name] = Entry(shape, dtype, unit.layout.trainable, _file(unit.layout), step)
+            if is_distributed(parameter):
+                divided[slot.name] = _Divided(shape, channel.of_model(engine.ranks.model.place(parameter)))
+    generators = rng.pack_states(channel, engine.device)
     return _Snapshot(
         index=_index(engine, entries),
         raw={CLIENT_STATE: client_state, rng.FILE: generators},
-        buffers=_host(persistent_buffers(engine.module)) if engine.ranks.rank == 0 else {},
-        layouts=_order(engine),
+        buffers=_host(persistent_buffers(engine.module)) if channel.writes else {},
+        layouts=_order(engine, channel),
+        divided=divided,
     )
 
 
-def _order(engine: Engine) -> list[UnitLayout]:
+def _order(engine: Engine, channel: SideChannel) -> list[UnitLayout]:
     """The units in the order in which training will update them, so that it waits for the save as little as it can."""
     trace = engine.parts.store.tracer.known("train")
     backwards = engine.parts.update == "during_backward"
@@ -109,23 +124,28 @@ def _order(engine: Engine) -> list[UnitLayout]:
             key=lambda unit: (not engine.units[unit].layout.trainable, places.get(unit, len(places)), unit),
         )
     )
-    engine.ranks.broadcast(order)  # as they exchange shards in it
+    channel.agree(order)  # as they exchange shards in it
     return [engine.units[unit].layout for unit in order.tolist()]
 
 
-def _write(snapshot: _Snapshot, states: UnitStates, writer: Writer | None, let_go: Callable[[int], None]) -> None:
+def _write(
+    snapshot: _Snapshot,
+    states: UnitStates,
+    channel: SideChannel,
+    writer: Writer | None,
+    let_go: Callable[[int], None],
+) -> None:
     """Write everything, all ranks in step. let_go: called with a unit whose states are in memory here."""
-    ranks = states.ranks
-    needed = writer is not None or ranks.shards > 1
+    needed = channel.rank == 0 or channel.shards > 1
 
     def read(layout: UnitLayout) -> Flats:
         flats = states.read_shards(layout) if needed else {}
         let_go(layout.index)
         return flats
 
-    def write(layout: UnitLayout, flats: Flats) -> None:
+    def write(layout: UnitLayout, tensors: dict[str, torch.Tensor]) -> None:
         if writer is not None:
-            writer.write_unit(_file(layout), layout, {kind: flats[kind.name] for kind in states.kinds(layout)})
+            writer.write(_file(layout), tensors)
 
     def finish() -> None:
         if writer is not None:
@@ -135,14 +155,30 @@ def _write(snapshot: _Snapshot, states: UnitStates, writer: Writer | None, let_g
             writer.finish(snapshot.index)
 
     for layout in snapshot.layouts:
-        flats = _together(ranks, partial(read, layout))
+        flats = _together(channel, partial(read, layout))
         states.complete(flats)
-        _together(ranks, partial(write, layout, flats))
-        del flats
-    _together(ranks, finish)
+        tensors = _tensors(snapshot, layout, flats, states, channel) if channel.rank == 0 else {}
+        _together(channel, partial(write, layout, tensors))
+        del flats, tensors
+    _together(channel, finish)
 
 
-def _write_beside(snapshot: _Snapshot, states: UnitStates, writer: Writer | None, saving: Saving) -> None:
+def _tensors(
+    snapshot: _Snapshot, layout: UnitLayout, flats: Flats, states: UnitStates, channel: SideChannel
+) -> dict[str, torch.Tensor]:
+    """The tensors of a unit's file, whole on the rank that writes."""
+    tensors = {}
+    for kind in states.kinds(layout):
+        for slot in layout.slots:
+            value, divided = view(kind, slot, flats[kind.name]), snapshot.divided.get(slot.name)
+            whole = value if divided is None else channel.join(value, divided.places, divided.shape)
+            tensors[key(kind.name, slot.name)] = whole
+    return tensors
+
+
+def _write_beside(
+    snapshot: _Snapshot, states: UnitStates, channel: SideChannel, writer: Writer | None, saving: Saving
+) -> None:
     """The same while training goes on. It refers to neither model nor engine, which may be dropped meanwhile."""
 
     def let_go(unit: int) -> None:
@@ -150,7 +186,7 @@ def _write_beside(snapshot: _Snapshot, states: UnitStates, writer: Writer | None
         saving.check_stopped()
 
     try:
-        _write(snapshot, states, writer, let_go)
+        _write(snapshot, states, channel, writer, let_go)
     except BaseException:
         if writer is None or not writer.whole:  # else only another rank was lost, after the end
             raise
@@ -159,14 +195,14 @@ def _write_beside(snapshot: _Snapshot, states: UnitStates, writer: Writer | None
             writer.remove()
 
 
-def _together(ranks: Ranks | SideChannel, work: Callable[[], T]) -> T:
+def _together(channel: SideChannel, work: Callable[[], T]) -> T:
     """`work()`; if it fails on one rank, all raise."""
     error: Exception | None = None
     try:
         done = work()
     except Exception as caught:  # noqa: BLE001 - raised below, once all ranks know
         error = caught
-    failed = ranks.sum(float(error is not None))
+    failed = channel.sum(float(error is not None))
     if error is not None:
         raise error
     if failed:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from infinity.checkpoint.format import INDEX, LATEST, Index, key, view
+from infinity.checkpoint.format import INDEX, LATEST, Index
 from infinity.checkpoint.tensors import FileRecord, Spec, write_bytes, write_tensors
-from infinity.optim.formats import StateKind
-from infinity.units.layout import UnitLayout
 
 
 class Writer:
@@ -31,13 +28,6 @@ class Writer:
         _remove_stale(self._target.parent)
         self.remove()
         self._partial.mkdir(parents=True)
-
-    def write_unit(self, file: str, layout: UnitLayout, flats: Mapping[StateKind, torch.Tensor]) -> None:
-        """The states of a unit's parameters; `flats`: (numel,) each."""
-        tensors = {
-            key(kind.name, slot.name): view(kind, slot, flat) for kind, flat in flats.items() for slot in layout.slots
-        }
-        self.write(file, tensors)
 
     def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         specs = {name: Spec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}

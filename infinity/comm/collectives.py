@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.agreement import by_value, disagreement, failures
-from infinity.comm.groups import Group, data_parallel, twin
+from infinity.comm.groups import Group, data_parallel, retire, twin
 from infinity.comm.model_parallel import ModelRanks
 from infinity.comm.pairs import Pairs
 from infinity.errors import InfinityError, RanksError
@@ -342,9 +342,8 @@ class Ranks:
         """Leave the groups. Ranks that still wait for this one are told by their connections."""
         if not self.alone:
             self._thread.shutdown()
-            if dist.is_initialized():
-                for group in {self._group, self._words}:
-                    dist.destroy_process_group(group)
+            for group in dict.fromkeys((self._group, self._words)):
+                retire(group)
             del self._group, self._words, self._pairs  # the last references: only now are their connections closed
 
 

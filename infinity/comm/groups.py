@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -49,14 +50,27 @@ def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     everybody = dist.get_world_size(group) == dist.get_world_size()
     made: dist.ProcessGroup = dist.new_group(
         None if everybody else dist.get_process_group_ranks(group),
-        timeout=_timeout(group),
+        timeout=timeout_of(group),
         backend=backend,
         use_local_synchronization=not everybody,
     )
     return made
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+def retire(group: dist.ProcessGroup) -> None:
+    """Leave a group of the engine's own."""
+    if not dist.is_initialized():
+        return
+    everybody = dist.get_world_size(group) == dist.get_world_size()
+    dist.destroy_process_group(group)
+    if not everybody:
+        # torch names a group of some ranks by these and by how many groups there are. A later one must not get the name
+        # of this one, under which the store still has addresses: another takes its place, of this rank alone.
+        with suppress(RuntimeError):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """After how long a collective of `group` gives up; None if its backend does not tell."""
     for device in ("cpu", "cuda"):
         try:

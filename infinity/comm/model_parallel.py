@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.comm.groups import timeout_of
 from infinity.errors import ModelError
 from infinity.units.local import is_distributed, local, spec_of
 
@@ -60,6 +61,23 @@ class ModelRanks:
         """Whether this rank is the one that speaks for all that hold this model."""
         return self._mesh is None or not any(self._mesh.get_coordinate() or ())
 
+    @property
+    def number(self) -> int:
+        """Which of these ranks this one is, in the order of a group of them."""
+        return 0 if self._mesh is None else sorted(self._mesh.mesh.flatten().tolist()).index(dist.get_rank())
+
+    def twin(self) -> dist.ProcessGroup | None:
+        """A new group of these ranks for host memory, beside the model's own; they all call this."""
+        if self._mesh is None:
+            return None
+        made: dist.ProcessGroup = dist.new_group(
+            self._mesh.mesh.flatten().tolist(),
+            timeout=timeout_of(self._mesh.get_group(0)),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        return made
+
     def copies(self, parameter: torch.Tensor) -> int:
         """How many of these ranks hold the same values of `parameter`."""
         if self._mesh is None:
@@ -100,10 +118,12 @@ class ModelRanks:
 
     def part(self, parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of `full`, a state in the parameter's shape: a view of it in the local shape."""
-        if not is_distributed(parameter):
-            return full
+        return full[self.place(parameter)] if is_distributed(parameter) else full
+
+    def place(self, parameter: torch.Tensor) -> tuple[slice, ...]:
+        """Where what this rank holds of `parameter`, a DTensor, is in the whole of it."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         spec: Any = spec_of(parameter)
-        shape, offset = compute_local_shape_and_global_offset(full.shape, spec.mesh, spec.placements)
-        return full[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, spec.mesh, spec.placements)
+        return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,6 +111,17 @@ def pairs(rank: int, *, folder: str, steps: int) -> dict[str, Any]:
         return {"losses": train(engine, batches), "values": engine.state_dict(), "size": engine.ranks.size}
 
 
+def one_after_another(rank: int, *, folder: str) -> list[list[float]]:
+    """Engines over the same half of the ranks; ranks come to make the next one at different times."""
+    mesh = mesh_of()
+    found = []
+    for _ in range(3):
+        time.sleep(0.5 * (rank // 2))
+        with opened(seeded(lambda: Stack(depth=2)), mesh["dp"], folder) as engine:
+            found.append(train(engine, [part(global_batches(1, 2 * SAMPLES)[0], engine.ranks.rank)]))
+    return found
+
+
 def refused(rank: int, *, folder: str) -> dict[str, str]:
     """What is said of groups and models that do not go together."""
     mesh = mesh_of()
@@ -124,3 +138,37 @@ def refused(rank: int, *, folder: str) -> dict[str, str]:
         except (ModelError, UsageError) as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+def saved(rank: int, *, folder: str, directory: str, how: str, **options: Any) -> dict[str, Any]:
+    """Train 2 steps, save, train 2 more; the later losses, and all states whole at the end."""
+    mesh = mesh_of()
+    random.seed(0)
+    with opened(divided(mesh["tp"], sequence=True), mesh["dp"], folder, **options) as engine:
+        batches = [part(batch, engine.ranks.rank) for batch in global_batches(4, 2 * SAMPLES)]
+        train(engine, batches[:2])
+        engine.save_checkpoint(Path(directory) / how, "a", background=how == "background")
+        torch.manual_seed(rank)
+        losses = train(engine, batches[2:])
+        return {"losses": losses, "values": whole_states(engine)}
+
+
+def loaded(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str, Any]:
+    """Load, and train the later 2 steps."""
+    mesh = mesh_of()
+    with opened(divided(mesh["tp"], sequence=True), mesh["dp"], folder, **options) as engine:
+        batches = [part(batch, engine.ranks.rank) for batch in global_batches(4, 2 * SAMPLES)]
+        engine.load_checkpoint(directory)
+        at_first = whole_states(engine)
+        losses = train(engine, batches[2:])
+        return {"losses": losses, "values": whole_states(engine), "at first": at_first}
+
+
+def whole_states(engine: Engine) -> dict[str, torch.Tensor]:
+    """ "parameter/state" → master and moments in fp32."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        found[f"{name}/master"] = infinity.get_full_fp32_param(parameter)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}/{moment}"] = infinity.get_full_optimizer_state(parameter, moment)
+    return found

@@ -10,6 +10,9 @@ import torch
 
 from multirank import cases, mesh_cases
 from multirank.test_ranks import apart, assert_bits
+from support.configs import engine_config
+from support.loops import open_engine
+from support.models import Stack, seeded
 from support.ranks import Group
 
 STEPS = 5
@@ -72,6 +75,12 @@ def test_pairs_of_ranks_train_models_of_their_own(four: Group, pair: Group, tmp_
     assert outcomes[1]["losses"] != outcomes[0]["losses"]
 
 
+def test_engines_one_after_another(four: Group, tmp_path: Path) -> None:
+    """Their groups are not mistaken for those that the former engine had."""
+    for first, *others in four.run(mesh_cases.one_after_another, timeout=40, folder=str(tmp_path)):
+        assert others == [first, first]
+
+
 def test_groups_that_do_not_go_with_the_model(four: Group, tmp_path: Path) -> None:
     for rank, said in enumerate(four.run(mesh_cases.refused, folder=str(tmp_path))):
         assert "UsageError: process_group is a mesh of 2 dimensions ('dp', 'tp')" in said["the whole mesh"]
@@ -80,3 +89,31 @@ def test_groups_that_do_not_go_with_the_model(four: Group, tmp_path: Path) -> No
             assert said["a group of others"].startswith(f"UsageError: rank {rank} is not in the process_group")
         assert "ModelError: parameter blocks.0.up.weight" in said["no group"]
         assert 'process_group=mesh["dp"]' in said["no group"] and said["the wrong group"] == said["no group"]
+
+
+@pytest.mark.parametrize(("stage", "moments"), [(3, "fp32"), (0, "bf16")])
+def test_checkpoints_hold_whole_parameters(four: Group, stage: int, moments: str, tmp_path: Path) -> None:
+    """Saved by two times two ranks in the foreground or the background, loaded by them and by one, and the other way
+    round.
+    """
+    options: dict[str, Any] = {"folder": str(tmp_path), "bf16": True, "moments": moments, "stage": stage}
+    if stage < 3:
+        options["param"] = "none"
+    directory = tmp_path / "saved"
+    runs = {}
+    for how in ("foreground", "background"):
+        runs[how] = four.run(mesh_cases.saved, timeout=150, directory=str(directory), how=how, **options)
+    files = {how: {path.name: path.read_bytes() for path in (directory / how / "a").iterdir()} for how in runs}
+    assert files["foreground"] == files["background"]
+    again = four.run(mesh_cases.loaded, timeout=150, directory=str(directory / "background"), **options)
+    for before, beside, after in zip(runs["foreground"], runs["background"], again, strict=True):
+        assert before["losses"] == beside["losses"] == after["losses"]
+        assert_bits(before, beside)
+        assert_bits(before, after)
+    model = seeded(lambda: Stack(width=32, depth=4, tied=True), 3)
+    with open_engine(model, engine_config(**options)) as engine:
+        engine.load_checkpoint(directory / "background")
+        assert_bits({"values": mesh_cases.whole_states(engine)}, {"values": again[0]["at first"]})
+        engine.save_checkpoint(directory / "one")
+    for after in four.run(mesh_cases.loaded, timeout=150, directory=str(directory / "one"), **options):
+        assert_bits({"values": after["at first"]}, {"values": again[0]["at first"]})

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+import torch
 
 from infinity.checkpoint.background import Saving
 from infinity.checkpoint.writer import Writer
 from infinity.tiers.transfer import Transfer
-from infinity.units.layout import UnitLayout
 
 PATIENCE = 20.0
 """Seconds after which it goes on all the same; tests fail then, as nothing waited."""
@@ -51,21 +50,21 @@ class Pace:
         self._changed = threading.Condition()
         self._asked: list[Transfer] = []
         self._awaited: list[Transfer] = []
-        copied, write_unit = Saving.copied, Writer.write_unit
+        copied, write = Saving.copied, Writer.write
 
         def watched(saving: Saving, unit: int) -> Transfer:
             transfer = copied(saving, unit)
             self._asked.append(transfer)
             return Watched(transfer, lambda: self._note(unit, transfer))
 
-        def slowly(writer: Writer, file: str, layout: UnitLayout, *arguments: Any) -> None:
-            if threading.current_thread().name == "infinity-save":
-                self.saved.append(layout.index)
+        def slowly(writer: Writer, file: str, tensors: dict[str, torch.Tensor]) -> None:
+            if threading.current_thread().name == "infinity-save" and file.startswith("unit-"):
+                self.saved.append(int(file[5:10]))
                 self._hold()
-            write_unit(writer, file, layout, *arguments)
+            write(writer, file, tensors)
 
         monkeypatch.setattr(Saving, "copied", watched)
-        monkeypatch.setattr(Writer, "write_unit", slowly)
+        monkeypatch.setattr(Writer, "write", slowly)
 
     def free(self) -> None:
         """Stop no more."""
