@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -58,16 +57,18 @@ def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
 
 
 def retire(group: dist.ProcessGroup) -> None:
-    """Leave a group of the engine's own."""
+    """Leave a group of the engine's own.
+
+    torch names a group of some ranks by these and by how many groups there are. A later group must not get the name of
+    this one, under which the store still has addresses: so something without connections keeps the name.
+    """
     if not dist.is_initialized():
         return
-    everybody = dist.get_world_size(group) == dist.get_world_size()
+    names: Any = dist.distributed_c10d._world.pg_names
+    name = names.get(group)
     dist.destroy_process_group(group)
-    if not everybody:
-        # torch names a group of some ranks by these and by how many groups there are. A later one must not get the name
-        # of this one, under which the store still has addresses: another takes its place, of this rank alone.
-        with suppress(RuntimeError):
-            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    if name is not None:
+        names[dist.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
