@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 import infinity
 from infinity.config import Config
 from infinity.engine import Engine
-from infinity.errors import ConfigError, OutOfSpaceError, StorageError
+from infinity.errors import ConfigError, ModelError, OutOfSpaceError, StorageError
 from infinity.tiers.device import CpuDevice
 from infinity.units.spill import NotedParameters, Spill
 from support.configs import PLACEMENTS, engine_config
@@ -341,6 +341,12 @@ def test_a_pickled_copy(tmp_path: Path) -> None:
     assert not any(isinstance(module._parameters, NotedParameters) for module in copied.modules())
 
 
+def test_shared_memory_stays_shared(tmp_path: Path) -> None:
+    model = built(tmp_path).share_memory()
+    walk(model)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+
+
 def test_looking_at_shapes_needs_no_values(tmp_path: Path) -> None:
     parameters = held(built(tmp_path))
     assert sum(parameter.numel() for parameter in parameters) == sum(p.numel() for p in Stack().parameters())
@@ -530,6 +536,23 @@ def test_a_model_that_did_not_fit_is_still_whole(leaves_nothing: Path) -> None:
     assert_same(model, seeded(Stack))
     with Engine(model, tiny(leaves_nothing), device=CpuDevice()) as engine:
         assert train(engine, token_batches(1))[0] > 0
+
+
+def test_a_model_that_only_runs(leaves_nothing: Path) -> None:
+    tokens, targets = token_batches(1)[0]
+    expected = seeded(Stack)(tokens, targets)
+    with infinity.init_inference(built(leaves_nothing), tiny(leaves_nothing), device=CpuDevice()) as engine:
+        assert torch.equal(engine(tokens, targets), expected)
+
+
+def test_a_model_on_another_device(leaves_nothing: Path) -> None:
+    """One that such a device is not needed for: what is fake has its name."""
+    with (
+        FakeTensorMode(),
+        pytest.raises(ModelError, match=r"weight of a Linear is built on cuda.*build the model on the cpu"),
+        infinity.Init(tiny(leaves_nothing)),
+    ):
+        nn.Linear(4, 4, device="cuda")
 
 
 # -- other ways to values ----------------------------------------------------------------------------------------------

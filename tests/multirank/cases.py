@@ -19,6 +19,7 @@ from infinity.tiers.device import CpuDevice, Device
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import open_engine, parameters_of, train
+from support.mapped import kept
 from support.models import Stack, seeded, token_batches
 from support.states import states_of
 
@@ -353,6 +354,20 @@ def pretrained(rank: int, *, folder: str, directory: str, loading: list[bool], *
         return {"error": str(error)}
     finally:
         SavedTensor.read = real  # type: ignore[method-assign]
+
+
+def constructed(rank: int, *, folder: str, stage: int, bf16: bool) -> dict[str, Any]:
+    """What engines start with whose models were built under `infinity.Init`, from another seed on every rank, and train
+    to.
+    """
+    param = "nvme" if stage == 3 else "none"
+    config = engine_config(param, folder=folder, micro=SAMPLES, stage=stage, bf16=bf16, unit_size=4096)
+    with infinity.Init(config):
+        model = seeded(lambda: Stack(depth=4, tied=True), rank)
+    built = kept(model.parameters())
+    with open_engine(model, config) as engine:
+        values = states_of(engine) | engine.state_dict()
+        return {"kept": built, "values": values, "losses": train(engine, token_batches(2, batch=SAMPLES, seed=rank))}
 
 
 def accessed(rank: int, *, folder: str, stage: int) -> dict[str, Any]:

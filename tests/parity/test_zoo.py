@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from support.configs import engine_config
+from support.hugging_face import LENGTH, VOCABULARY, bert, t5, transformers
 from support.lifetime import assert_nothing_leaked
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, train
 from support.models import seeded
 
-transformers = pytest.importorskip("transformers")
-
-VOCABULARY, LENGTH, STEPS, BATCH = 67, 12, 5, 2
+STEPS, BATCH = 5, 2
 Inputs = dict[str, torch.Tensor]
 
 
@@ -45,22 +44,6 @@ def mixtral() -> nn.Module:
         output_router_logits=True,
     )  # fmt: skip
     return transformers.MixtralForCausalLM(config)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0, relative_attention_num_buckets=8,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2,
-        max_position_embeddings=LENGTH, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config)
 
 
 def vit() -> nn.Module:

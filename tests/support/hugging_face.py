@@ -40,6 +40,24 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
+def t5() -> nn.Module:
+    """Encoder and decoder share their embedding with the head."""
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, relative_attention_num_buckets=8,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bert() -> nn.Module:
+    """A classifier."""
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2,
+        max_position_embeddings=LENGTH, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
 
 
