@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,14 @@ from infinity.checkpoint.tensors import WEIGHTS_INDEX, Spec, write_tensors
 from memory import construction
 from support.memory import peak_rss
 
+pytestmark = pytest.mark.timeout(600)  # they take 10 s each; most of it is the disk's, which others may be using
+
 FEW, MANY = 12, 48
 
 
 def growth(work: Callable[..., None], options: Callable[[int], dict[str, object]]) -> float:
-    few, many = (peak_rss(work, layers=layers, **options(layers)) for layers in (FEW, MANY))
+    with ThreadPoolExecutor() as pool:
+        few, many = pool.map(lambda layers: peak_rss(work, layers=layers, **options(layers)), (FEW, MANY))
     print(f"peak RSS with {FEW} and {MANY} layers: {few / 1e6:.0f} and {many / 1e6:.0f} MB")
     return many / few - 1
 
