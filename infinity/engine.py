@@ -71,6 +71,8 @@ class Engine(Runner):
         self.skipped_steps = 0
         """Of `global_steps`, those whose gradients overflowed (fp16)."""
         self.micro_steps = 0
+        self._unsynced = 0
+        """Blocks of `no_sync` that are open, one in the other."""
         self.loss_scale = LossScale.of(config.fp16)
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
@@ -95,7 +97,7 @@ class Engine(Runner):
             raise UsageError(
                 "engine.backward(loss) takes the scalar loss that engine(batch) led to, computed with gradients enabled"
             )
-        if self.micro_steps >= self.batch.accumulation and self.parts.update == "during_backward":
+        if self.parts.collector.complete and self.parts.update == "during_backward":
             raise UsageError(
                 "one backward more than gradient_accumulation_steps without engine.step(): units are updated during "
                 "the last one. Call engine.step(), raise gradient_accumulation_steps, or set infinity.update to "
@@ -117,6 +119,7 @@ class Engine(Runner):
     def step(self) -> None:
         """Update the parameters if this was the last micro-batch of the step, and let the lr scheduler go on."""
         self._check_open()
+        self._check_synced()
         if self.micro_steps == 0:
             raise UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
         if self.micro_steps < self.batch.accumulation:
@@ -131,10 +134,39 @@ class Engine(Runner):
         if over:
             self._finish_saving()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the block no micro-batch is the last of its step, however many there are: gradients are summed, and the
+        update is made by the first `step()` after the block with gradient_accumulation_steps micro-batches or more.
+
+        In stages 0 and 1 no gradient is exchanged in the block, only with the next micro-batch that is the last of a
+        step, or by `step()`. In stages 2 and 3 a rank holds its shard of the sum and no more, so that every micro-batch
+        is reduced all the same. What counts is that `backward` is called in the block. Losses are divided by
+        gradient_accumulation_steps, however many micro-batches there are.
+
+        UsageError where gradient_accumulation_steps is 1, for which no room to sum is set aside.
+        """
+        if self.batch.accumulation == 1:
+            raise UsageError(
+                "engine.no_sync() sums gradients over micro-batches, for which there is room only with accumulation: "
+                "set gradient_accumulation_steps to the number of micro-batches of a step"
+            )
+        self._unsynced += 1
+        try:
+            yield
+        finally:
+            self._unsynced -= 1
+
+    def _check_synced(self) -> None:
+        if self._unsynced:
+            raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
+
     @uninterrupted()
     def _update(self) -> None:
         """The step's stored gradients become updates that are due, and the step ends."""
+        self._check_synced()
         parts = self.parts
+        parts.collector.send_all()
         if not self._make_due():
             return
         parts.collector.end_step()
@@ -264,7 +296,10 @@ class Engine(Runner):
                 self._make_due()
         training = torch.is_grad_enabled()
         self.parts.store.tracer.begin("train" if training else "eval")
-        self.parts.collector.last_micro_step = self.micro_steps + 1 >= self.batch.accumulation
+
+    def _on_backward(self) -> None:
+        last = self.micro_steps + 1 >= self.batch.accumulation
+        self.parts.collector.last_micro_step = last and not self._unsynced
 
     def _on_backward_end(self) -> None:
         if self.parts.collector.end_backward():

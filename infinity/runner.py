@@ -45,9 +45,8 @@ class Runner(ABC):
         self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes)
         self._broken = ""
         self._closed = False
-        self._hooks = ModelHooks(
-            model, parts.units_of_module, parts.unit_of, parts.store, self._on_forward, self._on_backward_end
-        )
+        told = self._on_forward, self._on_backward, self._on_backward_end
+        self._hooks = ModelHooks(model, parts.units_of_module, parts.unit_of, parts.store, *told)
         saved.install()
         access.opened(self)
         show_by_default()
@@ -57,6 +56,9 @@ class Runner(ABC):
     @abstractmethod
     def _on_forward(self) -> None:
         """The model is called, and no backward is running."""
+
+    def _on_backward(self) -> None:  # noqa: B027 - where nothing is trained there is nothing to begin
+        """A backward begins."""
 
     @abstractmethod
     def _on_backward_end(self) -> None:

@@ -66,6 +66,9 @@ class GradCollector:
         """Units that were passed before, and are never late."""
         self._sent_live: set[int] = set()
         self.last_micro_step = False
+        """Whether the backward that runs is the last of its step."""
+        self.complete = False
+        """Whether that backward has ended."""
         self.wait_seconds = 0.0
         self.take_live: Callable[[Unit, Future[Gradient]], None] | None = None
         """Called with a complete gradient that the update can use at once; see `wants_live`."""
@@ -179,13 +182,20 @@ class GradCollector:
         """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing
         arrived.
         """
-        for index in list(self._open) if self._sends else ():
-            self._send(self._units[index], complete=True)
+        if self._sends:
+            self.send_all()
         self._expected, self._arrivals = self._arrivals, {}
         self._punctual |= self._passed
         self._punctual -= self._late
         self._passed = set()
-        return bool(self._expected)
+        arrived = bool(self._expected)
+        self.complete = self.complete or (arrived and self.last_micro_step)
+        return arrived
+
+    def send_all(self) -> None:
+        """Send what is still collected."""
+        for index in list(self._open):
+            self._send(self._units[index], complete=True)
 
     @property
     def in_mid_backward(self) -> bool:
@@ -249,6 +259,7 @@ class GradCollector:
         """Forget the step: its gradients belong to the update now."""
         self._store.forget()
         self._sent_live = set()
+        self.complete = False
 
     @uninterrupted()
     def discard(self) -> None:
@@ -260,3 +271,4 @@ class GradCollector:
         self._passed = set()
         self._store.discard()
         self._sent_live = set()
+        self.complete = False

@@ -57,11 +57,13 @@ class ModelHooks:
         unit_of: dict[int, Unit],
         store: UnitStore,
         on_forward: Callable[[], None],
+        on_backward: Callable[[], None],
         on_backward_end: Callable[[], None],
     ) -> None:
         self._model = model
         self._store = store
         self._on_forward = on_forward
+        self._on_backward = on_backward
         self._on_backward_end = on_backward_end
         self._held: dict[nn.Module, list[int]] = {}
         self._depth = 0
@@ -147,6 +149,7 @@ class ModelHooks:
         """
         if not self.in_backward:
             self.in_backward = True
+            self._on_backward()
             Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
