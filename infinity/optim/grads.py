@@ -182,15 +182,16 @@ class GradCollector:
         """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing
         arrived.
         """
+        if not self._arrivals:  # `torch.autograd.grad`, as in a gradient penalty
+            return False
         if self._sends:
             self.send_all()
         self._expected, self._arrivals = self._arrivals, {}
         self._punctual |= self._passed
         self._punctual -= self._late
         self._passed = set()
-        arrived = bool(self._expected)
-        self.complete = self.complete or (arrived and self.last_micro_step)
-        return arrived
+        self.complete = self.complete or self.last_micro_step
+        return True
 
     def send_all(self) -> None:
         """Send what is still collected."""

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from conftest import OpenEngine
+from infinity.engine import Engine
 from infinity.errors import LifetimeError
 from infinity.units import saved
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, pool_buffers
-from support.loops import assert_same, open_engine, trained
+from support.loops import assert_close, assert_same, open_engine, plain, trained
 from support.models import Block, Linears, Stack, seeded, token_batches, vector_batches
 
 VECTORS = vector_batches(6)
@@ -198,19 +199,36 @@ def test_tensors_of_other_models_are_checked_too(make_engine: OpenEngine) -> Non
 # -- graphs that live longer -----------------------------------------------------------------------------------------
 
 
+def penalised(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
+    """A gradient penalty: the gradient of the input's gradient, through the same saved references."""
+    x, y = batch
+    x = x.clone().requires_grad_()
+    loss = model(x, y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    total: torch.Tensor = loss + slope.square().sum()
+    return total
+
+
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)
 def test_double_backward(options: dict[str, Any]) -> None:
-    """A gradient penalty: the gradient of the input's gradient, through the same saved references."""
-
-    def penalised(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
-        x, y = batch
-        x = x.clone().requires_grad_()
-        loss = model(x, y)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        total: torch.Tensor = loss + slope.square().sum()
-        return total
-
     assert_trains_like_plain(Linears, VECTORS, units=8, loss_of=penalised, unit_size=4096, **options)
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_a_gradient_penalty_ends_no_micro_batch(update: str) -> None:
+    """What is summed whole over micro-batches stays until the backward that brings gradients of parameters."""
+    config = engine_config("none", "cpu", stage=1, accumulation=2, update=update, unit_size=4096)
+    sent = []
+
+    def watched(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
+        loss = penalised(model, batch)
+        if isinstance(model, Engine):
+            sent.append(len(model.parts.gradients.units))
+        return loss
+
+    found = trained(seeded(Linears), VECTORS, config, loss_of=watched)
+    assert_close(found, plain(seeded(Linears), VECTORS, config, watched))
+    assert sent == [0] * len(VECTORS)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"update": "next_forward"}], ids=str)
