@@ -1,0 +1,57 @@
+"""What the processes do whose memory tests/memory/test_running.py measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.nn.gpt2 import GPT2, GPT2Config
+from infinity.tiers.device import CpuDevice
+from support.configs import engine_config
+
+TOKENS = torch.arange(32).view(1, 32)
+
+
+def model(layers: int) -> GPT2:
+    """On the meta device. A block has 1.8 M parameters, 3.5 MB in bf16; its activations are recomputed in backward."""
+    shape = GPT2Config(
+        256, seq_length=32, num_layers=layers, hidden_size=384, num_attention_heads=6, checkpoint_activations=True
+    )
+    with torch.device("meta"):
+        return GPT2(shape)
+
+
+def config(folder: str, device: str = "nvme", **options: Any) -> Any:
+    return engine_config(device, device, folder=folder, bf16=True, unit_size="4MiB", tile_size=1 << 18, moments="8bit",
+                         debug=False, micro=1, **options)  # fmt: skip
+
+
+def train(layers: int, folder: str, steps: int = 3, **options: Any) -> None:
+    """options: of `config`."""
+    with infinity.initialize(model(layers), config(folder, **options), device=CpuDevice())[0] as engine:
+        assert len(engine.units) > layers
+        for _ in range(steps):
+            engine.backward(engine(TOKENS, TOKENS))
+            engine.step()
+        engine.settle()
+
+
+def save_and_load(layers: int, folder: str) -> None:
+    """An engine that has not trained saves as much as one that has."""
+    with infinity.initialize(model(layers), config(folder), device=CpuDevice())[0] as engine:
+        engine.save_checkpoint(f"{folder}/{layers}")
+        engine.load_checkpoint(f"{folder}/{layers}")
+
+
+def infer(layers: int, folder: str, device: str = "nvme", saved: bool = True) -> None:
+    """saved: what `save_and_load` wrote is loaded first."""
+    with infinity.init_inference(model(layers), config(folder, device), device=CpuDevice()) as engine:
+        if saved:
+            engine.load_checkpoint(f"{folder}/{layers}")
+        with torch.no_grad():
+            for _ in range(3):
+                engine(TOKENS)
+        for _ in engine.stream_state_dict():
+            pass
