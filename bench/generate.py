@@ -192,7 +192,7 @@ def table(args: argparse.Namespace, summary: dict[str, Any]) -> str:
         f"{platform.processor() or platform.machine()}, {cores} cores, torch {version('torch')}; Llama of transformers "
         f"{version('transformers')}, hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocab}, bf16: "
         f"{2 * parameters / 1e9:.3f} GB; a prompt of {args.prompt} tokens and {args.tokens} written, greedily, one "
-        f"sequence, KV cache. Medians of {args.rounds} processes, the kinds taking turns; all wrote the same tokens. "
+        f"sequence, KV cache. Medians of {args.rounds} processes of each kind, in turns; all wrote the same tokens. "
         f"Disk: {summary['disk_gb_per_s']:.2f} GB/s read.",
         "",
         "| | " + " | ".join(rows) + " |",
