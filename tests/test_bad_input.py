@@ -347,6 +347,88 @@ def test_backward_twice(leaves_nothing: Path) -> None:
             engine.backward(engine(*token_batches(1)[0]))
 
 
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_backward_of_one_loss_twice(leaves_nothing: Path, update: str) -> None:
+    """Its graph is gone after the first time, as it is in PyTorch; the step goes on with the gradients of that."""
+    config = raw(leaves_nothing)
+    config["infinity"]["update"] = update
+    losses = []
+    for again in (False, True):
+        with make(seeded(Stack), config) as engine:
+            train(engine, token_batches(2))
+            loss = engine(*token_batches(1)[0])
+            engine.backward(loss)
+            if again:
+                said = (
+                    "gradient_accumulation_steps" if update == "during_backward" else "backward through the graph a s"
+                )
+                with pytest.raises(RuntimeError, match=said):
+                    engine.backward(loss)
+            engine.step()
+            losses.append(train(engine, token_batches(3)))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("shape", [(61, 16), (1,), (1, 32), (61 * 32,), (60, 32)])
+@pytest.mark.parametrize("inside", [False, True], ids=["between steps", "in forward"])
+def test_data_of_another_shape(leaves_nothing: Path, shape: tuple[int, ...], inside: bool) -> None:
+    """Said where the unit is released or updated, and dropped; also where it could be broadcast, or is a view."""
+    model = seeded(Stack)
+
+    def change(*_: Any) -> None:
+        old = model.head.weight.data
+        model.head.weight.data = old[:60] if shape == (60, 32) else torch.zeros(shape)
+
+    def change_inside() -> None:
+        handle = model.head.register_forward_hook(change)
+        try:
+            engine.backward(engine(*token_batches(1)[0]))
+        finally:
+            handle.remove()
+
+    said: list[str] = []
+    with make(model, raw(leaves_nothing)) as engine:
+        train(engine, token_batches(2))
+        for call in (change_inside if inside else change, engine.settle):
+            try:
+                call()
+            except RuntimeError as error:  # in backward perhaps PyTorch's own, about a gradient
+                said.append(str(error))
+        where = "while an engine has the model, where its shape is [61, 32]: the data was dropped"
+        assert any(f"head.weight was given data of shape {list(shape)} {where}" in text for text in said), said
+        assert inside or len(said) == 1
+        try:
+            assert all(math.isfinite(loss) for loss in train(engine, token_batches(2)))
+        except UsageError as error:  # other units were updated in that backward
+            assert inside and "the engine stopped" in str(error)
+
+
+def test_another_parameter(leaves_nothing: Path) -> None:
+    model = seeded(Stack)
+    with make(model, raw(leaves_nothing)) as engine:
+        losses = train(engine, token_batches(2))
+        with pytest.raises(UsageError, match="weight was given another parameter while an engine has the model"):
+            model.head.weight = nn.Parameter(torch.zeros(7, 32))
+        with pytest.raises(UsageError, match=r"assign to\s+weight\.data"):
+            model.head.weight = nn.Parameter(torch.zeros(61, 32))
+        losses += train(engine, token_batches(1))
+        model.head.weight = model.head.weight
+        losses += train(engine, token_batches(2))
+    with make(seeded(Stack), raw(leaves_nothing)) as engine:
+        assert (
+            train(engine, token_batches(2)) + train(engine, token_batches(1)) + train(engine, token_batches(2))
+            == losses
+        )
+    model.head.weight = nn.Parameter(torch.zeros(7, 32))
+
+
+def test_parameters_of_another_model(leaves_nothing: Path) -> None:
+    model, other = seeded(Stack), seeded(Stack)
+    for given in (other.parameters(), other.named_parameters(), [{"params": other.parameters(), "lr": 0.1}]):
+        with pytest.raises(ConfigError, match=r"model_parameters holds a parameter .* that is not the model's: pass"):
+            infinity.initialize(model=model, config=raw(leaves_nothing), model_parameters=given, device=CpuDevice())
+
+
 def test_calls_after_close(leaves_nothing: Path, tmp_path: Path) -> None:
     engine = make(seeded(Stack), raw(leaves_nothing))
     batch = token_batches(1)[0]

@@ -42,6 +42,15 @@ class UnitParameters(dict[str, Any]):
                 unit.exposed = unit.exposed or self._outside()
         return super().__getitem__(name)
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._units and isinstance(value, nn.Parameter) and value is not self.get(name):
+            raise UsageError(
+                f"{name} was given another parameter while an engine has the model, which would go on to train the one "
+                "before: close the engine, change the model and make a new one. To change only values, assign to "
+                f"{name}.data, or edit it in place."
+            )
+        super().__setitem__(name, value)
+
 
 class ModelHooks:
     """Installs all hooks on a model; `remove` takes them away again.

@@ -177,13 +177,24 @@ class Unit:
             )
 
     def edited(self) -> bool:
-        """Whether parameters were changed since `bind`, or may have been; takes over data that a user assigned."""
+        """Whether parameters were changed since `bind`, or may have been; takes over data that a user assigned.
+
+        Raises LifetimeError for data of another shape, which is dropped.
+        """
         changed = self.exposed or any(p._version != v for p, v in zip(self.parameters, self._versions, strict=True))
-        for parameter, view in self._views():
-            if local(parameter).data_ptr() != view.data_ptr():
-                view.copy_(local(parameter).data)
-                set_local(parameter, view)
-                changed = True
+        for (parameter, view), slot in zip(self._views(), self.layout.slots, strict=True):
+            now = local(parameter).data
+            if (now.data_ptr(), now.shape, now.stride()) == (view.data_ptr(), view.shape, view.stride()):
+                continue
+            set_local(parameter, view)
+            if now.shape != view.shape:
+                raise LifetimeError(
+                    f"{slot.name} was given data of shape {list(now.shape)} while an engine has the model, where its "
+                    f"shape is {list(view.shape)}: the data was dropped. Close the engine, change the model and make a "
+                    "new one."
+                )
+            view.copy_(now.clone())  # which may be a view of the same memory
+            changed = True
         return changed
 
     def _views(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
