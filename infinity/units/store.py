@@ -92,11 +92,15 @@ class UnitStore:
     def finished_with(self, unit: Unit) -> bool:
         """Whether nothing in this step needs the unit's parameters any more, so that its update may start.
 
-        No running forward, no saved tensor, no code that was lent a parameter and, as far as the trace knows, no
-        recomputation.
+        No running forward, no saved tensor, no view, no code that was lent a parameter and, as far as the trace knows,
+        no recomputation.
         """
         resident = unit.residency is Residency.RESIDENT
         wanted = unit.holds or unit.references or unit.is_lent()
+        if resident and not wanted and self._ranks.alone:
+            # Non-reentrant recomputation keeps views themselves until backward has used them. Several ranks, which must
+            # decide alike, are sure of that by `passed`.
+            wanted = unit.is_viewed()
         # How often a unit is used may differ between ranks (experts), in which order units are may not.
         over = self.tracer.finished_with if self._ranks.alone else self.tracer.passed
         return resident and not wanted and over(unit.index)
