@@ -30,7 +30,7 @@ from infinity.tiers.stripe import stripe_chunk
 from infinity.units.discover import Discovered, modules_to_hook
 from infinity.units.init import Materializer, check_values, initial_states, make_buffers, read_shard
 from infinity.units.layout import UnitLayout
-from infinity.units.local import local
+from infinity.units.local import is_distributed, local
 from infinity.units.sources import source_of
 from infinity.units.spill import check_kept
 from infinity.units.states import UnitStates
@@ -190,7 +190,7 @@ def assemble(
     make_buffers(model)
     check_values(model)
     ranks.know(layouts)
-    ranks.meet([*in_common(config, layouts), *more_in_common])
+    ranks.meet([*in_common(config, layouts, model), *more_in_common])
     placement = place(layouts, rules)
     tiers = _open_tiers(config, placement, device, ranks)
     try:
@@ -230,6 +230,7 @@ class _Assembly:
         ]
         for unit in units:
             unit.unbind()
+        _share_buffers(self.model, self.ranks)
         _move_buffers(self.model, self.device.torch_device)
         prefetch, depth = self._reach()
         unit_pool = self.pools.make("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
@@ -289,6 +290,19 @@ class _Assembly:
         total, squares = self.ranks.sums(mine, mine**2)
         if total**2 != self.ranks.size * squares:
             raise RanksError("ranks load different pretrained parameters: call load_pretrained alike on every rank")
+
+
+def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Ranks begin with the buffers of the first, as with its parameters. From then on each keeps its own."""
+    if ranks.alone:
+        return
+    for buffer in model.buffers():
+        if not is_distributed(buffer) and buffer.numel():
+            whole = buffer.detach().contiguous().cpu().clone()
+            ranks.broadcast(whole.view(-1).view(torch.uint8))
+            if ranks.rank and not torch.equal(whole, buffer.cpu()):
+                with torch.no_grad():
+                    buffer.copy_(whole)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks must have in common, compared before an engine allocates anything: config, param_groups, parameters.
+"""What all ranks must have in common, compared before an engine allocates anything: config, model, param_groups.
 
 Ranks exchange digests, a few bytes however large the model. Only where those differ do they exchange what was digested,
 to name the first difference.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from infinity.config import Config
 from infinity.optim.cpu_adam import HYPER_KEYS
@@ -34,6 +35,7 @@ which collectives are issued.
 
 _OF_KIND = {
     "parameter ": ("models", "Build the same model on every rank, with the same parameters trained"),
+    "buffer ": ("models", "Build the same model on every rank"),
     "param_group ": ("param_groups", "Give every rank the same model_parameters"),
     "": ("configs", f"Start all ranks with the same config; only {', '.join(MAY_DIFFER)} may differ"),
 }
@@ -43,14 +45,17 @@ _WORDS = 4
 """Of 8 bytes, in a digest."""
 
 
-def in_common(config: Config, layouts: Sequence[UnitLayout]) -> list[str]:
+def in_common(config: Config, layouts: Sequence[UnitLayout], model: nn.Module) -> list[str]:
     """One line for everything that must be the same on all ranks, in the order in which differences are looked for."""
     lines = [f"{key} = {value}" for key, value in _flat(config.model_dump(mode="json"))]
     for layout in layouts:
-        dtype = str(layout.dtype).removeprefix("torch.")
         for slot in layout.slots:
             trained = f"trained in param_group {slot.group}" if layout.trainable and slot.group >= 0 else "not trained"
-            lines.append(f"parameter {slot.name} {list(slot.shape)} {dtype}, {trained}, in unit {layout.name}")
+            lines.append(
+                f"parameter {slot.name} {list(slot.shape)} {_name(layout.dtype)}, {trained}, in unit {layout.name}"
+            )
+    for name, buffer in model.named_buffers():
+        lines.append(f"buffer {name} {list(buffer.shape)} {_name(buffer.dtype)}")
     return lines
 
 
@@ -62,6 +67,10 @@ def groups_in_common(config: Config, groups: Sequence[Mapping[str, Any]]) -> lis
         for number, group in enumerate(groups)
         for name in HYPER_KEYS[config.optimizer.rule]
     ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

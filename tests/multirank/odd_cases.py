@@ -45,6 +45,10 @@ def another_name(model: Stack) -> None:
     del model.blocks[2].up
 
 
+def another_buffer(model: Stack) -> None:
+    model.head.register_buffer("scale", torch.ones(2))
+
+
 def blocks_in_another_order(model: Stack) -> None:
     model.add_module("head", model._modules.pop("head"))
     model.add_module("blocks", model._modules.pop("blocks"))
@@ -75,6 +79,7 @@ CHANGES: dict[str, Change] = {
         another_dtype,
         a_frozen_head,
         another_name,
+        another_buffer,
         blocks_in_another_order,
         two_groups,
         another_rate,

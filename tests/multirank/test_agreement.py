@@ -68,6 +68,7 @@ def test_keys_that_may_differ(pair: Group, tmp_path: Path) -> None:
         ("another_dtype", "parameter embedding.weight [61, 32] float32", "parameter embedding.weight [61, 32] float64"),
         ("a_frozen_head", "trained in param_group 0, in unit head", "not trained, in unit head"),
         ("another_name", "parameter blocks.2.up.weight", "parameter blocks.2.down.weight"),
+        ("another_buffer", "nothing more", "buffer head.scale [2] float32"),
         ("blocks_in_another_order", "parameter blocks.0.norm.weight", "parameter head.weight"),
         ("two_groups", "trained in param_group 0, in unit embedding", "trained in param_group 1, in unit embedding"),
     ],
@@ -123,7 +124,7 @@ def test_who_has_what_among_four(four: Group, tmp_path: Path) -> None:
 
 
 def lines_of(config: Config, model: Stack) -> list[str]:
-    return in_common(config, lay_out(model, config, param_groups(model, None), 2)[1])
+    return in_common(config, lay_out(model, config, param_groups(model, None), 2)[1], model)
 
 
 def test_every_key_is_compared_but_those_that_may_differ(tmp_path: Path) -> None:
