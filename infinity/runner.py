@@ -160,7 +160,7 @@ class Runner(ABC):
         self._hooks.remove()
         saved.uninstall()
         try:
-            if not self._broken and self.parts.store.failure is None:
+            if not self._broken and self.parts.store.failure is None and not self.parts.ranks.trouble:
                 self._finish()
                 self.parts.store.release_all()
         finally:
@@ -189,6 +189,6 @@ class Runner(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"the engine is closed: make a new one with {self._maker}")
-        self._broken = self._broken or str(self.parts.store.failure or "")
+        self._broken = self._broken or str(self.parts.store.failure or "") or self.parts.ranks.trouble
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")

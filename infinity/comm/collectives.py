@@ -105,6 +105,11 @@ class Ranks:
         return self.rank == 0 and self.model.first
 
     @property
+    def trouble(self) -> str:
+        """What keeps the ranks from doing anything together from now on; empty: nothing."""
+        return self._disagreement
+
+    @property
     def shards(self) -> int:
         """Parts that a unit is divided into."""
         return self.size if self._sharded else 1

@@ -27,11 +27,12 @@ class Group:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, case: Case, /, timeout: float = 60, **options: Any) -> list[Any]:
+    def run(self, case: Case, /, timeout: float = 60, dies: int | None = None, **options: Any) -> list[Any]:
         """The results of `case(rank, **options)` by rank.
 
         RankFailed if one raised or took longer than `timeout` seconds; the group starts anew after that, since its
-        ranks may wait for each other.
+        ranks may wait for each other. dies: a rank whose process ends in the case, for which the result is None; the
+        group starts anew after that too.
         """
         if not self._processes:
             self._start()
@@ -45,12 +46,14 @@ class Group:
                     pipe.recv() if pipe.poll(timeout if not failed else 2) else (False, "no answer: it hangs")
                 )
             except EOFError:
-                done, answer = False, "the process ended"
+                done, answer = (True, None) if rank == dies else (False, "the process ended")
             failed += "" if done else f"\nrank {rank}: {answer}"
             answers.append(answer)
         if failed:
             self.stop()
             raise RankFailed(failed)
+        if dies is not None:
+            self.stop()
         return answers
 
     def _start(self) -> None:
