@@ -109,7 +109,7 @@ def run(pair: Group, four: Group) -> Callable[..., list[dict[str, Any]]]:
     def run(ranks: int, **options: Any) -> list[dict[str, Any]]:
         if ranks == 1:
             return [cases.training(0, ranks=1, **options)]
-        return {2: pair, 4: four}[ranks].run(cases.training, ranks=ranks, **options)
+        return {2: pair, 4: four}[ranks].run(cases.training, timeout=300, ranks=ranks, **options)
 
     return run
 

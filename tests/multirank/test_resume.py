@@ -41,7 +41,7 @@ def run(pair: Group, four: Group, tmp_path: Path) -> Run:
         common: dict[str, Any] = {"ranks": ranks, "folder": str(tmp_path), "directory": str(tmp_path / "saved")}
         if ranks == 1:
             return resume_cases.stretch(0, **common, **options)
-        found = {2: pair, 4: four}[ranks].run(resume_cases.stretch, **common, **options)
+        found = {2: pair, 4: four}[ranks].run(resume_cases.stretch, timeout=150, **common, **options)
         for other in found[1:]:
             for when in ("begins", "ends"):
                 assert_bits(other[when], found[0][when])
