@@ -189,6 +189,9 @@ class Runner(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"the engine is closed: make a new one with {self._maker}")
-        self._broken = self._broken or str(self.parts.store.failure or "") or self.parts.ranks.trouble
+        self._broken = self._broken or str(self.parts.store.failure or "")
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")
+        if self.parts.ranks.trouble:  # found out in the thread of collectives, where no one waited for it
+            self._broken = self.parts.ranks.trouble
+            raise RanksError(self._broken)

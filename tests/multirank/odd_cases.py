@@ -162,7 +162,7 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
             if where == "step":
                 end()
             engine.step()
-    except (RanksError, UsageError, ValueError) as error:
+    except (RanksError, ValueError) as error:
         said["raised"] = f"{type(error).__name__}: {error}"
         if rank == 0:
             try:
