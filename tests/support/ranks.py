@@ -12,6 +12,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map_only
+
 Case = Callable[..., Any]
 
 
@@ -48,7 +51,8 @@ class Group:
             except EOFError:
                 done, answer = (True, None) if rank == dies else (False, "the process ended")
             failed += "" if done else f"\nrank {rank}: {answer}"
-            answers.append(answer)
+            # Its own memory: what arrives is shared, and takes a file descriptor for each tensor as long as it lives.
+            answers.append(tree_map_only(torch.Tensor, torch.clone, answer))
         if failed:
             self.stop()
             raise RankFailed(failed)
@@ -83,7 +87,6 @@ class Group:
 
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
