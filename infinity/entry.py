@@ -39,7 +39,7 @@ def initialize(
     CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units are sharded, as a
     ProcessGroup or a DeviceMesh of one dimension; by default all ranks.
 
-    With several ranks, call torch.distributed.init_process_group before. Raises ConfigError, ModelError,
+    With several ranks, call torch.distributed.init_process_group before. Raises ConfigError, ModelError, RanksError,
     OutOfSpaceError, OutOfMemoryError or StorageError before anything is trained; nothing is left behind then.
     """
     try:
@@ -47,7 +47,8 @@ def initialize(
     except ConfigError as error:
         refuse(error, process_group)
         raise
-    engine = Engine(model, config, model_parameters, device=device, process_group=process_group)
+    with _host():
+        engine = Engine(model, config, model_parameters, device=device, process_group=process_group)
     try:
         loader = _loader(training_data, engine) if training_data is not None else None
     except BaseException:
@@ -76,14 +77,21 @@ def init_inference(
     The model is put in eval mode, and its parameters no longer require gradients. With several ranks in stage 3 every
     rank holds a shard and has inputs of its own, and all run as many forwards.
 
-    Raises ConfigError, ModelError, OutOfSpaceError, OutOfMemoryError or StorageError; nothing is left behind then.
+    Raises ConfigError, ModelError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError; nothing is left
+    behind then.
     """
     try:
         config = Config.load(config if config is not None else {})
     except ConfigError as error:
         refuse(error, process_group)
         raise
-    return InferenceEngine(model, config, dtype=dtype, device=device, process_group=process_group)
+    with _host():
+        return InferenceEngine(model, config, dtype=dtype, device=device, process_group=process_group)
+
+
+def _host() -> torch.device:
+    """Whatever default device the code around has set: values are made and kept on the host before they are placed."""
+    return torch.device("cpu")
 
 
 def _check_data(data: Dataset[Any], engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,20 @@ def test_a_model_on_meta_trains_as_its_values_on_the_cpu(tmp_path: Path) -> None
     torch.manual_seed(0)
     with Engine(model, config, device=CpuDevice()) as engine:
         assert train(engine, batches) == expected
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """As in a script that sets the device that it computes on, or builds and initialises in one block."""
+    config, batches = engine_config(folder=tmp_path), token_batches(3)
+    losses = []
+    for around in (nullcontext(), torch.device("meta")):
+        torch.manual_seed(0)
+        with around:
+            model = on_meta(gpt2)
+            engine, *_ = infinity.initialize(model=model, config=config, device=CpuDevice())
+        with engine:
+            losses.append(train(engine, batches))
+    assert losses[0] == losses[1]
 
 
 class Decoder(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     Collectives of the engine run beside the user's own: on one group their order would be a race.
     """
     everybody = dist.get_world_size(group) == dist.get_world_size()
+    if not everybody:
+        _count_alike(group)
     made: dist.ProcessGroup = dist.new_group(
         None if everybody else dist.get_process_group_ranks(group),
         timeout=timeout_of(group),
@@ -56,19 +58,40 @@ def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     return made
 
 
+def _count_alike(group: dist.ProcessGroup) -> None:
+    """Have all ranks of `group` know of as many groups.
+
+    torch names a group of some ranks by these and by how many groups the rank that makes it knows of. Ranks that are in
+    groups of their own besides would give it different names, and wait for each other under them.
+    """
+    names = _names()
+    known: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(known, len(names), group=group)
+    while len(names) < max(known):
+        _occupy(f"infinity-{len(names)}")
+
+
 def retire(group: dist.ProcessGroup) -> None:
     """Leave a group of the engine's own.
 
-    torch names a group of some ranks by these and by how many groups there are. A later group must not get the name of
-    this one, under which the store still has addresses: so something without connections keeps the name.
+    A later group must not get its name (see `_count_alike`), under which the store still has addresses: so something
+    without connections keeps it.
     """
     if not dist.is_initialized():
         return
-    names: Any = dist.distributed_c10d._world.pg_names
-    name = names.get(group)
+    name = _names().get(group)
     dist.destroy_process_group(group)
     if name is not None:
-        names[dist.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
+        _occupy(name)
+
+
+def _names() -> dict[dist.ProcessGroup, str]:
+    """torch's names of the groups that this rank knows of."""
+    return cast(dict[dist.ProcessGroup, str], dist.distributed_c10d._world.pg_names)
+
+
+def _occupy(name: str) -> None:
+    _names()[dist.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

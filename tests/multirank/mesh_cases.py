@@ -112,8 +112,11 @@ def pairs(rank: int, *, folder: str, steps: int) -> dict[str, Any]:
 
 
 def one_after_another(rank: int, *, folder: str) -> list[list[float]]:
-    """Engines over the same half of the ranks; ranks come to make the next one at different times."""
+    """Engines over the same half of the ranks; ranks come to make the next one at different times, and some of them know
+    of more groups than others.
+    """
     mesh = mesh_of()
+    dist.new_group([0, 1])
     found = []
     for _ in range(3):
         time.sleep(0.5 * (rank // 2))
