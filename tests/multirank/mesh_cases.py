@@ -112,8 +112,8 @@ def pairs(rank: int, *, folder: str, steps: int) -> dict[str, Any]:
 
 
 def one_after_another(rank: int, *, folder: str) -> list[list[float]]:
-    """Engines over the same half of the ranks; ranks come to make the next one at different times, and some of them know
-    of more groups than others.
+    """Engines over the same half of the ranks, which come to make the next one at different times. Some of them know of
+    more groups than others.
     """
     mesh = mesh_of()
     dist.new_group([0, 1])
