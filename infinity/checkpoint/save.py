@@ -19,7 +19,7 @@ from infinity.checkpoint.background import Saving
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, view
 from infinity.checkpoint.writer import Writer
 from infinity.comm.side import Place, SideChannel
-from infinity.errors import CheckpointError, RanksError
+from infinity.errors import CheckpointError, ChecksumError, RanksError
 from infinity.interrupts import uninterrupted
 from infinity.units.layout import UnitLayout
 from infinity.units.local import is_distributed
@@ -88,7 +88,7 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
     except BaseException as error:
         if writer is not None and not started:
             writer.remove()
-        if isinstance(error, Exception) and not isinstance(error, RanksError):
+        if isinstance(error, Exception) and not isinstance(error, (ChecksumError, RanksError)):
             raise CheckpointError(f"the checkpoint {target} could not be written: {error}") from error
         raise
     return target

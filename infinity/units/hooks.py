@@ -77,6 +77,8 @@ class ModelHooks:
         self._held: dict[nn.Module, list[int]] = {}
         self._depth = 0
         self._autocast_cache = True
+        self._running = 0
+        """Forwards under way of modules that hold units."""
         self.in_backward = False
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._enter_root, prepend=True),
@@ -131,10 +133,13 @@ class ModelHooks:
         def acquire(_: nn.Module, args: Any) -> None:
             # Autocast keeps casts of leaf parameters until its context ends: they would fill the memory, and be stale
             # after an update. Set here and not once, as a context that the model enters may switch the cache on again.
+            if not self._depth and not self._running:  # a part of the model that is called by itself
+                self._autocast_cache = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             for unit in units:
                 self._store.hold(unit)
             self._held.setdefault(module, []).append(len(units))
+            self._running += 1
 
         return acquire
 
@@ -144,6 +149,9 @@ class ModelHooks:
             if not held:
                 return None  # the forward was cut short before its units were acquired
             held.pop()
+            self._running -= 1
+            if not self._depth and not self._running:
+                torch.set_autocast_cache_enabled(self._autocast_cache)
             for unit in units:
                 self._store.unhold(unit)
             return _own_outputs(output)
@@ -169,12 +177,14 @@ class ModelHooks:
         """Forget a backward that an exception cut short. Called where a forward of the model starts."""
         self.in_backward = False
         self._held = {}
+        self._running = 0
         for unit in self._store.units:
             unit.holds = 0
 
     def abort(self) -> None:
         """Forget a forward that something cut short for which modules call no hooks (Ctrl-C)."""
         self._depth = 0
+        torch.set_autocast_cache_enabled(self._autocast_cache)
         self.reset()
 
 

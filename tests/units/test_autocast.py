@@ -90,3 +90,15 @@ def test_nothing_is_cached_and_the_users_setting_comes_back(make_engine: OpenEng
         assert torch.is_autocast_cache_enabled()
     loss.backward()
     assert seen == [False]
+
+
+def test_the_users_setting_comes_back_from_a_part_of_the_model(make_engine: OpenEngine) -> None:
+    """As a model's own `generate` calls its encoder; from one that raises too."""
+    engine = make_engine(seeded(Stack))
+    with torch.no_grad(), bf16():
+        engine.module.blocks[1](torch.zeros(1, 2, 32))
+        assert torch.is_autocast_cache_enabled()
+        with pytest.raises(RuntimeError):
+            engine.module.blocks[1](torch.zeros(1, 2, 33))
+        assert torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
