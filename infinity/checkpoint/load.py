@@ -29,6 +29,7 @@ from infinity.errors import CheckpointError
 from infinity.optim.cpu_adam import split_master
 from infinity.optim.formats import convert_moments
 from infinity.optim.moments import rounding_key
+from infinity.tiers.memory import return_freed_memory
 from infinity.units.local import is_distributed
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
@@ -60,6 +61,7 @@ def load(
     engine.drop_gradients()
     for unit in engine.units:
         engine.parts.states.write(unit.layout, _read(engine, folder, index, unit))
+        return_freed_memory()
         unit.steps = [index.parameters[slot.name].step for slot in unit.layout.slots]
         unit.generation += 1
     for buffer, value in buffers:
@@ -83,6 +85,7 @@ def load_parameters(engine: Runner, directory: Path, tag: str | None, *, verify:
     client_state = _client_state(folder)
     for unit in engine.units:
         engine.parts.states.write(unit.layout, {"param": _read_parameters(engine, folder, index, unit)})
+        return_freed_memory()
         unit.generation += 1
     for buffer, value in buffers:
         buffer.copy_(value)

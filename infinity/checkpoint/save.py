@@ -21,6 +21,7 @@ from infinity.checkpoint.writer import Writer
 from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, ChecksumError, RanksError
 from infinity.interrupts import uninterrupted
+from infinity.tiers.memory import return_freed_memory
 from infinity.units.layout import UnitLayout
 from infinity.units.local import is_distributed
 from infinity.units.states import Flats, UnitStates
@@ -160,6 +161,7 @@ def _write(
         tensors = _tensors(snapshot, layout, flats, states, channel) if channel.rank == 0 else {}
         _together(channel, partial(write, layout, tensors))
         del flats, tensors
+        return_freed_memory()
     _together(channel, finish)
 
 
