@@ -66,7 +66,7 @@ class Engine(Runner):
             )
             ranks.barrier()  # where all hear of what failed on one
             undo.pop_all()
-        self.optimizer.on_step(self._update)
+        self.optimizer.on_step(self._update, self._zero_grad)
         self.global_steps = 0
         self.skipped_steps = 0
         """Of `global_steps`, those whose gradients overflowed (fp16)."""
@@ -74,6 +74,8 @@ class Engine(Runner):
         self._unsynced = 0
         """Blocks of `no_sync` that are open, one in the other."""
         self.loss_scale = LossScale.of(config.fp16)
+        self._scaled = False
+        """Whether the present step's loss was multiplied by it."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(model, config, parts)
@@ -113,6 +115,7 @@ class Engine(Runner):
         """What backward is to be called on: `loss` × the loss scale, divided by the number of accumulated
         micro-batches. `engine.backward` does it; call it where you call `backward()` yourself.
         """
+        self._scaled = True
         factor = self.loss_scale.value / self.batch.accumulation
         return loss if factor == 1.0 else loss * factor
 
@@ -161,10 +164,37 @@ class Engine(Runner):
         if self._unsynced:
             raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
 
+    def _check_scaled(self) -> None:
+        scaled, self._scaled = self._scaled, False
+        if self.loss_scale.value != 1.0 and not scaled:
+            self.drop_gradients()
+            raise UsageError(
+                f"the gradients of this step are of a loss that was not scaled by {self.loss_scale.value:g}, as fp16 "
+                "needs; they were dropped. Call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+
+    def _zero_grad(self) -> None:
+        """Of the optimizer: drop gradients that nothing was updated with."""
+        if self.micro_steps == 0:
+            return
+        if self.parts.collector.spent:
+            raise UsageError(
+                "optimizer.zero_grad() was called between backward, which has updated units with these gradients, and "
+                'step: call it after step, or set infinity.update to "next_forward", so that backward updates nothing'
+            )
+        if self.micro_steps < self.batch.accumulation:
+            raise UsageError(
+                f"optimizer.zero_grad() was called after {self.micro_steps} of {self.batch.accumulation} micro-batches "
+                "of a step, whose gradients are being summed; the step clears them itself. To drop them, call "
+                "engine.drop_gradients()"
+            )
+        self.drop_gradients()
+
     @uninterrupted()
     def _update(self) -> None:
         """The step's stored gradients become updates that are due, and the step ends."""
         self._check_synced()
+        self._check_scaled()
         parts = self.parts
         parts.collector.send_all()
         if not self._make_due():
@@ -338,7 +368,7 @@ class Engine(Runner):
         self._check_open()
         with self._failing():
             self.parts.store.settle()
-            self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused))))
+            self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused)), does="looks at states"))
         super().settle()
 
     def save_checkpoint(

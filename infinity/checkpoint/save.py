@@ -16,7 +16,7 @@ import torch
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.background import Saving
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, view
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, LATEST, Entry, Index, key, persistent_buffers, view
 from infinity.checkpoint.writer import Writer
 from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, ChecksumError, RanksError
@@ -63,8 +63,11 @@ def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any]
     background: return as soon as everything but the states of units is captured; `engine.saving` is what goes on.
     Raises CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
     """
-    if not tag or tag != Path(tag).name:
-        raise CheckpointError(f"tag {tag!r} must be the name of a folder, without slashes")
+    if not tag or tag != Path(tag).name or tag.startswith(".") or tag == LATEST:
+        raise CheckpointError(
+            f"tag {tag!r} cannot be the name of a checkpoint's folder: no slashes, no dot at its beginning, and not "
+            f"{LATEST!r}, which is the file that names the last one"
+        )
     channel = engine.parts.saver.channel(engine.ranks)
     if channel.sum(float(background)) not in (0.0, channel.sum(1.0) * background):
         raise RanksError("some ranks save in the background and others do not: pass the same `background` on all")

@@ -38,12 +38,13 @@ _DOINGS = (
     "gathers a state",
     "broadcasts",
     "sums numbers",
+    "looks at states",
     "waits for all",
     "gives up",
 )
 _Result = TypeVar("_Result")
 _What = tuple[int, set[int]]
-"""A unit (-1: none), and which of its slots have a gradient."""
+"""A unit and which of its slots have a gradient; without a unit -1 less the length of what is exchanged."""
 _FLAGS = 62  # in one of the words that ranks exchange, an int64
 _WIDEST = 4  # bytes of an element of what is summed
 
@@ -167,7 +168,7 @@ class Ranks:
         self._failure = f"{type(error).__name__}: {error}"
         with suppress(RanksError):
             if self._met:
-                self._together("gives up", lambda: None)
+                self._together("gives up", 0, lambda: None)
             else:
                 self.meet([])
 
@@ -245,12 +246,14 @@ class Ranks:
             parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self._units[unit].name}" if unit >= 0 else ""))
         return (
             f"the ranks do different things: {'; '.join(parts)}. Every rank has to use the same units in the same "
-            "order: let no rank's data decide which blocks run, or run the others too, on nothing"
+            "order: let no rank's data decide which blocks run, or run the others too, on nothing (experts that are "
+            "units of their own become one where infinity.unit_size is as large as the block that holds them). And all "
+            "ranks save, load and look at states together, not one alone"
         )
 
-    def _together(self, does: str, work: Callable[..., _Result], *arguments: Any) -> _Result:
-        """`work(*arguments)` on the thread of all collectives, once all ranks are about to do it."""
-        return self._thread.submit(self._agreed, does, (-1, set()), work, *arguments).result()
+    def _together(self, does: str, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        """`work(*arguments)` on the thread of all collectives, once all ranks are about to do it, with as much."""
+        return self._thread.submit(self._agreed, does, (-1 - length, set()), work, *arguments).result()
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard (numel / shards,) of a flat tensor."""
@@ -296,7 +299,7 @@ class Ranks:
     def complete(self, flat: torch.Tensor) -> None:
         """Fill `flat` (numel,), host memory whose own shard is valid, with the shards of all ranks."""
         if not self.alone and self._sharded:
-            self._together("gathers a state", self._complete, flat)
+            self._together("gathers a state", flat.numel(), self._complete, flat)
 
     def _complete(self, flat: torch.Tensor) -> None:
         there = flat.to(self._device.torch_device)
@@ -307,7 +310,7 @@ class Ranks:
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Make `flat` (on the host or the device) that of rank `source`."""
         if not self.alone:
-            self._together("broadcasts", self._broadcast, flat, source)
+            self._together("broadcasts", flat.numel(), self._broadcast, flat, source)
 
     def _broadcast(self, flat: torch.Tensor, source: int) -> None:
         there = _apart(flat).to(self._device.torch_device)
@@ -319,15 +322,15 @@ class Ranks:
         """The sum of one fp64 number over ranks, in rank order; every rank gets the same bits."""
         return self.sums(value)[0]
 
-    def sums(self, *values: float) -> tuple[float, ...]:
-        """The sum of each number, in one exchange."""
+    def sums(self, *values: float, does: str = "sums numbers") -> tuple[float, ...]:
+        """The sum of each number, in one exchange. does: of `_DOINGS`, what they are summed for."""
         if self.alone:
             return values
-        return self._together("sums numbers", self._sum, values)
+        return self._together(does, len(values), self._sum, values)
 
-    def totals(self, *values: float) -> tuple[float, ...]:
+    def totals(self, *values: float, does: str = "sums numbers") -> tuple[float, ...]:
         """The sum of each number over all ranks: the replicas, and those that hold a model together."""
-        return self.model.sums(*self.sums(*values))
+        return self.model.sums(*self.sums(*values, does=does))
 
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
         mine = torch.tensor(values, dtype=torch.float64, device=self._device.torch_device)
@@ -341,7 +344,7 @@ class Ranks:
 
     def barrier(self) -> None:
         if not self.alone:
-            self._together("waits for all", dist.barrier, self._group)
+            self._together("waits for all", 0, dist.barrier, self._group)
 
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one are told by their connections."""

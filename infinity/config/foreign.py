@@ -18,6 +18,7 @@ _EXPORT = _AUTOMATIC.format("checkpoints hold each parameter whole, under its ow
 _OFFLOAD = _ELSEWHERE.format('write "offload_param" and "offload_optimizer" with their "device"')
 _COMPRESSED = _NOT_YET.format(": collectives carry the values as they are")
 _ONE_GROUP = _NOT_YET.format(": a unit is sharded over all ranks")
+_DIVIDED = _ELSEWHERE.format("use torch.distributed.tensor.parallel, and give initialize the process_group")
 _MODEL = _ELSEWHERE.format("it belongs to the model or the training loop, which stay the user's")
 _WATCH = _NOT_YET.format(": progress and the ledger of bytes are always measured")
 _ADAM = _AUTOMATIC.format("there is one Adam per device, chosen by where the optimizer states live")
@@ -25,7 +26,9 @@ _ADAM = _AUTOMATIC.format("there is one Adam per device, chosen by where the opt
 FOREIGN: dict[str, str] = {
     # Top level.
     "amp": 'not supported: use "bf16": {"enabled": true}; remove it',
-    "torch_autocast": _NOT_YET.format(': "bf16" keeps the parameters themselves in bfloat16'),
+    "torch_autocast": _ELSEWHERE.format(
+        'use torch.autocast around the model; "bf16" keeps the parameters themselves in it'
+    ),
     "seq_parallel_communication_data_type": _NOT_YET.format(": there is no sequence parallelism"),
     "prescale_gradients": _AUTOMATIC.format("gradients are averaged over ranks without a scale of their own"),
     "gradient_predivide_factor": _AUTOMATIC.format("gradients are averaged over ranks without a scale of their own"),
@@ -60,8 +63,8 @@ FOREIGN: dict[str, str] = {
     "autotuning": _NOT_YET.format(""),
     "compile": _NOT_YET.format(""),
     "pipeline": _NOT_YET.format(": there is no pipeline parallelism"),
-    "tensor_parallel": _NOT_YET.format(": there is no tensor parallelism"),
-    "sequence_parallel_size": _NOT_YET.format(": there is no sequence parallelism"),
+    "tensor_parallel": _DIVIDED,
+    "sequence_parallel_size": _DIVIDED,
     "hybrid_engine": _NOT_YET.format(""),
     "weight_quantization": _NOT_YET.format(""),
     "graph_harvesting": _NOT_YET.format(""),

@@ -28,6 +28,7 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
         self._step: Callable[[], None] | None = None
+        self._drop: Callable[[], None] = lambda: None
         self.rule = hyper.rule
         known = HYPER_KEYS[hyper.rule]
         for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
@@ -36,8 +37,9 @@ class UnitOptimizer(torch.optim.Optimizer):
             )
         super().__init__(groups, {name: getattr(hyper, name) for name in known})
 
-    def on_step(self, step: Callable[[], None]) -> None:
-        self._step = step
+    def on_step(self, step: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
+        """What `step` and `zero_grad` do."""
+        self._step, self._drop = step, drop
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update with the gradients collected since the step before. Part of `engine.step()`."""
@@ -47,7 +49,11 @@ class UnitOptimizer(torch.optim.Optimizer):
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients leave `.grad` as they arrive, and `step` consumes them."""
+        """Drop the gradients of a step that is not made. After one there are none left: `step` consumes them.
+
+        UsageError where micro-batches are still to come, and where backward has updated units with the gradients.
+        """
+        self._drop()
 
     def hypers(self) -> list[Hyper]:
         """What each param_group asks for now."""

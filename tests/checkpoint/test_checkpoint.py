@@ -379,3 +379,14 @@ def test_converted_moments_draw_by_their_place_in_the_model(tmp_path: Path) -> N
     halves = (slice(256), slice(256, 512))
     blocks = [found[f"{name}/exp_avg_8bit"][half] for name in ("first", "second") for half in halves]
     assert all(not torch.equal(one, other) for one, other in itertools.combinations(blocks, 2))
+
+
+@pytest.mark.parametrize("tag", ["latest", ".hidden", "a/b", ".."])
+def test_names_that_no_checkpoint_may_have(tag: str, tmp_path: Path) -> None:
+    """One of them is of the file that names the last checkpoint, which stays what it is."""
+    with open_engine(seeded(Stack), engine_config()) as engine:
+        engine.save_checkpoint(tmp_path, "good")
+        with pytest.raises(CheckpointError, match="cannot be the name"):
+            engine.save_checkpoint(tmp_path, tag)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest"]
+        assert engine.load_checkpoint(tmp_path)[0].name == "good"

@@ -17,7 +17,7 @@ from infinity.config import Config
 from infinity.errors import InfinityError, RanksError, UsageError
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
-from support.loops import train
+from support.loops import open_engine, train
 from support.models import Stack, seeded, token_batches
 
 SAMPLES = 4
@@ -171,3 +171,23 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
                 said["stopped"] = str(again)
     engine.close()
     return said
+
+
+def alone(rank: int, *, folder: str, stage: int, what: str) -> str:
+    """One rank looks at a state while the other trains on; what each is told."""
+    config = engine_config("none", "none", folder=folder, micro=SAMPLES, stage=stage)
+    with open_engine(seeded(Stack), config) as engine:
+        batches = token_batches(4, batch=SAMPLES)
+        train(engine, batches[:2])
+        try:
+            if rank == 0:
+                looks = {
+                    "parameter": lambda: infinity.get_full_fp32_param(engine.module.blocks[1].up.weight),
+                    "state_dict": engine.state_dict,
+                    "save": lambda: engine.save_checkpoint(folder + "/saved"),
+                }
+                looks[what]()
+            train(engine, batches[2:])
+        except RanksError as error:
+            return str(error)
+    return ""

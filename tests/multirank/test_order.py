@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from multirank import cases
+from multirank import cases, odd_cases
 from support.ranks import Group
 
 
@@ -125,3 +125,10 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: 
         for loaded in group.run(cases.load, **options):
             for name, value in saved[0].items():
                 assert torch.equal(loaded[name], value), name
+
+
+@pytest.mark.parametrize(("stage", "what"), [(0, "parameter"), (0, "save"), (2, "state_dict"), (3, "save")])
+def test_a_rank_that_looks_at_states_alone(pair: Group, stage: int, what: str, tmp_path: Path) -> None:
+    """What it adds up is not mistaken for what the other one does."""
+    for said in pair.run(odd_cases.alone, folder=str(tmp_path), stage=stage, what=what):
+        assert "rank 0 looks at states" in said and "all ranks save, load and look at states together" in said

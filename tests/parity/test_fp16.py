@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, NonFiniteError
+from infinity.errors import ConfigError, NonFiniteError, UsageError
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_close, assert_same, call, open_engine, parameters_of, plain_16, train, trained
@@ -134,6 +134,20 @@ def test_a_backward_of_the_users_own(tmp_path: Path) -> None:
                 engine.step()
             results.append(Result(losses, parameters_of(engine)))
     assert_same(*results)
+
+
+def test_a_backward_of_the_users_own_without_the_scale_is_refused(tmp_path: Path) -> None:
+    """Its gradients would be divided by a scale that they do not have."""
+    config = engine_config(folder=tmp_path, fp16={"initial_scale_power": 8})
+    batches = token_batches(3)
+    with open_engine(seeded(stack), config) as engine:
+        expected = train(engine, batches)
+    with open_engine(seeded(stack), config) as engine:
+        losses = train(engine, batches[:1])
+        engine(*batches[1]).backward()
+        with pytest.raises(UsageError, match=r"engine.scale\(loss\).backward"):
+            engine.step()
+        assert [*losses, *train(engine, batches[1:])] == expected
 
 
 @pytest.mark.parametrize(

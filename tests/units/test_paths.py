@@ -286,3 +286,39 @@ def test_a_submodule_called_by_itself(make_engine: OpenEngine) -> None:
     for name, value in reference.named_parameters():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
     assert_nothing_leaked(engine)
+
+
+def test_gradients_that_zero_grad_drops(make_engine: OpenEngine) -> None:
+    """As plain PyTorch: a batch whose gradients are dropped might not have been."""
+    kept, dropped = token_batches(2)
+    losses = []
+    for skip in (False, True):
+        engine = make_engine(seeded(Stack), update="next_forward")
+        engine.optimizer.zero_grad()  # nothing is there to be dropped, at first and after every step
+        if skip:
+            engine.backward(engine(*dropped))
+            engine.optimizer.zero_grad()
+            with pytest.raises(UsageError, match="without a backward"):
+                engine.step()
+        engine.backward(engine(*kept))
+        engine.step()
+        engine.optimizer.zero_grad()
+        losses.append(engine(*kept).item())
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+def test_gradients_that_zero_grad_cannot_drop(make_engine: OpenEngine) -> None:
+    batches = token_batches(2)
+    engine = make_engine(seeded(Stack), accumulation=2)
+    engine.backward(engine(*batches[0]))
+    with pytest.raises(UsageError, match=r"1 of 2 micro-batches.*engine.drop_gradients"):
+        engine.optimizer.zero_grad()
+    engine.close()
+    engine = make_engine(seeded(Stack), update="during_backward")
+    for batch in batches:  # the second updates units as it goes
+        engine.backward(engine(*batch))
+        if batch is batches[1]:
+            with pytest.raises(UsageError, match="next_forward"):
+                engine.optimizer.zero_grad()
+        engine.step()
