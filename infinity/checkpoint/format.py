@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,9 +18,11 @@ from infinity.optim.moments import MomentFormat, Rule
 from infinity.units.layout import Slot
 
 FORMAT = "infinity-checkpoint"
-VERSION = 3
-_READ_TOO = (1, 2)
-"""Versions before: 1 does not say that its moments are fp32, 2 has no checksums and no random-number states."""
+VERSION = 4
+_READ_TOO = (1, 2, 3)
+"""Versions before: 1 does not say that its moments are fp32, 2 has no checksums and no random-number states, 3 has no
+checksum of the index itself.
+"""
 INDEX = "checkpoint.json"
 LATEST = "latest"
 CLIENT_STATE = "client_state.pt"
@@ -65,7 +68,13 @@ class Index:
         return (StateKind("master", torch.float32), *moment_kinds(rule, self.moments))
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+        said = json.loads(json.dumps(asdict(self)))  # as it will be read: keys are strings then
+        return json.dumps({"format": FORMAT, "version": VERSION, "crc32": _crc32(said), **said}, indent=1)
+
+
+def _crc32(said: dict[str, Any]) -> int:
+    """Of what an index says, however it is spaced and ordered."""
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
 
 def key(state: str, name: str) -> str:
@@ -101,6 +110,9 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(
             f"{path} has format version {version}, this Infinity reads up to {VERSION}: use a newer Infinity"
         )
+    crc32 = found.pop("crc32", None)
+    if version == VERSION and crc32 != _crc32(found):
+        raise CheckpointError(f"{path} is not as it was saved (its checksum differs): use another checkpoint")
     try:
         found["parameters"] = {
             name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"], entry["step"])

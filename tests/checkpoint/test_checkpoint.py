@@ -123,7 +123,7 @@ def in_fp32(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_the_versions_before_are_read(tmp_path: Path, version: int) -> None:
     losses, _ = saved(tmp_path)
     folder = tmp_path / "global_step5"
@@ -256,13 +256,24 @@ def damage(folder: Path, what: str) -> None:
         (checkpoint / "checkpoint.json").write_text(json.dumps(index)[:-20])
     elif what == "a newer version":
         (checkpoint / "checkpoint.json").write_text(json.dumps({**index, "version": 99}))
+    elif what == "the index is altered":
+        index["param_groups"][0]["lr"] *= 10
+        (checkpoint / "checkpoint.json").write_text(json.dumps(index))
     elif what == "no latest":
         (folder / "latest").unlink()
 
 
 @pytest.mark.parametrize(
     "what",
-    ["a file is missing", "a file is cut", "a header is altered", "the index is cut", "a newer version", "no latest"],
+    [
+        "a file is missing",
+        "a file is cut",
+        "a header is altered",
+        "the index is cut",
+        "the index is altered",
+        "a newer version",
+        "no latest",
+    ],
 )
 def test_damage_is_an_error_before_anything_is_changed(tmp_path: Path, what: str) -> None:
     saved(tmp_path)
