@@ -128,6 +128,12 @@ def receive(
     0x7FC0, in fp16 as 0x7E00.
     """
 
+def fingerprint(address: int, nbytes: int, threads: int = 0, isa: str = "auto") -> int:
+    """A number of 64 bits that changes, but for a chance of 2^-64, when any of the bytes does.
+
+    nbytes: a multiple of 8. Defined in csrc/adam/adam.h: a sum over words, whose order changes nothing.
+    """
+
 def split(master: int, param: int, remainder: int, n: int, threads: int = 0, isa: str = "auto") -> None:
     """fp32 `master` to bf16 `param`, rounded half away from zero, and the int16 `remainder` that `join` needs.
 

@@ -88,9 +88,8 @@ class GatheredParameters:
     def __exit__(self, *error: object) -> None:
         if self._modifier is not None and error[0] is None:
             for engine, unit in self._held:
-                unit.edited()  # takes over data that was assigned
+                unit.adopt_assigned()
                 engine.ranks.broadcast(unit.flat(), source=self._modifier)
-                unit.exposed = True
         self._release()
 
     def _release(self) -> None:
@@ -191,7 +190,7 @@ class _States:
         """Every rank its shard."""
         self._unit.copied.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
-        self._unit.generation += 1
+        self._engine.parts.store.rewritten(self._unit)
 
 
 def _read(engine: Runner, unit: Unit) -> _States:

@@ -27,10 +27,13 @@ from infinity.tiers.placement import Placement, Policy, checksum_block, place
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
+from infinity.units.backward import BackwardTracker
 from infinity.units.discover import Discovered, modules_to_hook
 from infinity.units.init import Materializer, check_values, initial_states, make_buffers, read_shard
 from infinity.units.layout import UnitLayout
 from infinity.units.local import is_distributed, local
+from infinity.units.saved import SavedTensors
+from infinity.units.scope import Scope
 from infinity.units.sources import source_of
 from infinity.units.spill import check_kept
 from infinity.units.states import UnitStates
@@ -52,6 +55,7 @@ class Parts:
     tiers: dict[str, Tier]
     pools: Pools
     store: UnitStore
+    backward: BackwardTracker
     units_of_module: dict[nn.Module, list[Unit]]
     unit_of: dict[int, Unit]
     states: UnitStates
@@ -235,7 +239,9 @@ class _Assembly:
         prefetch, depth = self._reach()
         unit_pool = self.pools.make("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
         param_tier = self.tiers[self.rules.param_tier]
-        store = UnitStore(units, unit_pool, param_tier, self.placement, self.device, self.ranks, prefetch)
+        backward = BackwardTracker()
+        scope = Scope(SavedTensors(backward.notice))
+        store = UnitStore(units, unit_pool, param_tier, self.placement, self.device, self.ranks, prefetch, scope)
         store.adopt = self.states.adopt
         unit_of = {id(p): unit for unit in units for p in unit.parameters}
         index_of = {key: unit.index for key, unit in unit_of.items()}
@@ -248,6 +254,7 @@ class _Assembly:
             tiers=self.tiers,
             pools=self.pools,
             store=store,
+            backward=backward,
             units_of_module={module: [units[i] for i in indices] for module, indices in hooked.items()},
             unit_of=unit_of,
             states=self.states,

@@ -82,7 +82,7 @@ class Engine(Runner):
         collector = parts.collector
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
-        collector.on_arrival = self._hooks.enter_backward
+        collector.on_arrival = parts.backward.notice
         self._watches = collector.watch()
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
 
@@ -95,6 +95,7 @@ class Engine(Runner):
         is an overflow as any other, and the step is skipped.
         """
         self._check_open()
+        self._conclude_backward()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(
                 "engine.backward(loss) takes the scalar loss that engine(batch) led to, computed with gradients enabled"
@@ -122,6 +123,7 @@ class Engine(Runner):
     def step(self) -> None:
         """Update the parameters if this was the last micro-batch of the step, and let the lr scheduler go on."""
         self._check_open()
+        self._conclude_backward()
         self._check_synced()
         if self.micro_steps == 0:
             raise UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
@@ -200,6 +202,7 @@ class Engine(Runner):
         if not self._make_due():
             return
         parts.collector.end_step()
+        parts.store.end_step()
         self.micro_steps = 0
         self.global_steps += 1
         if parts.update == "after_backward":
@@ -318,12 +321,7 @@ class Engine(Runner):
     # -- what the hooks tell -----------------------------------------------------------------------------------------
 
     def _on_forward(self) -> None:
-        if self._hooks.in_backward or self.parts.collector.in_mid_backward:
-            self._recover()
-        elif self.parts.collector.spent:
-            # Backward has updated some units with this step's gradients: nobody shall see them beside old ones.
-            with self._failing():
-                self._make_due()
+        self._check_unspent("the model was called")
         training = torch.is_grad_enabled()
         self.parts.store.tracer.begin("train" if training else "eval")
 
@@ -335,15 +333,25 @@ class Engine(Runner):
         if self.parts.collector.end_backward():
             self.micro_steps += 1
 
-    def _recover(self) -> None:
-        """A backward did not end: its gradients, and those accumulated before it, are dropped."""
+    def _conclude_backward(self) -> None:
+        """A backward that did not end: its gradients, and those accumulated before it, are dropped."""
+        if not self.parts.backward.conclude():
+            return
         if self.parts.collector.spent:
             self._broken = "a backward failed after some units had been updated with its gradients"
         self.parts.collector.discard()
-        self.parts.store.tracer.forget()
-        self._hooks.reset()
+        super()._conclude_backward()
         self.micro_steps = 0
         self._check_open()
+
+    def _check_unspent(self, what: str) -> None:
+        """UsageError where backward has updated units already: what they were before the step is gone."""
+        if self.parts.collector.spent:
+            raise UsageError(
+                f"{what} between backward and engine.step(), and backward has updated units with this step's gradients "
+                'already: call engine.step() first, or set infinity.update to "next_forward", which changes nothing '
+                "before engine.step()"
+            )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -364,8 +372,13 @@ class Engine(Runner):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Carry out updates that are due and wait until every state is in its tier."""
+        """Carry out updates that are due and wait until every state is in its tier.
+
+        UsageError between backward and step, where backward has updated units already.
+        """
         self._check_open()
+        self._conclude_backward()
+        self._check_unspent("the parameters were asked for")
         with self._failing():
             self.parts.store.settle()
             self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused)), does="looks at states"))

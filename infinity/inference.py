@@ -55,11 +55,7 @@ class InferenceEngine(Runner):
         super().__init__(model, config, parts)
 
     def _on_forward(self) -> None:
-        tracer = self.parts.store.tracer
-        if self._hooks.in_backward:  # one that an exception cut short
-            tracer.forget()
-            self._hooks.reset()
-        tracer.begin("with gradients" if torch.is_grad_enabled() else "without")
+        self.parts.store.tracer.begin("with gradients" if torch.is_grad_enabled() else "without")
 
     def _on_backward_end(self) -> None:
         pass

@@ -22,7 +22,6 @@ from infinity.interrupts import ForcedInterrupt
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
-from infinity.units import saved
 from infinity.units.hooks import ModelHooks
 from infinity.units.unit import Unit
 
@@ -45,9 +44,8 @@ class Runner(ABC):
         self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes)
         self._broken = ""
         self._closed = False
-        told = self._on_forward, self._on_backward, self._on_backward_end
-        self._hooks = ModelHooks(model, parts.units_of_module, parts.unit_of, parts.store, *told)
-        saved.install()
+        parts.backward.report_to(self._on_backward, self._on_backward_end)
+        self._hooks = ModelHooks(model, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
         access.opened(self)
         show_by_default()
         if parts.ranks.speaks:
@@ -55,7 +53,17 @@ class Runner(ABC):
 
     @abstractmethod
     def _on_forward(self) -> None:
-        """The model is called, and no backward is running."""
+        """The model is called, outside of its forward and of any backward."""
+
+    def _on_entry(self) -> None:
+        """The model, or a part of it that holds units, is called, outside of its forward and of any backward."""
+        self._conclude_backward()
+
+    def _conclude_backward(self) -> None:
+        """To be called outside of any backward: forget one that an exception cut short."""
+        if self.parts.backward.conclude():
+            self.parts.backward.reset()
+            self.parts.store.tracer.forget()
 
     def _on_backward(self) -> None:  # noqa: B027 - where nothing is trained there is nothing to begin
         """A backward begins."""
@@ -83,12 +91,7 @@ class Runner(ABC):
 
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_open()
-        try:
-            return call(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # modules call no hooks for these (Ctrl-C)
-                self._hooks.abort()
-            raise
+        return call(*args, **kwargs)
 
     def train(self: _Engine, mode: bool = True) -> _Engine:
         self.module.train(mode)
@@ -158,7 +161,6 @@ class Runner(ABC):
         self._closed = True
         access.closed(self)
         self._hooks.remove()
-        saved.uninstall()
         try:
             if not self._broken and self.parts.store.failure is None and not self.parts.ranks.trouble:
                 self._finish()

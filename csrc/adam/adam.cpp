@@ -1,6 +1,7 @@
 #include "adam.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -110,6 +111,16 @@ double receive(const Kernels& kernels, const void* source, DType source_dtype, v
         kernel(from + at * bytes_of(source_dtype), source_dtype, to + at * bytes_of(target_dtype), count, add);
         return sum(to + at * bytes_of(target_dtype), count);
     });
+}
+
+std::uint64_t fingerprint(const Kernels& kernels, const void* memory, std::size_t nbytes, int threads) {
+    const auto* const words = static_cast<const std::uint64_t*>(memory);
+    const std::size_t count = nbytes / sizeof(std::uint64_t);
+    std::atomic<std::uint64_t> total = 0;
+    for_tiles(count, kTile, threads_for(count, threads), [&](std::size_t begin, std::size_t end) {
+        total.fetch_add(kernels.fingerprint(words + begin, begin, end - begin), std::memory_order_relaxed);
+    });
+    return total.load();
 }
 
 void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,

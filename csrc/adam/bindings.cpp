@@ -77,6 +77,18 @@ double py_receive(const py::object& source, const py::object& target, const py::
     return receive(kernels, from, from_type, to, to_type, count, add, workers);
 }
 
+std::uint64_t py_fingerprint(const py::object& address, const py::object& nbytes, const py::object& threads,
+                             const std::string& isa) {
+    const Kernels& kernels = to_kernels(isa);
+    const std::size_t count = to_count(nbytes);
+    const int workers = to_threads(threads);
+    if (count % 8 != 0) throw py::value_error("nbytes is " + std::to_string(count) + ": pass a multiple of 8");
+    ArrayChecks checks(count / 8);
+    const void* memory = pointer<const void>(checks.add("address", address, 8));
+    const py::gil_scoped_release release;
+    return fingerprint(kernels, memory, count, workers);
+}
+
 void py_split(const py::object& master, const py::object& param, const py::object& remainder, const py::object& n,
               const py::object& threads, const std::string& isa) {
     const Kernels& kernels = to_kernels(isa);
@@ -132,6 +144,8 @@ PYBIND11_MODULE(_adam, m) {
     m.def("receive", &py_receive, "source"_a, "target"_a, "n"_a, py::kw_only(), "source_dtype"_a, "target_dtype"_a,
           "add"_a = false, "threads"_a = 0, "isa"_a = "auto",
           "target = source, or target += source; returns the sum of squares of the result.");
+    m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, "threads"_a = 0, "isa"_a = "auto",
+          "A number of 64 bits that changes with any of the bytes, the same for any number of threads.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
           "fp32 to bf16 (half away from zero) and the int16 that makes it exact.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",

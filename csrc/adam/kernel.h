@@ -118,6 +118,31 @@ void touch(float* words, std::size_t n, bool writes) {
     asm volatile("" : : "m"(sums));  // the reads are wanted, their sums are not
 }
 
+// ---- fingerprints ----
+
+// Independent lanes, so that the compiler can make vectors of them. Unsigned sums modulo 2^64 have no order to keep.
+template <class V>
+std::uint64_t fingerprint(const std::uint64_t* words, std::size_t first, std::size_t count) {
+    constexpr std::size_t kLanes = 32;
+    const auto word = [](std::uint64_t w, std::uint64_t key) {
+        const std::uint64_t x = w ^ key;
+        return (x & 0xFFFFFFFFu) * (x >> 32) + (w << 32 | w >> 32);
+    };
+    std::uint64_t sums[kLanes] = {}, keys[kLanes];
+    for (std::size_t k = 0; k < kLanes; ++k) keys[k] = (first + k + 1) * kFingerprintKey;
+    std::size_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        for (std::size_t k = 0; k < kLanes; ++k) {
+            sums[k] += word(words[i + k], keys[k]);
+            keys[k] += kLanes * kFingerprintKey;
+        }
+    }
+    std::uint64_t total = 0;
+    for (std::size_t k = 0; k < kLanes; ++k) total += sums[k];
+    for (; i < count; ++i) total += word(words[i], (first + i + 1) * kFingerprintKey);
+    return total;
+}
+
 // ---- the table ----
 
 // `Root` keeps the root of moment number `root`, whose 8-bit codes are of it; -1: of none.
@@ -161,6 +186,7 @@ constexpr Kernels make_kernels() {
     k.split = split<U>;
     k.join = join<U>;
     k.touch = touch<V>;
+    k.fingerprint = fingerprint<V>;
     return k;
 }
 

@@ -83,6 +83,9 @@ inline constexpr std::size_t kSumTile = 4096;
 // fp64 lanes within such a tile: element i is added to lane i % 32, lanes are then added pairwise.
 inline constexpr std::size_t kSumLanes = 32;
 
+// What the number of a word is multiplied by in a fingerprint: 2^64 divided by the golden ratio.
+inline constexpr std::uint64_t kFingerprintKey = 0x9E3779B97F4A7C15u;
+
 // [begin, end) of the arrays; begin is a multiple of kBlock.
 using UpdateFn = void (*)(const Arrays&, const Coefficients&, std::size_t begin, std::size_t end);
 using SumFn = double (*)(const void* values, std::size_t count);  // count <= kSumTile
@@ -95,6 +98,9 @@ using JoinFn = void (*)(const std::uint16_t* param, const std::int16_t* remainde
 // A pass of one addition for each of n words, which are written back if `writes`; n is a multiple of 16.
 using TouchFn = void (*)(float* words, std::size_t n, bool writes);
 
+// The fingerprint of `count` words, the first of which is word number `first`; see fingerprint in adam.h.
+using FingerprintFn = std::uint64_t (*)(const std::uint64_t* words, std::size_t first, std::size_t count);
+
 // The functions of one instruction set.
 struct Kernels {
     UpdateFn update[kFormats][kRules];
@@ -103,6 +109,7 @@ struct Kernels {
     SplitFn split;
     JoinFn join;
     TouchFn touch;
+    FingerprintFn fingerprint;
 };
 
 }  // namespace infinity::adam

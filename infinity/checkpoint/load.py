@@ -63,7 +63,7 @@ def load(
         engine.parts.states.write(unit.layout, _read(engine, folder, index, unit))
         return_freed_memory()
         unit.steps = [index.parameters[slot.name].step for slot in unit.layout.slots]
-        unit.generation += 1
+        engine.parts.store.rewritten(unit)
     for buffer, value in buffers:
         buffer.copy_(value)
     engine.ranks.barrier()
@@ -86,7 +86,7 @@ def load_parameters(engine: Runner, directory: Path, tag: str | None, *, verify:
     for unit in engine.units:
         engine.parts.states.write(unit.layout, {"param": _read_parameters(engine, folder, index, unit)})
         return_freed_memory()
-        unit.generation += 1
+        engine.parts.store.rewritten(unit)
     for buffer, value in buffers:
         buffer.copy_(value)
     engine.ranks.barrier()

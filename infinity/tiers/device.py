@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from infinity import _adam
 from infinity.tiers.available import available_memory
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
@@ -42,6 +43,12 @@ class Device(ABC):
     def compute_reached(self) -> Transfer:
         """Done when the compute issued so far by this thread has ended."""
         return DONE
+
+    def fingerprint(self, memory: torch.Tensor) -> int:
+        """A number that changes, but for a chance of 2^-64, when any byte of `memory` does, uint8 (n,) with n a
+        multiple of 8. Waits for the compute issued so far by this thread.
+        """
+        return _adam.fingerprint(memory.data_ptr(), memory.numel())
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Whether the host's I/O and Adam can work in `tensor` directly."""
@@ -128,11 +135,30 @@ class CudaDevice(Device):
         event.record(torch.cuda.current_stream(self.torch_device))
         return _CudaTransfer(event)
 
+    def fingerprint(self, memory: torch.Tensor) -> int:
+        return fingerprint_by_torch(memory)
+
     def available_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
+
+
+_FINGERPRINT_KEY = 0x9E3779B97F4A7C15 - (1 << 64)
+_FINGERPRINT_WORDS = 1 << 22
+
+
+def fingerprint_by_torch(memory: torch.Tensor) -> int:
+    """`_adam.fingerprint` by operations of torch, which run where `memory` is; in pieces, as each takes some copies."""
+    words = memory.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=memory.device)
+    for start in range(0, words.numel(), _FINGERPRINT_WORDS):
+        piece = words[start : start + _FINGERPRINT_WORDS]
+        keys = torch.arange(start + 1, start + 1 + piece.numel(), device=memory.device) * _FINGERPRINT_KEY
+        mixed = piece ^ keys
+        total += ((mixed & 0xFFFFFFFF) * (mixed >> 32 & 0xFFFFFFFF) + (piece << 32 | piece >> 32 & 0xFFFFFFFF)).sum()
+    return int(total) % (1 << 64)
 
 
 def default_device() -> Device:

@@ -20,6 +20,7 @@ class Lease:
     def __init__(self, pool: Pool, buffer: torch.Tensor, nbytes: int) -> None:
         self._pool = pool
         self._buffer: torch.Tensor | None = buffer
+        self._substitute: torch.Tensor | None = None
         self.nbytes = nbytes
 
     @property
@@ -41,19 +42,32 @@ class Lease:
         """
         return self._pool.is_referenced(self._held(), beyond)
 
+    def substitute(self, buffer: torch.Tensor) -> None:
+        """Use `buffer`, one that was quarantined, instead of the pool's, which stays with the lease."""
+        self._held()
+        self._substitute = buffer
+
     def release(self) -> None:
-        buffer, self._buffer = self._held(), None
+        self._held()
+        buffer, self._buffer, self._substitute = self._buffer, None, None
+        assert buffer is not None
         self._pool._give_back(buffer)
 
-    def quarantine(self) -> None:
-        """Give the lease back without ever reusing its memory: somebody else still holds a view of it."""
-        buffer, self._buffer = self._held(), None
-        self._pool._replace(buffer)
+    def quarantine(self) -> torch.Tensor:
+        """Give the lease back, but not the buffer, which somebody else still views: returns it."""
+        held, buffer = self._held(), self._buffer
+        self._buffer = self._substitute = None
+        assert buffer is not None
+        if held is buffer:
+            self._pool._replace(buffer)
+        else:
+            self._pool._give_back(buffer)
+        return held
 
     def _held(self) -> torch.Tensor:
         if self._buffer is None:
             raise LifetimeError("internal error: a lease was used or given back after it was given back")
-        return self._buffer
+        return self._buffer if self._substitute is None else self._substitute
 
 
 class Pool:
@@ -120,7 +134,7 @@ class Pool:
             return None
         return Lease(self, free.pop(0 if self._fifo else -1), nbytes)
 
-    def is_referenced(self, buffer: torch.Tensor, beyond: int) -> bool:
+    def is_referenced(self, buffer: torch.Tensor, beyond: int = 0) -> bool:
         return storage_users(buffer) > self._unused + beyond
 
     def _give_back(self, buffer: torch.Tensor) -> None:

@@ -1,203 +1,216 @@
-"""Hooks on an unmodified model: units are acquired before a module's forward, let go after it, and fetched when
-read elsewhere.
-"""
+"""Hooks on an unmodified model: units are acquired while a module's forward runs, and fetched when read elsewhere."""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
 from infinity.errors import UsageError
-from infinity.units.saved import unit_behind
+from infinity.units import residents
+from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
 
+_REGISTER = nn.Module.register_parameter.__code__
+
 
 class UnitParameters(dict[str, Any]):
-    """A module's `_parameters` that fetches the unit of a parameter when the parameter is read.
+    """A module's `_parameters` that fetches the unit of a parameter when the model's code reads it.
 
     Models read weights outside the module that owns them (DeBERTa, Mamba, tied heads); no registration is asked for.
+    torch.func.functional_call puts tensors in the place of parameters for a time: these are what is read then.
     """
 
-    def __init__(
-        self, parameters: dict[str, Any], unit_of: dict[int, Unit], store: UnitStore, outside: Callable[[], bool]
-    ) -> None:
+    def __init__(self, parameters: dict[str, Any], store: UnitStore, scope: Scope, replaced: Counter[int]) -> None:
         super().__init__(parameters)
-        self._units = {name: unit_of[id(p)] for name, p in parameters.items() if p is not None and id(p) in unit_of}
+        owners = ((name, residents.owner_of(parameter)) for name, parameter in parameters.items())
+        self._units = {name: owner.unit for name, owner in owners if owner is not None}
+        self._managed = {name: parameters[name] for name in self._units}
         self._store = store
-        self._outside = outside
+        self._scope = scope
+        self._replaced = replaced
 
     def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if not self._scope.depth:
+            return parameter  # which fetches its unit itself
         unit = self._units.get(name)
-        if unit is not None:
-            if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
-                self._store.use(unit)
-            if not unit.holds:
-                unit.lent = True
-                unit.exposed = unit.exposed or self._outside()
-        return super().__getitem__(name)
+        if unit is None or parameter is not self._managed[name]:
+            return parameter
+        if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
+            self._store.use(unit)
+        return parameter
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._units and isinstance(value, nn.Parameter) and value is not self.get(name):
+        managed = self._managed.get(name)
+        if managed is not None and value is not managed and sys._getframe(1).f_code is _REGISTER:
             raise UsageError(
                 f"{name} was given another parameter while an engine has the model, which would go on to train the one "
                 "before: close the engine, change the model and make a new one. To change only values, assign to "
                 f"{name}.data, or edit it in place."
             )
+        if managed is not None:
+            index = self._units[name].index
+            self._replaced[index] += (self.get(name) is managed) - (value is managed)
+            if not self._replaced[index]:
+                del self._replaced[index]
         super().__setitem__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _refuse("be copied (copy.deepcopy, AveragedModel)")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("be pickled (pickle, torch.save of a module)")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UsageError(
+        f"the model cannot {what} while an engine has its parameters: read engine.state_dict(), or "
+        "engine.save_checkpoint(); a second model is built anew and takes these values by load_state_dict()."
+    )
 
 
 class ModelHooks:
     """Installs all hooks on a model; `remove` takes them away again.
 
-    on_forward(root is called with gradients or not), on_backward (a graph task starts), on_backward_end (it ended
-    well).
+    on_forward: the root's forward begins. on_entry: that of any module which holds units, the root included. Both are
+    called for forwards that code outside of the model calls, and outside of any backward.
     """
 
     def __init__(
         self,
         model: nn.Module,
         units_of_module: dict[nn.Module, list[Unit]],
-        unit_of: dict[int, Unit],
         store: UnitStore,
         on_forward: Callable[[], None],
-        on_backward: Callable[[], None],
-        on_backward_end: Callable[[], None],
+        on_entry: Callable[[], None],
     ) -> None:
         self._model = model
         self._store = store
+        self._scope = store.scope
         self._on_forward = on_forward
-        self._on_backward = on_backward
-        self._on_backward_end = on_backward_end
-        self._held: dict[nn.Module, list[int]] = {}
-        self._depth = 0
-        self._autocast_cache = True
-        self._running = 0
-        """Forwards under way of modules that hold units."""
-        self.in_backward = False
-        self._handles: list[Any] = [
-            model.register_forward_pre_hook(self._enter_root, prepend=True),
-            model.register_forward_hook(self._leave_root, always_call=True),
-        ]
-        for module, units in units_of_module.items():
-            self._handles.append(module.register_forward_pre_hook(self._acquire(module, units)))
-            self._handles.append(module.register_forward_hook(self._release(module, units), always_call=True))
+        self._on_entry = on_entry
+        self._replaced: Counter[int] = Counter()
+        """unit → how many of its parameters something else stands for now."""
+        self._members: Counter[int] = Counter()
+        """unit → names that its parameters have in modules."""
+        self._open = True
+        self._handles: list[Any] = []
         self._wrapped = [module for module in model.modules() if module._parameters]
         for module in self._wrapped:
-            module.__dict__["_parameters"] = UnitParameters(module._parameters, unit_of, store, self._outside)
+            parameters = UnitParameters(module._parameters, store, self._scope, self._replaced)
+            self._members.update(unit.index for unit in parameters._units.values())
+            module.__dict__["_parameters"] = parameters
             self._handles.append(module.register_state_dict_post_hook(_own_state))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_state))
-
-    def _outside(self) -> bool:
-        """Whether neither the model's forward nor a backward is running."""
-        return self._depth == 0 and torch._C._current_graph_task_id() == -1
+        self._forwards: list[tuple[nn.Module, Any, Any]] = []
+        for module in dict.fromkeys([model, *units_of_module]):
+            self._wrap_forward(module, units_of_module.get(module, []))
+        for module in model.modules():
+            module.__dict__["_apply"] = functools.partial(self._apply, module)
 
     def remove(self) -> None:
+        self._open = False
         for handle in self._handles:
             handle.remove()
         for module in self._wrapped:
             module.__dict__["_parameters"] = dict(module._parameters.items())
+        for module, ours, before in self._forwards:
+            if module.__dict__.get("forward") is ours:  # else somebody has wrapped it, and calls through
+                if before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = before
+        for module in self._model.modules():
+            module.__dict__.pop("_apply", None)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def _enter_root(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._autocast_cache = torch.is_autocast_cache_enabled()
-            if torch._C._current_graph_task_id() == -1:
-                self._on_forward()
+    def _wrap_forward(self, module: nn.Module, units: list[Unit]) -> None:
+        """Have `module.forward` hold `units` while it runs.
 
-    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._depth -= 1
-        if self._depth == 0:
-            torch.set_autocast_cache_enabled(self._autocast_cache)
-            if torch.is_grad_enabled():
-                # The first gradient to flow is the root output's: there the end of this graph task can be asked for.
-                tree_map_only(torch.Tensor, self._watch, output)
-            else:
-                # What is used until the next forward is a cycle of its own: `generate` calls an encoder by itself.
-                self._store.tracer.begin("outside")
-        return _own_outputs(output)
-
-    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.enter_backward())
-        return tensor
-
-    def _acquire(self, module: nn.Module, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
-        def acquire(_: nn.Module, args: Any) -> None:
-            # Autocast keeps casts of leaf parameters until its context ends: they would fill the memory, and be stale
-            # after an update. Set here and not once, as a context that the model enters may switch the cache on again.
-            if not self._depth and not self._running:  # a part of the model that is called by itself
-                self._autocast_cache = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)
-            for unit in units:
-                self._store.hold(unit)
-            self._held.setdefault(module, []).append(len(units))
-            self._running += 1
-
-        return acquire
-
-    def _release(self, module: nn.Module, units: list[Unit]) -> Callable[[nn.Module, Any, Any], Any]:
-        def release(_: nn.Module, args: Any, output: Any) -> Any:
-            held = self._held.get(module)
-            if not held:
-                return None  # the forward was cut short before its units were acquired
-            held.pop()
-            self._running -= 1
-            if not self._depth and not self._running:
-                torch.set_autocast_cache_enabled(self._autocast_cache)
-            for unit in units:
-                self._store.unhold(unit)
-            return _own_outputs(output)
-
-        return release
-
-    # -- backward ----------------------------------------------------------------------------------------------------
-
-    def enter_backward(self) -> None:
-        """A graph task is running; ask to be told when it ends. Nested ones (reentrant checkpoints) belong to the
-        first.
+        Not by hooks before and after it: where the one before is not reached, as another one raised, the one after
+        is called all the same.
         """
-        if not self.in_backward:
-            self.in_backward = True
-            self._on_backward()
-            Variable._execution_engine.queue_callback(self._end)
+        call, scope, store = module.forward, self._scope, self._store
+        is_root = module is self._model
 
-    def _end(self) -> None:
-        self.in_backward = False
-        self._on_backward_end()
+        @functools.wraps(call)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._open:
+                return call(*args, **kwargs)
+            installed = scope.enter(self._enter)
+            held: list[Unit] = []
+            try:
+                if is_root and scope.depth == 1 and torch._C._current_graph_task_id() == -1:
+                    self._on_forward()
+                for unit in units:
+                    if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:
+                        store.hold(unit)
+                        held.append(unit)
+                        if not unit.layout.trainable:
+                            _check_frozen(unit)
+                return _own_outputs(call(*args, **kwargs))
+            finally:
+                for unit in held:
+                    store.unhold(unit)
+                if is_root and scope.depth == 1 and not torch.is_grad_enabled():
+                    # What is used until the next forward is a cycle of its own: `generate` calls an encoder by itself.
+                    store.tracer.begin("outside")
+                scope.leave(installed)
 
-    def reset(self) -> None:
-        """Forget a backward that an exception cut short. Called where a forward of the model starts."""
-        self.in_backward = False
-        self._held = {}
-        self._running = 0
-        for unit in self._store.units:
-            unit.holds = 0
+        before = module.__dict__.get("forward")
+        module.__dict__["forward"] = forward
+        self._forwards.append((module, forward, before))
 
-    def abort(self) -> None:
-        """Forget a forward that something cut short for which modules call no hooks (Ctrl-C)."""
-        self._depth = 0
-        torch.set_autocast_cache_enabled(self._autocast_cache)
-        self.reset()
+    def _enter(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._on_entry()
+
+    def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """`module._apply`, which `.to()`, `.half()` and `.cuda()` call: buffers follow, parameters must stay."""
+        for parameter in module.parameters(recurse):
+            if residents.owner_of(parameter) is not None:
+                before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                after = fn(before)
+                if (after.dtype, after.device) != (before.dtype, before.device):
+                    raise UsageError(
+                        f"{type(module).__name__} was to be moved to {after.dtype} on {after.device} while an engine "
+                        f"has its parameters, which are {before.dtype} on {before.device}: convert the model before "
+                        'infinity.initialize(), or set "bf16" or "fp16" in the config. Nothing was changed.'
+                    )
+        for part in module.modules() if recurse else [module]:
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = fn(buffer)
+        return module
+
+
+def _check_frozen(unit: Unit) -> None:
+    """UsageError for parameters that were frozen when the engine was made, and are not now."""
+    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+        if parameter.requires_grad:
+            raise UsageError(
+                f"{slot.name} was frozen when the engine was made, which keeps no gradient and no optimizer states for "
+                "it, and now requires a gradient. To train it, close the engine and make a new one; parameters that "
+                "were trained when it was made can be frozen and unfrozen at any time."
+            )
 
 
 def _own_state(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """`state_dict()` of a module: its parameters' values instead of placeholders, fetched unit by unit and copied."""
+    """`state_dict()` of a module: copies of its parameters' values, as their memory is only lent to the module."""
     for name in module._parameters:
         key = prefix + name
-        if key in state and not isinstance(
-            state[key], nn.Parameter
-        ):  # keep_vars=True asks for the parameters themselves
-            parameter = module._parameters[name]
-            assert parameter is not None
-            state[key] = parameter.detach().clone()
+        value = state.get(key)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # those are for keep_vars=True
+            state[key] = value.detach().clone()
 
 
 def _refuse_state(module: nn.Module, *_: Any) -> None:
@@ -208,15 +221,17 @@ def _refuse_state(module: nn.Module, *_: Any) -> None:
 
 
 def _own_outputs(output: Any) -> Any:
-    """The output with every tensor that is a view of a unit's buffer cloned; None where there is none."""
+    """The output, with every tensor that is a view of a unit's buffer cloned."""
     changed = False
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal changed
-        if unit_behind(tensor) is None:
+        if residents.behind(tensor) is None:
             return tensor
         changed = True
         return tensor.clone()
 
+    if type(output) is torch.Tensor:
+        return own(output)
     owned = tree_map_only(torch.Tensor, own, output)
-    return owned if changed else None
+    return owned if changed else output

@@ -17,7 +17,8 @@ from torch import nn
 from infinity.errors import ModelError
 from infinity.units.hooks import UnitParameters
 from infinity.units.layout import UnitLayout
-from infinity.units.local import is_distributed, local
+from infinity.units.local import is_distributed
+from infinity.units.released import is_released
 from infinity.units.sources import Source, is_loaded, source_of
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import placeholder
@@ -54,7 +55,7 @@ def check_values(model: nn.Module) -> None:
                 f"parameter {name} is a DTensor on the meta device: give the model its values before "
                 "parallelize_module, or build it on the cpu"
             )
-        if not parameter.is_meta and local(parameter).untyped_storage().nbytes() < local(parameter).nbytes:
+        if is_released(parameter):
             raise ModelError(
                 f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it anew, "
                 "and load a checkpoint of that engine into the new one."

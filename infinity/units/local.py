@@ -16,6 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of no subclass, and its values are its memory's and no more."""
+    return type(tensor) in _PLAIN
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a DTensor."""
     if type(tensor) in _PLAIN:

@@ -4,140 +4,210 @@ PyTorch's saved-tensor hooks replace every tensor that autograd saves out of a u
 stride, version), views such as `weight.t()` included, and give back a view on the buffer the unit is in when backward
 asks, fetching it if need be. So buffers are reused freely between forward and backward.
 
-The hooks are installed while an engine is open, in the thread that opened it; autograd's own threads inherit them.
-They switch off PyTorch's check for in-place edits, so they make it themselves, for all tensors.
+The hooks follow the forward: they are installed while a module of the model runs, in whatever thread that is, on top of
+hooks of the user's (non-reentrant checkpoints, `save_on_cpu`), which get everything but the unit's parameters. They
+switch off PyTorch's check for in-place edits, so they make it themselves.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from infinity.errors import LifetimeError
-from infinity.units.local import has_storage, local, of_spec, spec_of
-from infinity.units.unit import Unit
+from infinity.units import residents
+from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_of
+from infinity.units.modes import outside_modes
+from infinity.units.released import is_released, version_of
+from infinity.units.residents import Owner
 
 if TYPE_CHECKING:
     from infinity.units.store import UnitStore
+    from infinity.units.unit import Unit
+
+_Pack = Callable[[torch.Tensor], Any]
+_Unpack = Callable[[Any], torch.Tensor]
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 class _Reference:
     """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive."""
 
-    __slots__ = ("dtype", "generation", "offset", "size", "slot", "spec", "store", "stride", "token", "unit", "version")
+    __slots__ = (
+        "conj",
+        "dtype",
+        "generation",
+        "neg",
+        "offset",
+        "size",
+        "slot",
+        "spec",
+        "store",
+        "stride",
+        "token",
+        "unit",
+        "version",
+    )
 
     def __init__(self, saved: torch.Tensor, unit: Unit, store: UnitStore) -> None:
         tensor = local(saved)
-        start = tensor.storage_offset() * tensor.element_size() // unit.layout.dtype.itemsize
-        self.unit = unit
-        self.store = store
-        self.generation = unit.generation
-        self.slot = unit.layout.slot_at(start)
-        self.version = unit.parameters[self.slot]._version
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.token = unit.token
+        # Lazy bits of the view, which are no part of the memory.
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
         self.spec = spec_of(saved)
+        self.slot = unit.layout.slot_at(self.offset * tensor.element_size() // unit.layout.dtype.itemsize)
+        self._of(unit, store, version_of(unit.parameters[self.slot]))
+
+    @classmethod
+    def to_released(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
+        """A reference to a whole parameter of a unit that is not resident."""
+        unit, store, slot = owner
+        made = cls.__new__(cls)
+        place = unit.layout.slots[slot]
+        made.dtype, made.offset, made.size = unit.layout.dtype, place.offset, torch.Size(place.shape)
+        made.stride = unit.strides[slot]
+        made.conj = made.neg = False
+        made.slot = slot
+        made.spec = spec_of(parameter)
+        made._of(unit, store, version_of(unit.parameters[slot]))
+        return made
+
+    def _of(self, unit: Unit, store: UnitStore, version: int) -> None:
+        self.unit = unit
+        self.store = store
+        self.generation = unit.generation
+        self.version = version
+        self.token = unit.token
+
+    def view(self) -> torch.Tensor:
+        """The tensor on the buffer that the unit is in now."""
+        unit = self.unit
+        if unit.generation != self.generation:
+            raise LifetimeError(
+                f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set "
+                'infinity.update to "next_forward", or finish every backward of a step before engine.step().'
+            )
+        self.store.use(unit)
+        parameter = unit.parameters[self.slot]
+        if (version := version_of(parameter)) != self.version:
+            raise LifetimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"parameter {unit.layout.slots[self.slot].name} is at version {version}, but version "
+                f"{self.version} was saved. Edit parameters after backward, under torch.no_grad()."
+            )
+        assert unit.lease is not None
+        with outside_modes():
+            whole = unit.lease.flat(unit.layout.dtype)
+            if self.dtype != unit.layout.dtype:
+                whole = whole.view(self.dtype)
+            found = whole.as_strided(self.size, self.stride, self.offset)
+            if self.conj:
+                found = found.conj()
+            if self.neg:
+                found = torch._neg_view(found)
+            return of_spec(found, self.spec)
 
 
 class _Kept(NamedTuple):
+    """A tensor that is in no unit's buffer, and its version."""
+
     tensor: torch.Tensor
     version: int
 
-
-# Weak, so that an engine that is dropped without being closed can end.
-_resident: dict[int, tuple[weakref.ref[Unit], weakref.ref[UnitStore]]] = {}
-_open_engines = 0
-
-
-def register(unit: Unit, store: UnitStore) -> None:
-    """`unit`'s buffer holds its parameters from now on."""
-    assert unit.lease is not None
-    _resident[unit.lease.address] = (weakref.ref(unit), weakref.ref(store))
+    def check(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise LifetimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(self.tensor.shape)} is at version {self.tensor._version}, but version "
+                f"{self.version} was saved. Do the edit out of place, or after backward."
+            )
+        return self.tensor
 
 
-def unregister(unit: Unit) -> None:
-    assert unit.lease is not None
-    _resident.pop(unit.lease.address, None)
+class _Passed(NamedTuple):
+    """What the user's hooks made of a tensor, and the one that undoes it."""
+
+    unpack: _Unpack
+    packed: Any
 
 
-def unit_behind(tensor: torch.Tensor) -> Unit | None:
-    """The resident unit whose buffer `tensor` is a view of."""
-    found = _behind(tensor)
-    return found[0] if found else None
+class SavedTensors:
+    """The saved-tensor hooks of one engine. on_unpack: called whenever autograd asks for a tensor saved under them."""
+
+    def __init__(self, on_unpack: Callable[[], None]) -> None:
+        self._on_unpack = on_unpack
+        self._unpack_hook = self._unpack
+        """One object, by which the hooks are recognised."""
+
+    def install(self, *, over_others: bool = True) -> bool:
+        """Make these the hooks of this thread. False, where they are already, or torch.func forbids hooks, or there are
+        the user's and they are not to go over them: nothing is to be undone then.
+        """
+        top = _top(True)
+        if not _are_allowed() or (top is not None and (top[1] is self._unpack_hook or not over_others)):
+            return False
+        if top is None:
+            _push(_pack, self._unpack_hook)
+        else:
+            _push(_packing_over(*top), self._unpack_hook)
+        return True
+
+    def uninstall(self) -> None:
+        """Undo an `install` that returned True, in the same thread."""
+        _pop()
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self._on_unpack()
+        if isinstance(packed, _Reference):
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+                # A graph of this backward is being recorded. autograd restores the thread's hooks after each node.
+                self.install()
+            return packed.view()
+        if isinstance(packed, _Kept):
+            return packed.check()
+        if isinstance(packed, _Passed):
+            return packed.unpack(packed.packed)
+        tensor: torch.Tensor = packed
+        return tensor
 
 
-def _behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
-    values = local(tensor)
-    found = _resident.get(values.untyped_storage().data_ptr()) if has_storage(values) else None
-    if found is None:
-        return None
-    unit, store = found[0](), found[1]()
-    return None if unit is None or store is None else (unit, store)
+def _reference(tensor: torch.Tensor) -> _Reference | None:
+    """A reference that restores `tensor` faithfully; None where there is none."""
+    if is_released(tensor):
+        owner = residents.owner_of(tensor)
+        return None if owner is None else _Reference.to_released(tensor, owner)
+    if not (is_plain(tensor) or is_distributed(tensor)):
+        return None  # a subclass may carry more than its memory
+    found = residents.behind(tensor)
+    return None if found is None else _Reference(tensor, *found)
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    if tensor.is_inference():
-        return tensor
-    found = _behind(tensor)
-    if found is None:
+    with outside_modes():
+        reference = _reference(tensor)
+        if reference is not None:
+            return reference
+        if tensor.is_inference():
+            return tensor
         # Detached: an output saved by the node that made it would keep that node alive for ever.
         return _Kept(tensor.detach(), tensor._version)
-    return _Reference(tensor, *found)
 
 
-def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, _Kept):
-        if packed.tensor._version != packed.version:
-            raise LifetimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "tensor of shape "
-                f"{list(packed.tensor.shape)} is at version {packed.tensor._version}, but version {packed.version} "
-                "was saved. "
-                "Do the edit out of place, or after backward."
-            )
-        return packed.tensor
-    if isinstance(packed, torch.Tensor):
-        return packed
-    reference: _Reference = packed
-    unit = reference.unit
-    if unit.generation != reference.generation:
-        raise LifetimeError(
-            f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set "
-            "infinity.update to "
-            '"next_forward", or finish every backward of a step before engine.step().'
-        )
-    reference.store.use(unit)
-    parameter = unit.parameters[reference.slot]
-    if parameter._version != reference.version:
-        raise LifetimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: parameter "
-            f"{unit.layout.slots[reference.slot].name} is at version {parameter._version}, but version "
-            f"{reference.version} was saved. "
-            "Edit parameters after backward, under torch.no_grad()."
-        )
-    assert unit.lease is not None
-    whole = unit.lease.flat(unit.layout.dtype)
-    if reference.dtype != unit.layout.dtype:
-        whole = whole.view(reference.dtype)
-    return of_spec(whole.as_strided(reference.size, reference.stride, reference.offset), reference.spec)
+def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
+    """As `_pack`, where the user's hooks get what is in no unit."""
 
+    def over(tensor: torch.Tensor) -> Any:
+        with outside_modes():
+            reference = _reference(tensor)
+        return _Passed(unpack, pack(tensor)) if reference is None else reference
 
-def install() -> None:
-    """Called once per engine that opens."""
-    global _open_engines
-    if _open_engines == 0:
-        torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
-    _open_engines += 1
-
-
-def uninstall() -> None:
-    """Called once per engine that closes."""
-    global _open_engines
-    _open_engines -= 1
-    if _open_engines == 0:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return over

@@ -2,8 +2,12 @@
 
 Device buffers are a fixed pool. A unit that is wanted takes a free buffer, or the buffer of the resident unit whose
 next use is furthest away (Belady's rule over the recorded trace; least recently used while there is none). Nothing is
-released before its buffer is needed, and nothing is released that is held by a running forward, viewed by somebody, or
-still being written.
+released before its buffer is needed, and nothing is released that is held by a running forward or still being written.
+A unit that somebody views goes last; its buffer is kept for it, so that the view shows its values again once the unit
+is fetched (`infinity.units.views`).
+
+An edit of a parameter is found by comparing fingerprints of the buffer when the unit leaves it, however the edit was
+made: `.data`, `.detach().numpy()` and custom kernels leave no version.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from contextlib import contextmanager
 import torch
 
 from infinity.comm.collectives import Ranks
-from infinity.errors import InfinityError, RanksError
+from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.optim.job import UpdateJob
 from infinity.optim.update import UpdatePipeline
@@ -27,8 +31,11 @@ from infinity.tiers.device import Device
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Both, Transfer
-from infinity.units import saved
+from infinity.units import residents
+from infinity.units.modes import outside_modes
+from infinity.units.scope import Scope
 from infinity.units.unit import Residency, Unit
+from infinity.units.views import KeptBuffer
 
 
 class UnitStore:
@@ -43,15 +50,15 @@ class UnitStore:
         device: Device,
         ranks: Ranks,
         prefetch_bytes: int,
+        scope: Scope,
     ) -> None:
+        self.scope = scope
         self.units = list(units)
         self.tracer = Tracer()
         self.wait_seconds = 0.0
         self.fetches = 0
         self.quarantined: set[int] = set()
         """Units whose buffer was released while somebody had a view of it."""
-        self.lingered: set[int] = set()
-        """Units that were released while somebody was using a parameter it was lent."""
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
         """A transfer that failed: what it should have moved is not where it should be, and nothing may build on it."""
         self.pipeline: UpdatePipeline | None = None
@@ -65,13 +72,25 @@ class UnitStore:
         self._device = device
         self._ranks = ranks
         self._prefetch_bytes = prefetch_bytes
+        self._kept: dict[int, KeptBuffer] = {}
+        """unit → the buffer it was released from while somebody viewed it."""
+        for unit in self.units:
+            residents.add_parameters(unit, self)
 
     # -- use ---------------------------------------------------------------------------------------------------------
 
     def use(self, unit: Unit) -> None:
         """The unit's parameters are needed now: wait until they are resident, and start what the trace says comes
         next.
+
+        UsageError if the present step's gradient has changed them already: what was there before is gone.
         """
+        if unit.updated_early:
+            raise UsageError(
+                f"unit {unit.name} is needed between backward and engine.step(), and its update during backward has "
+                "overwritten the parameters of before. Call engine.step() first, or set infinity.update to "
+                '"next_forward", which changes nothing before engine.step().'
+            )
         news = self.tracer.touch(unit.index)
         if news:
             self.on_move(unit, self.tracer.passed)
@@ -92,11 +111,10 @@ class UnitStore:
     def finished_with(self, unit: Unit) -> bool:
         """Whether nothing in this step needs the unit's parameters any more, so that its update may start.
 
-        No running forward, no saved tensor, no view, no code that was lent a parameter and, as far as the trace knows,
-        no recomputation.
+        No running forward, no saved tensor, no view and, as far as the trace knows, no recomputation.
         """
         resident = unit.residency is Residency.RESIDENT
-        wanted = unit.holds or unit.references or unit.is_lent()
+        wanted = unit.holds or unit.references
         if resident and not wanted and self._ranks.alone:
             # Non-reentrant recomputation keeps views themselves until backward has used them. Several ranks, which must
             # decide alike, are sure of that by `passed`.
@@ -109,7 +127,7 @@ class UnitStore:
     def _moving(self) -> Iterator[None]:
         try:
             # Buffers and the tensors that move them outlive a user's inference mode, and must not be of its kind.
-            with uninterrupted(), torch.inference_mode(False):
+            with uninterrupted(), torch.inference_mode(False), outside_modes():
                 yield
         except (OSError, ForcedInterrupt, RanksError) as error:
             self.failure = error
@@ -122,31 +140,41 @@ class UnitStore:
 
     def _arrive(self, unit: Unit) -> None:
         if unit.residency is Residency.RELEASED:
-            unit.check_placeholders()
-            lease = self._lease_for(unit)
-            self._start(unit, lease)
+            self._start(unit, self._lease_for(unit))
         if unit.residency is Residency.UPDATING:
             self._follow_update(unit)
+        if unit.residency is Residency.RESIDENT:
+            return
         assert unit.transfer is not None
         transfer, unit.transfer = unit.transfer, None
         began = time.perf_counter()
         try:
             self._device.await_copy(transfer)
         except BaseException:
-            self._drop(unit)
+            self._drop(unit, valid=False)
             raise
         self.wait_seconds += time.perf_counter() - began
+        self._land(unit)
+
+    def _land(self, unit: Unit) -> None:
+        """FETCHING → RESIDENT."""
         unit.move(Residency.RESIDENT)
         unit.bind()
-        saved.register(unit, self)
+        residents.add_buffer(unit, self)
+        self.scope.add(unit)
+        if unit.fingerprint is None:
+            unit.fingerprint = self._fingerprint(unit)
 
     def _start(self, unit: Unit, lease: Lease) -> None:
         """RELEASED → FETCHING, by way of the update that is due."""
         unit.lease = lease
         self.fetches += 1
+        self._reattach(unit)
         if unit.pending_job is not None:
             self.start_update(unit, unit.pending_job)
             self._follow_update(unit)
+            return
+        if unit.residency is Residency.RESIDENT:
             return
         unit.move(Residency.FETCHING)
         extent = self._placement.of(unit.index, State.PARAM)
@@ -171,7 +199,6 @@ class UnitStore:
                 self._follow_update(unit)
             if unit.residency is not Residency.RELEASED:
                 continue
-            unit.check_placeholders()
             lease = self._lease_ahead(unit)
             if lease is None:
                 return
@@ -188,18 +215,19 @@ class UnitStore:
         arrives: Transfer | None = None
         if unit.residency is Residency.RESIDENT:
             arrives = DONE
-            if unit.edited():
+            if self._was_edited(unit):
                 if unit.job is not None:
                     unit.job.done.wait()
                 unit.copied.wait()
                 self.adopt(unit)
-            saved.unregister(unit)
+            self._leave(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
         unit.unbind()
         unit.move(Residency.UPDATING)
         unit.pending_job = None
-        unit.generation += 1
+        unit.updated_early = job.gradient is not None
+        self.rewritten(unit)
         job.after = unit.copied if unit.job is None else Both(unit.job.done, unit.copied)
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
@@ -211,12 +239,24 @@ class UnitStore:
             for unit in self.units:
                 if unit.pending_job is not None:
                     if unit.residency is Residency.RELEASED:
-                        unit.check_placeholders()
                         unit.lease = self._lease_for(unit)
+                        self._reattach(unit)
                     self.start_update(unit, unit.pending_job)
             for unit in self.units:
                 if unit.job is not None:
                     unit.job.done.wait()
+
+    def rewritten(self, unit: Unit) -> None:
+        """The unit's parameters are, or are about to be, others than before: saved references and fingerprints of
+        before are void.
+        """
+        unit.generation += 1
+        unit.fingerprint = None
+
+    def end_step(self) -> None:
+        """The step's updates belong to it now: what they changed may be seen."""
+        for unit in self.units:
+            unit.updated_early = False
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -231,8 +271,10 @@ class UnitStore:
         """Take the parameters out of the buffers without writing anything back: the engine ends after an error."""
         for unit in self.units:
             if unit.residency is Residency.RESIDENT:
-                saved.unregister(unit)
+                self._leave(unit)
                 unit.unbind()
+            residents.remove_parameters(unit)
+        self._kept.clear()
 
     def _evict(self, unit: Unit) -> None:
         if unit.job is not None:
@@ -242,29 +284,64 @@ class UnitStore:
             transfer, unit.transfer = unit.transfer, None
             transfer.wait()
         if unit.residency is Residency.RESIDENT:
-            if unit.edited():
+            if self._was_edited(unit):
                 unit.copied.wait()
                 self.adopt(unit)
                 self._write_back(unit)
-            saved.unregister(unit)
-            if unit.is_lent():
-                unit.linger()
-            else:
-                unit.unbind()
+                unit.fingerprint = self._fingerprint(unit)
+            self._leave(unit)
+            unit.unbind()
         self._drop(unit)
 
-    def _drop(self, unit: Unit) -> None:
+    def _drop(self, unit: Unit, *, valid: bool = True) -> None:
+        """→ RELEASED. valid: the buffer holds the unit's parameters."""
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
-        lease, unit.lease = unit.lease, None
-        if unit.lingers:
-            lease.quarantine()
-            self.lingered.add(unit.index)
-        elif lease.is_referenced():
-            lease.quarantine()
+        if unit.lease.is_referenced():
             self._name_viewer(unit)
+            generation, fingerprint = unit.generation if valid else -1, self._fingerprint(unit)
+            lease, unit.lease = unit.lease, None
+            self._kept[unit.index] = KeptBuffer(lease.quarantine(), generation, fingerprint)
         else:
+            lease, unit.lease = unit.lease, None
             lease.release()
+
+    def _reattach(self, unit: Unit) -> None:
+        """Let a unit that was just given a lease use the buffer that views of it refer to, if there is one.
+
+        Where it still holds the present parameters the unit is RESIDENT at once, and edits made through views count.
+        LifetimeError for edits of parameters that have been written anew since.
+        """
+        kept = self._kept.pop(unit.index, None)
+        if kept is None or not self._pool.is_referenced(kept.buffer):
+            return
+        assert unit.lease is not None
+        present = kept.generation == unit.generation
+        unit.lease.substitute(kept.buffer)
+        if present and self._ranks.alone:
+            unit.move(Residency.FETCHING)
+            self._land(unit)
+        elif self._fingerprint(unit) != kept.fingerprint:
+            lease, unit.lease = unit.lease, None
+            lease.release()
+            raise LifetimeError(
+                f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
+                "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
+            )
+
+    def _leave(self, unit: Unit) -> None:
+        """The buffer of a resident unit is no longer its parameters' memory."""
+        residents.remove_buffer(unit)
+        self.scope.remove(unit)
+
+    def _was_edited(self, unit: Unit) -> bool:
+        """Whether the buffer of a resident unit differs from what its tier has; takes over data that was assigned."""
+        unit.adopt_assigned()
+        return self._fingerprint(unit) != unit.fingerprint
+
+    def _fingerprint(self, unit: Unit) -> int:
+        assert unit.lease is not None
+        return self._device.fingerprint(unit.lease.tensor)
 
     def _write_back(self, unit: Unit) -> None:
         extent = self._placement.of(unit.index, State.PARAM)
@@ -275,10 +352,9 @@ class UnitStore:
         if unit.index not in self.quarantined and not handling:
             self.quarantined.add(unit.index)
             warnings.warn(
-                f"something still refers to the parameters of unit {unit.name} after it was released: a view that a "
-                "module kept, or a non-reentrant checkpoint over more units than fit. The values stay valid, at the "
-                "price of one more buffer; keep `parameter.clone()`, or checkpoint fewer blocks at a time, to avoid "
-                "that.",
+                f"something still refers to the parameters of unit {unit.name} after it was released: a view of them "
+                "that somebody keeps. It shows their values all the same, at the price of one more buffer; keep the "
+                "parameter itself, or `parameter.clone()`, to avoid that.",
                 stacklevel=2,
             )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from infinity.errors import LifetimeError, ResidencyError
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
+from infinity.units import released
 from infinity.units.layout import UnitLayout
 from infinity.units.local import local, set_local
 
@@ -50,7 +51,7 @@ _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks
-    them.
+    them. Its values reach nobody who asks through PyTorch's Python interface (`infinity.units.released`).
     """
     key = (dtype, device)
     if key not in _placeholders:
@@ -80,20 +81,17 @@ class Unit:
         self.job: UpdateJob | None = None
         self.pending_job: UpdateJob | None = None
         """An update that is due before the next use and has not been started."""
+        self.updated_early = False
+        """The present step's gradient has changed the parameters already, before `engine.step()`."""
         self.copied: Transfer = DONE
         """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
-        self.exposed = False
-        """Whether a parameter was read outside of the model's forward and backward: it may be edited through `.data`,
-        which leaves no trace."""
-        self.lent = False
-        """Whether a parameter was handed out to code that runs outside of the modules that hold the unit, and may keep
-        it: DeBERTa passes the weight of an embedding on to all its layers."""
-        self._versions: list[int] = []
-        self._referrers: list[int] = []
-        self._accumulators: list[Any] = []
-        """Kept so that every parameter is always referred to by one: a graph does, and that must not count."""
-        self._lingering: list[int] = []
-        """Addresses of parameters that are left what they were in a released buffer; empty: they are placeholders."""
+        self.fingerprint: int | None = None
+        """Of the bytes that the tiers hold, by `Device.fingerprint`; None: unknown, since they were written anew."""
+        self.strides = [_strides(slot.shape) for slot in layout.slots]
+        """By slot, of the parameter in the unit's flat tensor."""
+        self._places = [(slot.shape, self.strides[n], slot.offset) for n, slot in enumerate(layout.slots)]
+        self._views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        """Address, shape and stride of each parameter, as `bind` left it."""
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
         """Count one more update of these slots; slot → its number, from 1."""
@@ -134,93 +132,60 @@ class Unit:
         return self.lease.tensor[rank * nbytes : (rank + 1) * nbytes]
 
     def bind(self) -> None:
-        """Make the parameters views of the leased buffer."""
-        for parameter, view in self._views():
-            set_local(parameter, view)
-        del parameter  # it would count below
-        if not self._accumulators:  # made here, as they remember the dtype
-            edge = torch.autograd.graph.get_gradient_edge
-            self._accumulators = [edge(parameter).node for parameter in self.parameters if parameter.requires_grad]
-        self._versions = [parameter._version for parameter in self.parameters]
-        if not (self._lingering and self.is_lent()):  # else the same code still has what it was lent
-            self._referrers = self._count_referrers()
-            self.lent = False
-        self._lingering = []
-        self.exposed = False
+        """Make the parameters views of the leased buffer, of their own type."""
+        flat = self.flat()
+        released.restore(self.parameters)
+        for parameter, place in zip(self.parameters, self._places, strict=True):
+            set_local(parameter, flat.as_strided(*place))
+        self._views = self._present_views()
 
     def unbind(self) -> None:
-        """Make the parameters placeholders."""
+        """Make the parameters placeholders, which fetch the unit when they are used."""
+        released.restore(self.parameters)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             set_local(parameter, placeholder(slot.shape, self.layout.dtype, self.device))
-        self._lingering = []
-        self._versions = [parameter._version for parameter in self.parameters]
+        released.release(self.parameters)
 
-    def check_placeholders(self) -> None:
-        """LifetimeError if a parameter was edited while it was a placeholder; the edit is gone then."""
-        nowhere = placeholder((), self.layout.dtype, self.device)
-        expected = self._lingering or [nowhere.data_ptr()] * len(self.parameters)
-        changed = [
-            slot.name
-            for slot, parameter, version, pointer in zip(
-                self.layout.slots, self.parameters, self._versions, expected, strict=True
-            )
-            if parameter._version != version or (local(parameter).data_ptr() != pointer and parameter.numel())
-        ]
-        if not changed and nowhere.is_floating_point() and nowhere.device.type == "cpu" and not nowhere.isnan():
-            changed = ["a parameter"]  # through `.data`, which leaves no trace but in what all placeholders share
-        if changed:
-            nowhere.fill_(float("nan"))
-            self.unbind()
-            raise LifetimeError(
-                f"{changed[0]} was changed while its unit was released, so the change is lost: parameters() hands out "
-                "placeholders. Read a parameter as an attribute of its module (module.weight) right before the edit."
-            )
-
-    def edited(self) -> bool:
-        """Whether parameters were changed since `bind`, or may have been; takes over data that a user assigned.
+    def adopt_assigned(self) -> None:
+        """Copy data that a user assigned (`parameter.data = …`) into the buffer, and view it again.
 
         Raises LifetimeError for data of another shape, which is dropped.
         """
-        changed = self.exposed or any(p._version != v for p, v in zip(self.parameters, self._versions, strict=True))
-        for (parameter, view), slot in zip(self._views(), self.layout.slots, strict=True):
-            now = local(parameter).data
-            if (now.data_ptr(), now.shape, now.stride()) == (view.data_ptr(), view.shape, view.stride()):
-                continue
-            set_local(parameter, view)
-            if now.shape != view.shape:
-                raise LifetimeError(
-                    f"{slot.name} was given data of shape {list(now.shape)} while an engine has the model, where its "
-                    f"shape is {list(view.shape)}: the data was dropped. Close the engine, change the model and make a "
-                    "new one."
-                )
-            view.copy_(now.clone())  # which may be a view of the same memory
-            changed = True
-        return changed
-
-    def _views(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter and its place in the leased buffer."""
+        present = self._present_views()
+        if present == self._views:
+            return
         flat = self.flat()
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            yield parameter, flat[slot.offset : slot.stop].view(slot.shape)
+        guarded = released.is_released(self.parameters[0])
+        released.restore(self.parameters)
+        for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
+            if present[number] == self._views[number]:
+                continue
+            view, assigned = flat.as_strided(*self._places[number]), local(parameter).data
+            set_local(parameter, view)
+            if assigned.shape != view.shape:
+                raise LifetimeError(
+                    f"{slot.name} was given data of shape {list(assigned.shape)} while an engine has the model, where "
+                    f"its shape is {list(view.shape)}: the data was dropped. Close the engine, change the model and "
+                    "make a new one."
+                )
+            view.copy_(assigned.clone())  # which may be a view of the same memory
+        if guarded:
+            released.release(self.parameters)
 
-    def linger(self) -> None:
-        """Release the unit, but leave its parameters what they were: whoever was lent one goes on to use it."""
-        self._versions = [parameter._version for parameter in self.parameters]
-        self._lingering = [local(parameter).data_ptr() for parameter in self.parameters]
-
-    @property
-    def lingers(self) -> bool:
-        """Whether the unit's parameters are left what they were in a buffer that it no longer has."""
-        return bool(self._lingering)
-
-    def is_lent(self) -> bool:
-        """Whether code that was handed a parameter still has it: there are more references than when it was bound."""
-        return self.lent and any(now > then for now, then in zip(self._count_referrers(), self._referrers, strict=True))
-
-    def _count_referrers(self) -> list[int]:
-        return [sys.getrefcount(parameter) for parameter in self.parameters]
+    def _present_views(self) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(p.data_ptr(), p.shape, p.stride()) for p in map(local, self.parameters)]
 
     def is_viewed(self) -> bool:
-        """Whether anything but the unit's own modules refers to its buffer or its parameters."""
+        """Whether anything but the unit's parameters refers to its buffer."""
         assert self.lease is not None
-        return self.is_lent() or self.lease.is_referenced(beyond=len(self.parameters))
+        return self.lease.is_referenced(beyond=len(self.parameters))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))

@@ -65,13 +65,11 @@ def assert_trains_like_plain(
     loss: float = 1e-6,
     parameters: float = 1e-5,
     quarantines: bool = False,
-    lingers: bool | None = None,
     **options: Any,
 ) -> Result:
     """fp32 training by the engine and by a plain loop agree; fewer units are resident at once than there are.
 
-    units: the least number the model must make. quarantines: views are kept. lingers: parameters
-    are kept, None if either will do.
+    units: the least number the model must make. quarantines: views are kept.
     """
     config = engine_config(**{"prefetch_bytes": 0, **options})
     expected = plain(seeded(make), batches, config, loss_of)
@@ -86,7 +84,6 @@ def assert_trains_like_plain(
             losses.append(loss_now.item())
         del loss_now
         assert bool(engine.parts.store.quarantined) == quarantines
-        assert lingers in (None, bool(engine.parts.store.lingered))
         assert residents.most <= pool_buffers(engine)
         assert residents.most < len(engine.units)
         result = Result(losses, parameters_of(engine), len(engine.units))

@@ -164,7 +164,7 @@ def test_more_parameters_that_are_passed_on_than_fit(options: dict[str, Any], la
             return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
     device = LateDevice() if late else None
-    assert_trains_like_plain(lambda: Many(depth=8), BATCHES, units=10, lingers=True, device=device, **options)
+    assert_trains_like_plain(lambda: Many(depth=8), BATCHES, units=10, device=device, **options)
 
 
 def test_a_list_of_parameters_that_the_user_keeps(make_engine: OpenEngine) -> None:

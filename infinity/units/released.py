@@ -1,0 +1,200 @@
+"""Parameter objects that fetch their unit when an operation asks for their values.
+
+Anyone may keep a Parameter: a custom function (`ctx.w = w`), a list made in `__init__`, the training loop. While its
+unit is released, and always outside of the model's forward, its type is a subclass whose `__torch_function__` makes the
+unit resident before the operation runs. So every holder sees the present values. In the model's forward a resident
+parameter has its own type and costs nothing. Operations that look at metadata only (shape, dtype, hooks, `.grad`) fetch
+nothing.
+
+PyTorch changes the type of a parameter in the same way (`UninitializedParameter.materialize`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from infinity.errors import UsageError
+from infinity.units.residents import Owner, owner_of
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+_GETTERS = (
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_quantized",
+    "is_sparse",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+)
+_SETTERS = ("_backward_hooks", "_post_accumulate_grad_hooks", "grad", "requires_grad")
+_METHODS = (
+    "__len__",
+    "backward",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_floating_point",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "size",
+)
+
+
+def _metadata() -> Iterator[Any]:
+    for name in _GETTERS:
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name).__get__
+    for name in _SETTERS:
+        yield getattr(torch.Tensor, name).__set__
+    yield from (getattr(torch.Tensor, name) for name in _METHODS)
+    # They take tensors to find gradients for, and ask nothing of their values.
+    yield from (torch.autograd.backward, torch.autograd.grad, torch.is_floating_point, torch.is_complex, torch.numel)
+
+
+_METADATA = frozenset(_metadata())
+_WRITES = re.compile(r"(?!__).*_$|__i\w+__$|__[gs]et(item)?__$")
+"""Names of operations that write into a tensor, or give access to its attributes."""
+
+
+class Released:
+    """Mixin of the types that `release` gives to parameters."""
+
+    __slots__ = ()
+    _kind: type
+    """The type that the parameter has while its unit is resident."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        # A checkpoint counts what it saves in forward and in recomputation, where this may be another kind of use: its
+        # hooks see every tensor. What other hooks keep must not be the parameter itself, whose memory changes hands.
+        recorded = _hooks(True) and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        with _whole(_owners((args, kwargs))):
+            if recorded and not _WRITES.match(func.__name__):
+                args, kwargs = tree_map_only(nn.Parameter, _alias, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _whole([_owner(self)]):
+            return copy.deepcopy(self, memo)
+
+
+@contextmanager
+def _whole(owners: Iterable[Owner]) -> Iterator[None]:
+    """In the block these parameters have their values and their own types."""
+    with ExitStack() as undo:
+        for unit, store, _ in owners:
+            undo.callback(store.scope.leave, store.scope.enter(over_others=False))
+            store.hold(unit)
+            undo.callback(store.unhold, unit)
+        yield
+
+
+def _alias(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.view_as(parameter)
+
+
+def _owners(values: Any) -> Iterator[Owner]:
+    """The owners of all managed parameters among the arguments of an operation, resident ones too: fetching one unit
+    must not evict another.
+    """
+    if isinstance(values, torch.Tensor):
+        if isinstance(values, Released):
+            yield _owner(values)
+        elif isinstance(values, nn.Parameter) and (owner := owner_of(values)) is not None:
+            yield owner
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _owners(value)
+    elif isinstance(values, dict):
+        yield from _owners(list(values.values()))
+
+
+def _owner(parameter: Any) -> Owner:
+    owner = owner_of(parameter)
+    if owner is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = list(parameter.shape)
+        raise UsageError(
+            f"a parameter of shape {shape} was used, whose engine is closed or belongs to another process: its values "
+            "are gone from memory. Read them before engine.close(), call engine.close(restore=True), or load a "
+            "checkpoint into a new engine."
+        )
+    return owner
+
+
+def version_of(parameter: nn.Parameter) -> int:
+    """How often `parameter` was edited in place, as far as PyTorch notices."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
+
+
+_types: dict[type, type] = {}
+
+
+def _released_type(kind: type) -> type:
+    made = _types.get(kind)
+    if made is None:
+        body = {"__slots__": (), "_kind": kind, "__module__": __name__}
+        made = _types[kind] = type(kind)(f"Released{kind.__name__}", (Released, kind), body)
+    return made
+
+
+def is_released(parameter: object) -> bool:
+    """Whether `parameter` is of a released unit and its memory holds no values."""
+    return isinstance(parameter, Released)
+
+
+def release(parameters: Iterable[nn.Parameter]) -> None:
+    """Make every use of these parameters from now on fetch their unit first."""
+    for parameter in parameters:
+        kind = type(parameter)
+        if not issubclass(kind, Released):
+            parameter.__class__ = _released_type(kind)
+
+
+def restore(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `release`: the parameters have values, or are about to, and keep them while they are used."""
+    for parameter in parameters:
+        kind = type(parameter)
+        if issubclass(kind, Released):
+            parameter.__class__ = kind._kind

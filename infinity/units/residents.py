@@ -1,0 +1,91 @@
+"""Registry of managed parameters and resident buffers: finds the unit behind a tensor."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.units.local import has_storage, local
+
+if TYPE_CHECKING:
+    from infinity.units.store import UnitStore
+    from infinity.units.unit import Unit
+
+
+class Owner(NamedTuple):
+    """The unit and slot that a parameter belongs to, and the store that fetches it."""
+
+    unit: Unit
+    store: UnitStore
+    slot: int
+
+
+# Weak, so that an engine that is dropped without being closed can end.
+_References = tuple["weakref.ref[Unit]", "weakref.ref[UnitStore]"]
+_buffers: dict[int, _References] = {}
+_parameters: dict[int, tuple[weakref.ref[Unit], weakref.ref[UnitStore], int]] = {}
+
+
+def add_parameters(unit: Unit, store: UnitStore) -> None:
+    """Register `unit` as the owner of its parameters."""
+    references = weakref.ref(unit), weakref.ref(store)
+    for slot, parameter in enumerate(unit.parameters):
+        _parameters[id(parameter)] = (*references, slot)
+
+
+def remove_parameters(unit: Unit) -> None:
+    for parameter in unit.parameters:
+        _parameters.pop(id(parameter), None)
+
+
+def owner_of(parameter: object) -> Owner | None:
+    """The owner of a managed parameter; None for any other object."""
+    found = _parameters.get(id(parameter))
+    if found is None:
+        return None
+    unit, store, slot = found[0](), found[1](), found[2]
+    if unit is None or store is None or unit.parameters[slot] is not parameter:
+        return None  # the engine was dropped, and the address may be another object's by now
+    return Owner(unit, store, slot)
+
+
+def add_buffer(unit: Unit, store: UnitStore) -> None:
+    """Register the leased buffer of `unit` as the memory of its parameters."""
+    assert unit.lease is not None
+    _buffers[unit.lease.address] = weakref.ref(unit), weakref.ref(store)
+
+
+def remove_buffer(unit: Unit) -> None:
+    assert unit.lease is not None
+    _buffers.pop(unit.lease.address, None)
+
+
+def behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
+    """The resident unit whose buffer `tensor` views, and its store."""
+    values = local(tensor)
+    found = _buffers.get(values.untyped_storage().data_ptr()) if has_storage(values) else None
+    if found is None:
+        return None
+    unit, store = found[0](), found[1]()
+    return None if unit is None or store is None else (unit, store)
+
+
+def is_managed(parameter: nn.Parameter) -> bool:
+    return owner_of(parameter) is not None
+
+
+def _leave_to_parent() -> None:
+    """A forked child has none of the parent's buffers (MADV_DONTFORK): any use there must be an error, not SIGSEGV."""
+    for references in _buffers.values():
+        unit = references[0]()
+        if unit is not None:
+            unit.unbind()
+    _buffers.clear()
+    _parameters.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,78 @@
+"""The scope of the model's code: in it autograd saves references, and resident parameters are of their own type.
+
+Outside, every parameter has the type that fetches its unit for each operation (`infinity.units.released`), and such an
+operation is a scope of its own. So no operation on a parameter is saved by autograd as the parameter itself, whose
+memory changes hands.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from infinity.errors import UsageError
+from infinity.units import released
+from infinity.units.saved import SavedTensors
+
+if TYPE_CHECKING:
+    from infinity.units.unit import Unit
+
+
+class Scope:
+    """One engine's. Any thread may enter it, one at a time. saved: the hooks that are installed within."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self.depth = 0
+        """Scopes entered and not left, one in the other."""
+        self.resident: dict[int, Unit] = {}
+        """Units whose parameters view their buffer, by index."""
+        self._saved = saved
+        self._thread = 0
+        self._autocast_cache = True
+
+    def enter(self, on_first: Callable[[], None] | None = None, *, over_others: bool = True) -> bool:
+        """Returns what `leave` is to be given.
+
+        on_first: called if no scope is open, before anything is changed. over_others: install the saved-tensor hooks
+        where the user has some, which get then what is in no unit.
+        """
+        thread = threading.get_ident()
+        if self.depth == 0:
+            if on_first is not None:
+                on_first()
+            self._thread = thread
+            self._autocast_cache = torch.is_autocast_cache_enabled()
+            for unit in self.resident.values():
+                released.restore(unit.parameters)
+        elif thread != self._thread:
+            raise UsageError(
+                "the model is running in another thread: an engine's model, backward and step run in any thread, but "
+                "in one at a time. Guard them with a lock."
+            )
+        installed = self._saved.install(over_others=over_others)
+        # Autocast keeps casts of leaf parameters until its context ends: they would fill the memory, and be stale after
+        # an update. Set each time, as a context that the model enters may switch the cache on again.
+        torch.set_autocast_cache_enabled(False)
+        self.depth += 1
+        return installed
+
+    def leave(self, installed: bool) -> None:
+        self.depth -= 1
+        if installed:
+            self._saved.uninstall()
+        if self.depth == 0:
+            torch.set_autocast_cache_enabled(self._autocast_cache)
+            for unit in self.resident.values():
+                released.release(unit.parameters)
+
+    def add(self, unit: Unit) -> None:
+        """The parameters of `unit` view its buffer now."""
+        self.resident[unit.index] = unit
+        if self.depth == 0:
+            released.release(unit.parameters)
+
+    def remove(self, unit: Unit) -> None:
+        self.resident.pop(unit.index, None)

@@ -1,0 +1,82 @@
+"""Fingerprints of memory: one number for all instruction sets, which any edit changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity import _adam
+from infinity.tiers.device import fingerprint_by_torch
+from infinity.tiers.memory import host_tensor
+
+MASK = (1 << 64) - 1
+KEY = 0x9E3779B97F4A7C15
+
+
+def words(count: int, seed: int = 0) -> torch.Tensor:
+    """uint8 (8 * count,), page-aligned."""
+    made = host_tensor(8 * count)
+    generator = torch.Generator().manual_seed(seed)
+    made.copy_(torch.randint(0, 256, (8 * count,), dtype=torch.uint8, generator=generator))
+    return made
+
+
+def fingerprint(memory: torch.Tensor, threads: int = 1, isa: str = "auto") -> int:
+    return _adam.fingerprint(memory.data_ptr(), memory.numel(), threads, isa)
+
+
+def by_definition(memory: torch.Tensor) -> int:
+    total = 0
+    for i, word in enumerate(memory.view(torch.int64).tolist()):
+        w = word & MASK
+        x = w ^ ((i + 1) * KEY & MASK)
+        total += (x & 0xFFFFFFFF) * (x >> 32) + ((w << 32 | w >> 32) & MASK)
+    return total & MASK
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 100, 4099])
+def test_every_instruction_set_agrees_with_the_definition(count: int) -> None:
+    memory = words(count)
+    expected = by_definition(memory)
+    assert {fingerprint(memory, isa=isa) for isa in _adam.available_isas()} == {expected}
+    assert fingerprint_by_torch(memory) == expected
+
+
+def test_threads_and_pieces_change_nothing() -> None:
+    memory = words((1 << 22) + 70_001)
+    expected = fingerprint(memory, threads=1)
+    assert fingerprint(memory, threads=2) == fingerprint(memory, threads=7) == expected
+    assert fingerprint_by_torch(memory) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_edit_of_floats_shows(data: st.DataObject) -> None:
+    """Signs flipped, elements swapped, rows permuted, one bit changed: whatever keeps sums and xors."""
+    memory = words(64, seed=data.draw(st.integers(0, 1000)))
+    before = fingerprint(memory)
+    values = memory.view(torch.int32).view(16, 8)
+    original = values.clone()
+    kind = data.draw(st.sampled_from(["negate", "swap", "rows", "bit", "zero", "reverse"]))
+    i, j = data.draw(st.integers(0, 15)), data.draw(st.integers(0, 15))
+    if kind == "negate":
+        values.bitwise_xor_(torch.tensor(-(1 << 31), dtype=torch.int32))
+    elif kind == "swap":
+        values[i, 0], values[j, 1] = original[j, 1], original[i, 0]
+    elif kind == "rows":
+        values.copy_(original.roll(data.draw(st.integers(0, 15)), 0))
+    elif kind == "bit":
+        values[i, j % 8] ^= 1 << data.draw(st.integers(0, 30))
+    elif kind == "zero":
+        values[i].zero_()
+    else:
+        values.copy_(original.flip(1))
+    assert (fingerprint(memory) == before) == torch.equal(values, original)
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 8), (4, 8), (64, 7), (64, -8)])
+def test_impossible_arguments_are_refused(address: int, nbytes: int) -> None:
+    with pytest.raises(ValueError):
+        _adam.fingerprint(address, nbytes)
