@@ -349,8 +349,8 @@ class Engine(Runner):
         if self.parts.collector.spent:
             raise UsageError(
                 f"{what} between backward and engine.step(), and backward has updated units with this step's gradients "
-                'already: call engine.step() first, or set infinity.update to "next_forward", which changes nothing '
-                "before engine.step()"
+                'already. Call engine.step() first, set infinity.update to "next_forward", which changes nothing before '
+                "engine.step(), or, for several backwards a step, set gradient_accumulation_steps."
             )
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from conftest import OpenEngine
 from infinity.engine import Engine
 from infinity.errors import LifetimeError
-from infinity.units import saved
+from infinity.units import residents
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, pool_buffers
@@ -112,7 +111,7 @@ def test_a_view_that_the_model_returns(make_engine: OpenEngine) -> None:
     expected = model.head.weight[3].detach().clone()
     engine = make_engine(model, prefetch_bytes=0)
     out = engine(*TOKENS[0])
-    assert saved.unit_behind(out["row"]) is None
+    assert residents.behind(out["row"]) is None
     engine.backward(out["loss"] + out["row"].sum())
     engine.step()
     for _ in range(2):
@@ -267,13 +266,22 @@ def test_backward_after_the_update_it_would_need_the_past_for(make_engine: OpenE
         loss.backward()
 
 
-def test_hooks_are_gone_with_the_last_engine() -> None:
-    weight = torch.ones(3, requires_grad=True)
-    gc.collect()  # engines that tests dropped without closing them
-    before, resident = saved._open_engines, set(saved._resident)
-    with open_engine(seeded(Stack), engine_config()), open_engine(seeded(Linears), engine_config()):
-        assert saved._open_engines == before + 2
+def test_hooks_are_there_while_the_model_runs_and_no_longer(make_engine: OpenEngine) -> None:
+    """Other models of the program, and torch.func, never meet them."""
+    seen = []
+
+    class Looking(Stack):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+            return super().forward(tokens, targets)
+
+    engine = make_engine(seeded(Looking))
+    for between in (lambda: None, lambda: engine(*TOKENS[0]), lambda: engine.backward(engine(*TOKENS[0]))):
+        between()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    engine.step()
+    assert seen == [True, True]
     x = torch.ones(3)
-    y = (x * weight).sum()
-    assert isinstance(y.grad_fn.next_functions[0][0]._saved_self, torch.Tensor)
-    assert saved._open_engines == before and set(saved._resident) <= resident
+    assert torch.equal(torch.func.grad(lambda x: x.square().sum())(x), 2 * x)
+    engine.close()
+    assert "forward" not in engine.module.__dict__

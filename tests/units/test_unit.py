@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import LifetimeError, ResidencyError
+from infinity.errors import LifetimeError, ResidencyError, UsageError
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.units.layout import layout_unit
+from infinity.units.released import is_released
 from infinity.units.unit import TRANSITIONS, Residency, Unit, placeholder
 
 ALLOWED = """
@@ -63,26 +64,27 @@ def test_a_placeholder_has_shape_and_dtype_and_no_memory(dtype: torch.dtype) -> 
 def test_parameters_are_views_of_the_buffer_while_bound() -> None:
     unit, _ = bound()
     a, b = unit.parameters
+    assert type(a) is nn.Parameter
     assert (a == 7.0).all() and a.shape == (4, 3) and b.shape == (5,)
     unit.flat()[unit.layout.slots[1].offset] = 9.0
     assert b[0] == 9.0
-    assert not unit.edited() and not unit.is_viewed()
+    assert not unit.is_viewed()
     unit.unbind()
-    assert a.isnan().all() and a.shape == (4, 3) and b.isnan().all()
-    unit.check_placeholders()
+    assert is_released(a) and isinstance(a, nn.Parameter) and a.shape == (4, 3)
+    with pytest.raises(UsageError, match=r"shape \[4, 3\].*closed"):
+        a.isnan()  # nobody owns it
 
 
-def test_what_counts_as_an_edit() -> None:
-    unit, _ = bound()
-    with torch.no_grad():
-        unit.parameters[0].add_(1)
-    assert unit.edited()
+def test_assigned_data_is_taken_over() -> None:
     unit, _ = bound()
     unit.parameters[1].data = torch.arange(5.0)
-    assert unit.edited()
+    unit.adopt_assigned()
     slot = unit.layout.slots[1]
     assert torch.equal(unit.flat()[slot.offset : slot.stop], torch.arange(5.0))
     assert unit.parameters[1].data_ptr() == unit.flat()[slot.offset :].data_ptr()
+    unit.parameters[1].data = torch.arange(6.0)
+    with pytest.raises(LifetimeError, match=r"b was given data of shape \[6\]"):
+        unit.adopt_assigned()
 
 
 def test_what_counts_as_a_view() -> None:
@@ -92,35 +94,10 @@ def test_what_counts_as_a_view() -> None:
     del view
     assert not unit.is_viewed()
     kept = unit.parameters[0]
-    assert not unit.is_viewed()  # the parameter itself is no view, unless code was lent it
-    unit.lent = True
-    assert unit.is_lent() and unit.is_viewed()
-    del kept
-    assert not unit.is_lent()
-    loss = (unit.parameters[0] * torch.ones(4, 3)).sum()
-    assert not unit.is_lent()  # a graph refers to the parameter, and does not count
+    assert not unit.is_viewed()  # the parameter itself is no view
+    loss = (kept * torch.ones(4, 3)).sum()
+    assert not unit.is_viewed()
     del loss
-
-
-def test_a_unit_that_lingers() -> None:
-    """Its parameters stay what they were until it is bound or updated."""
-    unit, pool = bound()
-    kept = unit.parameters[0]
-    unit.lent = True
-    unit.linger()
-    assert unit.lingers and unit.lease is not None
-    unit.lease.quarantine()
-    assert (kept == 7.0).all()
-    unit.check_placeholders()
-    with torch.no_grad():
-        kept.add_(1)
-    with pytest.raises(LifetimeError, match="a was changed while its unit was released"):
-        unit.check_placeholders()
-    assert kept.isnan().all() and not unit.lingers
-    unit.lease = pool.lease(unit.layout.nbytes)
-    unit.flat().fill_(5.0)
-    unit.bind()
-    assert (kept == 5.0).all()
 
 
 def test_steps_are_counted_by_slot() -> None:
