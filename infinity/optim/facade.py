@@ -41,12 +41,20 @@ class UnitOptimizer(torch.optim.Optimizer):
         """What `step` and `zero_grad` do."""
         self._step, self._drop = step, drop
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update with the gradients collected since the step before. Part of `engine.step()`."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update with the gradients collected since the step before, however many micro-batches that are; without any,
+        nothing happens. `engine.step()` calls it when the last micro-batch of a step is in.
+
+        closure: called first, with gradients enabled, as in torch.optim; it computes a loss and calls backward, and
+            may call zero_grad before that. Its value is returned.
+        """
+        value = None
         if closure is not None:
-            raise ConfigError("optimizer.step() takes no closure: call engine.backward(loss) and engine.step()")
+            with torch.enable_grad():
+                value = closure()
         assert self._step is not None
         self._step()
+        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that is not made. After one there are none left: `step` consumes them.
