@@ -24,6 +24,7 @@ from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.loss_scale import LossScale, ScaledBackwards
 from infinity.optim.lr import make_scheduler
+from infinity.optim.tier_states import TierStates
 from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
 from infinity.training import TrainingParts, assemble_training
@@ -59,9 +60,10 @@ class Engine(Runner):
         with ranks.making(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
+            names = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
             parts = assemble_training(model, config, groups, seam, ranks, self.batch.accumulation)
             undo.callback(parts.closer())
-            self.optimizer = unit_optimizer(config.optimizer, groups, parts.units)
+            self.optimizer = unit_optimizer(config.optimizer, groups, names, parts.units)
             self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
@@ -78,7 +80,7 @@ class Engine(Runner):
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(model, config, parts)
-        self.optimizer.on_step(self._update, self._zero_grad)
+        self.optimizer.on_step(self._update, self._zero_grad, TierStates(self, self._failing))
         collector = parts.collector
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
@@ -436,6 +438,11 @@ class Engine(Runner):
         self.parts.collector.discard()
         self._scaled.forget()
         self.micro_steps = 0
+
+    def settle_between_steps(self, what: str) -> None:
+        """As `settle`; UsageError between backward and step, where `what`, which holds no gradients, has no meaning."""
+        self._check_between_steps(what)
+        self.settle()
 
     def _check_between_steps(self, what: str) -> None:
         """`what`: a noun, the beginning of the error."""
