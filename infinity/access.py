@@ -23,8 +23,8 @@ from torch import nn
 
 from infinity.checkpoint.format import view
 from infinity.errors import UsageError
-from infinity.optim.formats import StateKind, convert_moment
-from infinity.optim.moments import MOMENT_NAMES, ROOTS, moment_to_fp32, rounding_key
+from infinity.optim.formats import StateKind, convert_moment, fp32_moment
+from infinity.optim.moments import MOMENT_NAMES, rounding_key
 from infinity.units.states import Flats
 from infinity.units.unit import Unit
 
@@ -120,7 +120,7 @@ def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
     """
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
-    return engine.ranks.model.whole(param, _moment(_read(engine, unit).of_slot(slot), name))
+    return engine.ranks.model.whole(param, fp32_moment(name, _read(engine, unit).of_slot(slot)))
 
 
 def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
@@ -218,13 +218,6 @@ def _owner(param: Any) -> tuple[Runner, Unit, int]:
 def _param_kind(engine: Runner, unit: Unit) -> StateKind:
     """Its master, or a frozen parameter as it is."""
     return engine.parts.states.kinds(unit.layout)[0]
-
-
-def _moment(states: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    codes = states.get(f"{name}_8bit")
-    if codes is None:
-        return moment_to_fp32(states[name])
-    return moment_to_fp32(codes, states[f"{name}_scale"], root=name in ROOTS)
 
 
 def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> None:

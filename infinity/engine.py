@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from infinity import step_order
 from infinity.comm.collectives import Ranks
 from infinity.comm.groups import Group
 from infinity.comm.stage import Sharding
@@ -21,8 +22,9 @@ from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
 from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
 from infinity.optim.job import Gradient, UpdateJob
-from infinity.optim.loss_scale import LossScale
+from infinity.optim.loss_scale import LossScale, ScaledBackwards
 from infinity.optim.lr import make_scheduler
+from infinity.optim.tier_states import TierStates
 from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
 from infinity.training import TrainingParts, assemble_training
@@ -58,15 +60,15 @@ class Engine(Runner):
         with ranks.making(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
+            names = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
             parts = assemble_training(model, config, groups, seam, ranks, self.batch.accumulation)
             undo.callback(parts.closer())
-            self.optimizer = unit_optimizer(config.optimizer, groups, parts.units)
+            self.optimizer = unit_optimizer(config.optimizer, groups, names, parts.units)
             self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
             ranks.barrier()  # where all hear of what failed on one
             undo.pop_all()
-        self.optimizer.on_step(self._update, self._zero_grad)
         self.global_steps = 0
         self.skipped_steps = 0
         """Of `global_steps`, those whose gradients overflowed (fp16)."""
@@ -74,11 +76,11 @@ class Engine(Runner):
         self._unsynced = 0
         """Blocks of `no_sync` that are open, one in the other."""
         self.loss_scale = LossScale.of(config.fp16)
-        self._scaled = False
-        """Whether the present step's loss was multiplied by it."""
+        self._scaled = ScaledBackwards()
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(model, config, parts)
+        self.optimizer.on_step(self._update, self._zero_grad, TierStates(self, self._failing))
         collector = parts.collector
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
@@ -89,7 +91,9 @@ class Engine(Runner):
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of `loss` (a scalar) divided by the number of accumulated micro-batches.
+        """Backward of `loss` (a scalar) divided by gradient_accumulation_steps: a step's gradient is the mean over its
+        micro-batches. A plain `loss.backward()` is PyTorch's in every dtype: gradients are summed, and you divide the
+        loss; see `scale`.
 
         Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite; in fp16 that
         is an overflow as any other, and the step is skipped.
@@ -113,12 +117,17 @@ class Engine(Runner):
             self.scale(loss).backward()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What backward is to be called on: `loss` × the loss scale, divided by the number of accumulated
-        micro-batches. `engine.backward` does it; call it where you call `backward()` yourself.
+        """`loss` × the loss scale of fp16, divided by gradient_accumulation_steps: `engine.scale(loss).backward()` is
+        `engine.backward(loss)`, for loops that call `backward()` themselves.
+
+        Without it a plain `loss.backward()` sums the gradients of micro-batches, as in PyTorch. fp16 requires it:
+        `step` raises UsageError for gradients that lack their loss scale. To sum there, scale the loss times
+        gradient_accumulation_steps.
         """
-        self._scaled = True
-        factor = self.loss_scale.value / self.batch.accumulation
-        return loss if factor == 1.0 else loss * factor
+        scale, accumulation = self.loss_scale.value, self.batch.accumulation
+        if scale == accumulation == 1:
+            return loss
+        return self._scaled.watch(loss * (scale / accumulation))
 
     def step(self) -> None:
         """Update the parameters if this was the last micro-batch of the step, and let the lr scheduler go on."""
@@ -167,43 +176,41 @@ class Engine(Runner):
             raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
 
     def _check_scaled(self) -> None:
-        scaled, self._scaled = self._scaled, False
-        if self.loss_scale.value != 1.0 and not scaled:
+        unscaled, micro_steps = self._scaled.unscaled, self.micro_steps
+        if self.loss_scale.value != 1.0 and unscaled:
             self.drop_gradients()
-            raise UsageError(
-                f"the gradients of this step are of a loss that was not scaled by {self.loss_scale.value:g}, as fp16 "
-                "needs; they were dropped. Call engine.backward(loss), or engine.scale(loss).backward()"
-            )
+            raise step_order.unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
 
     def _zero_grad(self) -> None:
         """Of the optimizer: drop gradients that nothing was updated with."""
         if self.micro_steps == 0:
             return
-        if self.parts.collector.spent:
-            raise UsageError(
-                "optimizer.zero_grad() was called between backward, which has updated units with these gradients, and "
-                'step: call it after step, or set infinity.update to "next_forward", so that backward updates nothing'
-            )
+        self._check_unspent("optimizer.zero_grad()")
         if self.micro_steps < self.batch.accumulation:
-            raise UsageError(
-                f"optimizer.zero_grad() was called after {self.micro_steps} of {self.batch.accumulation} micro-batches "
-                "of a step, whose gradients are being summed; the step clears them itself. To drop them, call "
-                "engine.drop_gradients()"
-            )
+            raise step_order.zero_grad_in_mid_step(self.micro_steps, self.batch.accumulation)
         self.drop_gradients()
+
+    def _end_step(self) -> None:
+        """The step's gradients belong to the updates now, or were refused."""
+        self.parts.collector.end_step()
+        self.parts.store.end_step()
+        self._scaled.forget()
+        self.micro_steps = 0
 
     @uninterrupted()
     def _update(self) -> None:
         """The step's stored gradients become updates that are due, and the step ends."""
         self._check_synced()
+        if self.parts.backward.conclude():
+            raise step_order.after_a_failed_backward()
+        if self.micro_steps == 0:
+            return
         self._check_scaled()
         parts = self.parts
         parts.collector.send_all()
         if not self._make_due():
             return
-        parts.collector.end_step()
-        parts.store.end_step()
-        self.micro_steps = 0
+        self._end_step()
         self.global_steps += 1
         if parts.update == "after_backward":
             parts.store.settle()
@@ -244,8 +251,7 @@ class Engine(Runner):
     def _skip(self) -> None:
         """Drop the step's gradients, which overflowed in fp16; nothing has changed but the loss scale."""
         self.parts.gradients.settle()
-        self.parts.collector.end_step()
-        self.micro_steps = 0
+        self._end_step()
         self.global_steps += 1
         self.skipped_steps += 1
         before = self.loss_scale.value
@@ -293,11 +299,9 @@ class Engine(Runner):
         """`norm`: that of the gradients that wait for their update, the same on all ranks."""
         if math.isfinite(norm) or not self.config.infinity.check_nan:
             return
-        collector = self.parts.collector
-        spent = collector.spent
+        spent = self.parts.collector.spent
         self.parts.gradients.settle()
-        collector.end_step()
-        self.micro_steps = 0
+        self._end_step()
         if spent:
             self._refuse()
         raise NonFiniteError(
@@ -321,7 +325,7 @@ class Engine(Runner):
     # -- what the hooks tell -----------------------------------------------------------------------------------------
 
     def _on_forward(self) -> None:
-        self._check_unspent("the model was called")
+        self._check_readable("the model was called")
         training = torch.is_grad_enabled()
         self.parts.store.tracer.begin("train" if training else "eval")
 
@@ -330,8 +334,9 @@ class Engine(Runner):
         self.parts.collector.last_micro_step = last and not self._unsynced
 
     def _on_backward_end(self) -> None:
-        if self.parts.collector.end_backward():
-            self.micro_steps += 1
+        counts = self.parts.collector.end_backward()
+        self.micro_steps += counts
+        self._scaled.end(counts=counts)
 
     def _conclude_backward(self) -> None:
         """A backward that did not end: its gradients, and those accumulated before it, are dropped."""
@@ -339,19 +344,14 @@ class Engine(Runner):
             return
         if self.parts.collector.spent:
             self._broken = "a backward failed after some units had been updated with its gradients"
-        self.parts.collector.discard()
+        self.abandon_step()
         super()._conclude_backward()
-        self.micro_steps = 0
         self._check_open()
 
-    def _check_unspent(self, what: str) -> None:
+    def _check_readable(self, what: str) -> None:
         """UsageError where backward has updated units already: what they were before the step is gone."""
         if self.parts.collector.spent:
-            raise UsageError(
-                f"{what} between backward and engine.step(), and backward has updated units with this step's gradients "
-                'already. Call engine.step() first, set infinity.update to "next_forward", which changes nothing before '
-                "engine.step(), or, for several backwards a step, set gradient_accumulation_steps."
-            )
+            raise step_order.read_during_update(what)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -378,7 +378,10 @@ class Engine(Runner):
         """
         self._check_open()
         self._conclude_backward()
-        self._check_unspent("the parameters were asked for")
+        self._check_readable("the parameters were asked for")
+        self._settle()
+
+    def _settle(self) -> None:
         with self._failing():
             self.parts.store.settle()
             self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused)), does="looks at states"))
@@ -402,8 +405,7 @@ class Engine(Runner):
         """
         from infinity.checkpoint.save import save
 
-        if self.micro_steps or self.parts.collector.spent:
-            raise UsageError("a checkpoint holds no gradients: save after engine.step(), not between backward and step")
+        self._check_between_steps("a checkpoint")
         self._check_open()
         self._finish_saving()
         self.settle()
@@ -435,13 +437,37 @@ class Engine(Runner):
         from infinity.checkpoint.load import load
 
         self.parts.saver.join()
-        self.settle()
+        self._check_open()
+        self._conclude_backward()
+        self._settle()
         return load(self, Path(directory), tag, verify=verify, load_rng=load_rng)
 
     def drop_gradients(self) -> None:
-        """Forget what backward has collected since the last step."""
+        """Forget what backward has collected since the last step. UsageError where units were updated with it."""
+        self._check_unspent("engine.drop_gradients()")
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Forget the step, whatever was updated in it: the caller replaces every state, or stops the engine."""
         self.parts.collector.discard()
+        self.parts.store.end_step()
+        self._scaled.forget()
         self.micro_steps = 0
+
+    def settle_between_steps(self, what: str) -> None:
+        """As `settle`; UsageError between backward and step, where `what`, which holds no gradients, has no meaning."""
+        self._check_between_steps(what)
+        self.settle()
+
+    def _check_between_steps(self, what: str) -> None:
+        """`what`: a noun, the beginning of the error."""
+        spent = self.parts.collector.spent
+        if self.micro_steps or spent:
+            raise step_order.before_the_step(what, self.micro_steps, self.batch.accumulation, spent=spent)
+
+    def _check_unspent(self, call: str) -> None:
+        if self.parts.collector.spent:
+            raise step_order.updated_during_backward(call)
 
     def restore(self, index: Index) -> None:
         """Take over a checkpoint's step counts, hyper-parameters, schedule and loss scale."""

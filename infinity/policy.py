@@ -110,7 +110,12 @@ def lay_out(
     """The units of `model` and the layout of each. copies: see `infinity.units.layout.Slot`. dtype: of all floating
     parameters, instead of the config's.
     """
-    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
+    group_of = {
+        id(p): number
+        for number, group in enumerate(groups)
+        for p in group["params"]  # type: ignore[attr-defined]
+        if p.requires_grad
+    }
     wanted = dtype or compute_dtype(config)
     found = discover(model, config.infinity.unit_size, width=wanted.itemsize if wanted else None)
     layouts: list[UnitLayout] = []

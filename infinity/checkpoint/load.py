@@ -58,7 +58,7 @@ def load(
     buffers = _read_buffers(engine, folder)
     client_state = _client_state(folder)
     generators = rng.read_states(folder / rng.FILE, engine.ranks) if load_rng else None
-    engine.drop_gradients()
+    engine.abandon_step()
     for unit in engine.units:
         engine.parts.states.write(unit.layout, _read(engine, folder, index, unit))
         return_freed_memory()

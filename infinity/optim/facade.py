@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from infinity.config import Optimizer
-from infinity.errors import ConfigError, ModelError
+from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.optim.cpu_adam import HYPER_KEYS, Hyper
+from infinity.optim.state_dict import RULE_KEYS, hyper_of, torch_keys
 from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.optim.tier_states import TierStates
 
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
 
-_OF_OTHERS = {name for names in HYPER_KEYS.values() for name in names} | {"moments", "master", "amsgrad", "maximize"}
+_OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
 """Keys of a param_group that somebody expects something of."""
 
 
 class UnitOptimizer(torch.optim.Optimizer):
-    """The update of units. Its states live in their tiers, not in `state`; `engine.save_checkpoint` saves them.
+    """The update of units. Its states live in their tiers: `state` is empty, and `state_dict` reads them.
 
-    param_groups: as in torch.optim: what the rule reads (`HYPER_KEYS`) may differ by group.
+    param_groups: as in torch.optim: what the rule reads (`HYPER_KEYS`) may differ by group, and parameters are in the
+    order in which they were given.
     """
 
     def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
         self._step: Callable[[], None] | None = None
         self._drop: Callable[[], None] = lambda: None
+        self._states: TierStates | None = None
         self.rule = hyper.rule
         known = HYPER_KEYS[hyper.rule]
         for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
@@ -37,16 +43,24 @@ class UnitOptimizer(torch.optim.Optimizer):
             )
         super().__init__(groups, {name: getattr(hyper, name) for name in known})
 
-    def on_step(self, step: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
-        """What `step` and `zero_grad` do."""
-        self._step, self._drop = step, drop
+    def on_step(self, step: Callable[[], None], drop: Callable[[], None], states: TierStates) -> None:
+        """What `step` and `zero_grad` do, and where `state_dict` finds the states."""
+        self._step, self._drop, self._states = step, drop, states
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update with the gradients collected since the step before. Part of `engine.step()`."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update with the gradients collected since the step before, however many micro-batches that are; without any,
+        nothing happens. `engine.step()` calls it when the last micro-batch of a step is in.
+
+        closure: called first, with gradients enabled, as in torch.optim; it computes a loss and calls backward, and
+            may call zero_grad before that. Its value is returned.
+        """
+        value = None
         if closure is not None:
-            raise ConfigError("optimizer.step() takes no closure: call engine.backward(loss) and engine.step()")
+            with torch.enable_grad():
+                value = closure()
         assert self._step is not None
         self._step()
+        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that is not made. After one there are none left: `step` consumes them.
@@ -55,23 +69,73 @@ class UnitOptimizer(torch.optim.Optimizer):
         """
         self._drop()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """UsageError once the engine is made: it has placed the states of what it trains by then."""
+        if self._step is not None:
+            raise UsageError(
+                "optimizer.add_param_group() was called on an engine's optimizer, which trains the parameters that "
+                "initialize() was given: save a checkpoint, close the engine, and pass all groups as model_parameters "
+                "of infinity.initialize()"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout, which torch.optim's optimizer of the same rule loads (see `infinity.optim.state_dict`).
+
+        Moments are fp32 in host memory and whole on every rank, also where they are kept in 16 or 8 bits. All ranks
+        call it, between two steps; UsageError between backward and step.
+
+        It needs host memory for the moments of the whole model on every rank, 8 bytes a parameter with Adam.
+        `engine.save_checkpoint` writes the same and more, a unit at a time.
+        """
+        assert self._states is not None
+        states = self._states.read()
+        listed = [param for group in self.param_groups for param in group["params"]]
+        self.state.update({param: states[param] for param in listed if param in states})
+        try:
+            packed = super().state_dict()
+        finally:
+            self.state.clear()
+        extra = torch_keys(self.rule)
+        return {**packed, "param_groups": [{**extra, **group} for group in packed["param_groups"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the moments, step counts and hyper-parameters of `state_dict()`, or of torch.optim's optimizer of the
+        same rule over the same parameters, which are matched by their position in the groups.
+
+        Moments are rounded as an update rounds them where they are kept in 16 or 8 bits. Parameters, schedulers and
+        the engine's count of steps stay what they are. All ranks call it with the same dict, between two steps.
+
+        Raises, before anything is changed: ModelError for a dict of other parameters or another rule, ConfigError for
+        amsgrad, maximize and values out of range, UsageError between backward and step, RanksError where ranks differ.
+        """
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            assert self._states is not None
+            saved = self._states.load(self.param_groups, given)
+            kept = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+            numbers = [list(group["params"]) for group in given["param_groups"]]
+            groups = [
+                {**mine, **theirs, "params": params} for mine, theirs, params in zip(kept, saved, numbers, strict=True)
+            ]
+            return {"state": {}, "param_groups": groups}  # torch takes the groups, and calls the hooks
+
+        handle = self.register_load_state_dict_pre_hook(take)  # after those of the user, which may change the dict
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
     def hypers(self) -> list[Hyper]:
         """What each param_group asks for now."""
-        return [
-            Hyper(self.rule, **{name: _plain_number(g[name]) for name in HYPER_KEYS[self.rule]})
-            for g in self.param_groups
-        ]
-
-
-def _plain_number(value: Any) -> Any:
-    """What a user or a checkpoint may have put into a group, as `Hyper` takes it."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    return tuple(value) if isinstance(value, list) else value
+        return [hyper_of(self.rule, group) for group in self.param_groups]
 
 
 def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:
-    """`model_parameters` as a list of groups, checked: parameters of `model`, each once, at least one trainable."""
+    """`model_parameters` as a list of groups, checked: parameters of `model`, each once, at least one trainable.
+
+    Frozen parameters and empty groups stay where they are, as in torch, so that positions are those of the user.
+    """
     entries: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if entries and isinstance(entries[0], dict):
         groups = [{**group, "params": _plain(group.get("params"))} for group in entries]
@@ -90,9 +154,7 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
             if id(parameter) in seen:
                 raise ConfigError(f"model_parameters holds {names[id(parameter)]} twice: put it in one group")
             seen.add(id(parameter))
-        group["params"] = [p for p in group["params"] if p.requires_grad]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ModelError(
             "the model has no trainable parameters: set requires_grad on those to be trained, or run it with "
             "infinity.init_inference()"
@@ -113,15 +175,18 @@ def _plain(parameters: Any) -> list[nn.Parameter]:
     return plain
 
 
-def unit_optimizer(config: Optimizer, groups: list[dict[str, Any]], units: Sequence[Unit]) -> UnitOptimizer:
+def unit_optimizer(
+    config: Optimizer, groups: list[dict[str, Any]], names: Mapping[str, int], units: Sequence[Unit]
+) -> UnitOptimizer:
     """The optimizer of the config over `groups`, holding the parameters that the model has now (not those it was
-    built with, where it was on the meta device).
+    built with, where it was on the meta device), in the order of `groups`.
+
+    names: a parameter's name → the id of the parameter of `groups` that had it before the engine was made.
     """
     hyper = Hyper(config.rule, **config.params.model_dump())
-    by_group: list[list[nn.Parameter]] = [[] for _ in groups]
-    for unit in units:
-        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            if unit.layout.trainable and slot.group >= 0:
-                by_group[slot.group].append(parameter)
-    filled = [{**group, "params": members} for group, members in zip(groups, by_group, strict=True)]
-    return UnitOptimizer(filled, hyper)
+    now = {
+        names[slot.name]: parameter
+        for unit in units
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+    }
+    return UnitOptimizer([{**group, "params": [now[id(p)] for p in group["params"]]} for group in groups], hyper)

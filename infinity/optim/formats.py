@@ -37,6 +37,7 @@ __all__ = [
     "StateKind",
     "convert_moment",
     "convert_moments",
+    "fp32_moment",
     "moment_kinds",
     "moments_in",
     "state_format",
@@ -135,6 +136,14 @@ def moments_in(rule: Rule, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
     if f"{names[0]}_8bit" not in states:
         return [states[name] for name in names], []
     return [states[f"{name}_8bit"] for name in names], [states[f"{name}_scale"] for name in names]
+
+
+def fp32_moment(name: str, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The moment of this name, fp32 and a copy, from states by name in any format."""
+    codes = states.get(f"{name}_8bit")
+    if codes is None:
+        return moment_to_fp32(states[name])
+    return moment_to_fp32(codes, states[f"{name}_scale"], root=name in ROOTS)
 
 
 def convert_moments(

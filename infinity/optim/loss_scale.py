@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from infinity.config import FP16
 from infinity.errors import NonFiniteError
 
@@ -83,6 +85,37 @@ class LossScale:
         if self.window:
             for name in _PROGRESS:
                 setattr(self, name, state[name])
+
+
+class ScaledBackwards:
+    """Counts the backwards of a step that did not start from a scaled loss.
+
+    A hook on the scaled loss sees the backward that goes through it, so that scaling a loss whose backward never runs,
+    or calling `zero_grad` between the two, miscounts nothing.
+    """
+
+    def __init__(self) -> None:
+        self.unscaled = 0
+        self._passed = False
+
+    def watch(self, scaled: torch.Tensor) -> torch.Tensor:
+        """`scaled`, a loss that was multiplied by the scale, with the hook on it."""
+        if scaled.requires_grad:
+            scaled.register_hook(self._pass)
+        return scaled
+
+    def _pass(self, gradient: torch.Tensor) -> None:
+        self._passed = True
+
+    def end(self, *, counts: bool) -> None:
+        """A backward ended. counts: it left gradients, as `torch.autograd.grad` does not."""
+        self.unscaled += counts and not self._passed
+        self._passed = False
+
+    def forget(self) -> None:
+        """The step ended, or its gradients were dropped."""
+        self.unscaled = 0
+        self._passed = False
 
 
 _PROGRESS = ("value", "tolerance", "good", "skipped_in_a_row")

@@ -1,0 +1,212 @@
+"""torch's state dict of an optimizer: its layout, and the check of one before anything is changed.
+
+    {"state": {0: {"step": (), "exp_avg": shape, "exp_avg_sq": shape}, …},
+     "param_groups": [{"params": [0, …], "lr": …}, …]}
+
+Parameters are numbered through all groups, in the order in which the user gave them, frozen ones included. Moments are
+fp32 in the parameter's whole shape. A parameter that was never updated has no entry, as in torch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, ModelError
+from infinity.optim.cpu_adam import HYPER_KEYS, Hyper
+from infinity.optim.moments import MOMENT_NAMES, Rule
+from infinity.units.local import is_distributed
+
+__all__ = ["RULE_KEYS", "SavedGroup", "SavedState", "check_state_dict", "digest", "hyper_of", "torch_keys"]
+
+RULE_KEYS = {name for names in HYPER_KEYS.values() for name in names}
+"""Keys of a param_group that some rule reads."""
+_UNSUPPORTED = ("amsgrad", "maximize")
+_NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
+"""Keys of torch's groups that choose an implementation, or count before the first step only."""
+_ADAM = ("adam", "adamw")
+
+SavedGroup = dict[str, Any]
+"""A param_group of a state dict that was checked, without `params` and the keys that mean nothing here."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """One parameter's state: how often it was updated, and its moments by name, of the parameter's whole shape."""
+
+    step: int
+    moments: dict[str, torch.Tensor]
+
+
+def torch_keys(rule: Rule) -> dict[str, Any]:
+    """Keys that torch's optimizer of this rule reads of a param_group, besides the hyper-parameters, and their values
+    here.
+    """
+    if rule == "lion":
+        return {}
+    keys: dict[str, Any] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+    if rule in _ADAM:
+        keys |= {"amsgrad": False, "capturable": False, "decoupled_weight_decay": rule == "adamw"}
+    elif rule == "adagrad":
+        keys["initial_accumulator_value"] = 0.0
+    return keys
+
+
+def hyper_of(rule: Rule, group: Mapping[str, Any]) -> Hyper:
+    """The hyper-parameters of a param_group; ConfigError for values out of range."""
+    return Hyper(rule, **{name: _plain_number(group[name]) for name in HYPER_KEYS[rule]})
+
+
+def _plain_number(value: Any) -> Any:
+    """What a user or a checkpoint may have put into a group, as `Hyper` takes it."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(map(_plain_number, value)) if isinstance(value, (list, tuple)) else value
+
+
+def check_state_dict(
+    rule: Rule,
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+    trained: Container[int],
+    given: Mapping[str, Any],
+) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
+    """The states by parameter and the groups of `given`, for an optimizer with `groups`.
+
+    names: id(parameter) → its name. trained: the ids of those that are trained.
+
+    Raises ModelError where `given` belongs to other parameters or another rule, and ConfigError for options and
+    hyper-parameters that this rule does not have.
+    """
+    if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
+        raise ModelError(
+            "this is no optimizer's state dict: it lacks state or param_groups. Pass optimizer.state_dict()"
+        )
+    saved_groups = given["param_groups"]
+    ours = [len(group["params"]) for group in groups]
+    theirs = [len(group["params"]) for group in saved_groups]
+    if ours != theirs:
+        raise ModelError(
+            f"the state dict has {_counts(theirs)} and this optimizer {_counts(ours)}: pass infinity.initialize() the "
+            "model_parameters that the other optimizer was made with, in the same groups and order"
+        )
+    cleaned = [_check_group(rule, number, group) for number, group in enumerate(saved_groups)]
+    params = [param for group in groups for param in group["params"]]
+    _check_names([name for group in saved_groups for name in group.get("param_names", ())], params, names)
+    numbers = [number for group in saved_groups for number in group["params"]]
+    state = given["state"]
+    unknown = sorted(map(str, set(state) - set(numbers)))
+    if unknown:
+        raise ModelError(f"the state dict has a state {unknown[0]} that is in no group: pass a whole state dict")
+    states = {}
+    for number, param in zip(numbers, params, strict=True):
+        found = _check_state(rule, names[id(param)], number, param, state.get(number))
+        if found is not None and id(param) not in trained:
+            if found.step == 0:
+                continue  # torch's Adagrad has states of frozen parameters too
+            raise ModelError(
+                f"the state dict has a state of parameter {number} ({names[id(param)]}), which is not trained here: "
+                "set requires_grad on it before infinity.initialize(), or drop its state"
+            )
+        if found is not None:
+            states[param] = found
+    return states, cleaned
+
+
+def _counts(numbers: Sequence[int]) -> str:
+    """ "10 parameters in 2 groups (6, 4)" """
+    by_group = f" ({', '.join(map(str, numbers))})" if len(numbers) > 1 else ""
+    return f"{sum(numbers)} parameters in {len(numbers)} group{'s' * (len(numbers) != 1)}{by_group}"
+
+
+def _check_group(rule: Rule, number: int, group: Mapping[str, Any]) -> SavedGroup:
+    where, known = f"group {number} of the state dict", HYPER_KEYS[rule]
+    for name in _UNSUPPORTED:
+        if group.get(name):
+            raise ConfigError(f"{where} has {name}={group[name]}, which {rule} does not have here: train without it")
+    lacks = [name for name in known if name not in group]
+    alien = [name for name in group if name in RULE_KEYS and name not in known]
+    decoupled = group.get("decoupled_weight_decay")
+    if rule in _ADAM and decoupled is not None and bool(decoupled) != (rule == "adamw"):
+        alien.append(f"decoupled_weight_decay={decoupled}")
+    if lacks or alien:
+        differs = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has {', '.join(alien)}"] * bool(alien)
+        raise ModelError(f"{where} {' and '.join(differs)}: load the state dict of an optimizer of type {rule}")
+    hyper_of(rule, group)
+    drop = {"params", "param_names", "decoupled_weight_decay", *_UNSUPPORTED, *_NO_EFFECT}
+    return {name: value for name, value in group.items() if name not in drop}
+
+
+def _check_names(given: Sequence[str], params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
+    """Refuse the same names in another order: torch matches by position, and would exchange their states."""
+    ours = [names[id(param)] for param in params]
+    if len(given) != len(ours) or set(given) != set(ours):
+        return  # a wrapper names parameters its own way
+    for number, (there, here) in enumerate(zip(given, ours, strict=True)):
+        if there != here:
+            raise ModelError(
+                f"parameter {number} is {there} in the state dict and {here} in this optimizer: pass "
+                "infinity.initialize() model_parameters in the order that the other optimizer was made with"
+            )
+
+
+def _check_state(rule: Rule, name: str, number: int, param: nn.Parameter, state: Any) -> SavedState | None:
+    """The state of one parameter; None: it was never updated."""
+    moments = MOMENT_NAMES[rule]
+    if not state or (all(state.get(moment) is None for moment in moments) and not state.get("step")):
+        return None
+    where = f"the state of parameter {number} ({name})"
+    lacks = [key for key in moments if state.get(key) is None]
+    alien = [key for key in state if key not in ("step", *moments)]
+    if lacks or alien:
+        differs = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has {', '.join(map(str, alien))}"] * bool(alien)
+        raise ModelError(
+            f"{where} {' and '.join(differs)}: load the state dict of an optimizer of type {rule}, whose states are "
+            f"step, {', '.join(moments)}"
+        )
+    for key in moments:
+        _check_moment(f"{key} of {name}", state[key], param)
+    return SavedState(_check_step(rule, where, state.get("step")), {key: state[key] for key in moments})
+
+
+def _check_moment(what: str, value: Any, param: nn.Parameter) -> None:
+    if not isinstance(value, torch.Tensor) or is_distributed(value):
+        raise ModelError(f"{what} is a {type(value).__name__}: pass a whole tensor, as DTensor.full_tensor() gives it")
+    if not value.is_floating_point() or value.layout is not torch.strided or value.is_meta:
+        raise ModelError(
+            f"{what} is {value.dtype}, {value.layout}, on {value.device}: pass dense floating-point values"
+        )
+    if value.shape != param.shape:
+        raise ModelError(
+            f"{what} has shape {list(value.shape)} in the state dict, the parameter has {list(param.shape)}: load the "
+            "state dict of the same parameters in the same order"
+        )
+
+
+def _check_step(rule: Rule, where: str, value: Any) -> int:
+    if value is None and rule == "sgd":
+        return 1  # torch's SGD counts no steps: with a momentum_buffer, the next one is not the first
+    try:
+        step = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        step = -1.0
+    if not (step >= 0 and step.is_integer()):
+        raise ModelError(f"{where} has step {value!r}: a whole number of updates, 0 or more, is needed")
+    return int(step)
+
+
+def digest(states: Iterable[SavedState], groups: Sequence[SavedGroup]) -> int:
+    """A checksum of 32 bits, by which ranks compare what they load."""
+    hypers = [sorted((k, _plain_number(v)) for k, v in group.items() if k in RULE_KEYS) for group in groups]
+    found = zlib.crc32(repr(hypers).encode())
+    for state in states:
+        found = zlib.crc32(str(state.step).encode(), found)
+        for moment in state.moments.values():
+            values: Any = moment.detach().cpu().float().reshape(-1).numpy()
+            found = zlib.crc32(values, found)
+    return found
