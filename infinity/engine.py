@@ -394,8 +394,7 @@ class Engine(Runner):
         self._check_open()
         self._finish_saving()
         self.settle()
-        tag = tag or f"global_step{self.global_steps}"
-        return save(self, Path(directory), tag, client_state or {}, background=background)
+        return save(self, directory, tag, client_state or {}, background=background)
 
     @property
     def saving(self) -> Saving | None:
@@ -423,7 +422,7 @@ class Engine(Runner):
 
         self.parts.saver.join()
         self.settle()
-        return load(self, Path(directory), tag, verify=verify, load_rng=load_rng)
+        return load(self, directory, tag, verify=verify, load_rng=load_rng)
 
     def drop_gradients(self) -> None:
         """Forget what backward has collected since the last step."""
