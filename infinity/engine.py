@@ -26,6 +26,7 @@ from infinity.optim.lr import make_scheduler
 from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
 from infinity.training import TrainingParts, assemble_training
+from infinity.units.added import Additions
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Engine(Runner):
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
         collector.on_arrival = self._hooks.enter_backward
         self._watches = collector.watch()
+        self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -318,6 +320,8 @@ class Engine(Runner):
     # -- what the hooks tell -----------------------------------------------------------------------------------------
 
     def _on_forward(self) -> None:
+        if torch.is_grad_enabled():
+            self._additions.check()
         if self._hooks.in_backward or self.parts.collector.in_mid_backward:
             self._recover()
         elif self.parts.collector.spent:
@@ -449,6 +453,7 @@ class Engine(Runner):
         """
         for handle in self._watches:
             handle.remove()
+        self._additions.close()
         with self.parts.saver.ending():
             super().close()
 
