@@ -28,6 +28,7 @@ from infinity.optim.tier_states import TierStates
 from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
 from infinity.training import TrainingParts, assemble_training
+from infinity.units.added import Additions
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Engine(Runner):
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
         collector.on_arrival = parts.backward.notice
         self._watches = collector.watch()
+        self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -325,6 +327,8 @@ class Engine(Runner):
     # -- what the hooks tell -----------------------------------------------------------------------------------------
 
     def _on_forward(self) -> None:
+        if torch.is_grad_enabled():
+            self._additions.check()
         self._check_readable("the model was called")
         training = torch.is_grad_enabled()
         self.parts.store.tracer.begin("train" if training else "eval")
@@ -409,8 +413,7 @@ class Engine(Runner):
         self._check_open()
         self._finish_saving()
         self.settle()
-        tag = tag or f"global_step{self.global_steps}"
-        return save(self, Path(directory), tag, client_state or {}, background=background)
+        return save(self, directory, tag, client_state or {}, background=background)
 
     @property
     def saving(self) -> Saving | None:
@@ -440,7 +443,7 @@ class Engine(Runner):
         self._check_open()
         self._conclude_backward()
         self._settle()
-        return load(self, Path(directory), tag, verify=verify, load_rng=load_rng)
+        return load(self, directory, tag, verify=verify, load_rng=load_rng)
 
     def drop_gradients(self) -> None:
         """Forget what backward has collected since the last step. UsageError where units were updated with it."""
@@ -489,6 +492,7 @@ class Engine(Runner):
         """
         for handle in self._watches:
             handle.remove()
+        self._additions.close()
         with self.parts.saver.ending():
             super().close()
 

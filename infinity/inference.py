@@ -70,11 +70,13 @@ class InferenceEngine(Runner):
         before, to compare their checksums. Returns the checkpoint's path and client_state. CheckpointError, before
         anything is changed, if it is missing, damaged or another model's.
         """
+        from infinity.checkpoint.agree import folder_of
         from infinity.checkpoint.load import load_parameters
 
         self.settle()
+        folder = folder_of(self.ranks, directory, tag)  # before anything that could stop the engine
         with self._failing():
-            return load_parameters(self, Path(directory), tag, verify=verify)
+            return load_parameters(self, folder, verify=verify)
 
     # -- what a user of training engines might try --------------------------------------------------------------------
 

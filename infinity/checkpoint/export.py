@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import BUFFERS, INDEX, Index, find, key, read_index
+from infinity.checkpoint.hf_config import CONFIG, with_dtype
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, parts_of, spec_of, write_tensors
 from infinity.checkpoint.verify import check_contents, check_files
 from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
@@ -58,8 +59,8 @@ def export(
     checkpoint: what was passed to `save_checkpoint`, with `tag` or the last one saved; or the checkpoint's own folder.
     dtype: "bf16", "fp16" or "fp32" for all parameters; by default what each computes in. Masters are rounded to bf16 as
     the engine does it (half away from zero), else cast. Buffers and integers stay as they are.
-    config_from: a Hugging Face folder whose other files (config.json, the tokenizer's) are copied. verify: read the
-    whole checkpoint once before, to compare its checksums.
+    config_from: a Hugging Face folder whose other files (config.json, the tokenizer's) are copied; config.json then
+    names the dtype of the weights. verify: read the whole checkpoint once before, to compare its checksums.
 
     Names are those of the model's state_dict; a parameter that modules share is written once, under the first of its
     names. Host memory: a part of one parameter. `out` appears whole or not at all; CheckpointError, OutOfSpaceError or
@@ -70,8 +71,12 @@ def export(
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
     index = read_index(folder)
     check_files(index, folder)
-    shards = _shards(_tensors(index, folder, wanted), parse_size(max_shard_size))
+    tensors = _tensors(index, folder, wanted)
+    shards = _shards(tensors, parse_size(max_shard_size))
     others = _others(Path(config_from)) if config_from is not None else []
+    dtypes = {name: tensors[name].spec.dtype for name in index.parameters}
+    floating = {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+    config = next((with_dtype(file, floating) for file in others if file.name == CONFIG), None)
     _check_out(out, _nbytes(*shards) + sum(file.stat().st_size for file in others))
     if verify:
         step(0, "comparing checksums")
@@ -80,6 +85,8 @@ def export(
         _write(partial, shards, step)
         for file in others:
             shutil.copyfile(file, partial / file.name)
+        if config is not None:
+            (partial / CONFIG).write_bytes(config)
     return out
 
 

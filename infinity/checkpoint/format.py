@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -75,6 +76,21 @@ class Index:
 def _crc32(said: dict[str, Any]) -> int:
     """Of what an index says, however it is spaced and ordered."""
     return zlib.crc32(json.dumps(said, sort_keys=True).encode())
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_UNPICKLER = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed global by default|\n|$)")
+
+
+def reason(error: BaseException) -> str:
+    """What `torch.save` or `torch.load` failed for, in one line of plain text.
+
+    `torch.load(weights_only=True)` raises a page with terminal colours, most of which is advice to trust the file.
+    """
+    text = _ANSI.sub("", str(error)).strip()
+    found = _UNPICKLER.search(text)
+    text = found[1] if found is not None else text.partition("\n")[0]
+    return text or type(error).__name__
 
 
 def key(state: str, name: str) -> str:

@@ -13,14 +13,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from infinity.checkpoint import rng
+from infinity.checkpoint.agree import folder_of
 from infinity.checkpoint.format import (
     BUFFERS,
     CLIENT_STATE,
     Index,
-    find,
     key,
     persistent_buffers,
     read_index,
+    reason,
     shape_of,
     view,
 )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    engine: Engine, directory: Path, tag: str | None, *, verify: bool, load_rng: bool
+    engine: Engine, directory: str | Path, tag: str | None, *, verify: bool, load_rng: bool
 ) -> tuple[Path, dict[str, Any]]:
     """Bring the engine to the state of the checkpoint; returns the checkpoint's folder and its client_state.
 
@@ -48,7 +49,7 @@ def load(
     many ranks as it was saved with. Units, tiers, tile size, number of ranks and the formats of master and moments may
     differ from those it was saved with.
     """
-    folder = find(directory, tag)
+    folder = folder_of(engine.ranks, directory, tag)
     index = read_index(folder)
     _check_parameters(engine.units, index, folder)
     _check_optimizer(engine, index, folder)
@@ -73,9 +74,8 @@ def load(
     return folder, client_state
 
 
-def load_parameters(engine: Runner, directory: Path, tag: str | None, *, verify: bool) -> tuple[Path, dict[str, Any]]:
-    """As `load`, of parameters and buffers alone, in whatever dtype the engine keeps them."""
-    folder = find(directory, tag)
+def load_parameters(engine: Runner, folder: Path, *, verify: bool) -> tuple[Path, dict[str, Any]]:
+    """As `load`, of parameters and buffers alone, in whatever dtype the engine keeps them. folder: `folder_of`."""
     index = read_index(folder)
     _check_parameters(engine.units, index, folder, trained=False)
     check_files(index, folder)
@@ -144,8 +144,8 @@ def _client_state(folder: Path) -> dict[str, Any]:
         state = torch.load(folder / CLIENT_STATE, weights_only=True)
     except Exception as error:  # noqa: BLE001 - torch.load raises many classes
         raise CheckpointError(
-            f"{folder / CLIENT_STATE} cannot be read ({error}); client_state may hold tensors, numbers, strings and "
-            "containers of them"
+            f"{folder / CLIENT_STATE} cannot be read ({reason(error)}); client_state may hold tensors, numbers, "
+            "strings and containers of them"
         ) from None
     return dict(state)
 

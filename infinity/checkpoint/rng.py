@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 
+from infinity.checkpoint.format import reason
 from infinity.comm.collectives import Ranks
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError
@@ -37,7 +38,9 @@ def read_states(file: Path, ranks: Ranks) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # noqa: BLE001 - torch.load raises many classes
-        raise CheckpointError(f"{file} cannot be read ({error}): the checkpoint is damaged, use another one") from None
+        raise CheckpointError(
+            f"{file} cannot be read ({reason(error)}): the checkpoint is damaged, use another one"
+        ) from None
     if ranks.speaks:
         here = ranks.size * ranks.model.size
         logger.info("random-number states of %d ranks are not restored on %d", len(packed), here)

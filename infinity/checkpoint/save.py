@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from infinity.checkpoint import rng
+from infinity.checkpoint.agree import target_of
 from infinity.checkpoint.background import Saving
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, LATEST, Entry, Index, key, persistent_buffers, view
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, reason, view
 from infinity.checkpoint.writer import Writer
 from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, ChecksumError, RanksError
@@ -56,24 +57,21 @@ class _Snapshot:
     """Parameters of which this rank has a part."""
 
 
-def save(engine: Engine, directory: Path, tag: str, client_state: dict[str, Any], *, background: bool = False) -> Path:
+def save(
+    engine: Engine, directory: str | Path, tag: str | None, client_state: dict[str, Any], *, background: bool = False
+) -> Path:
     """Write directory/tag. All ranks call it, with all states in their tiers; rank 0 writes. Peak memory: a few times
     one unit's states.
 
-    background: return as soon as everything but the states of units is captured; `engine.saving` is what goes on.
-    Raises CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
+    tag: "global_step<N>" where it is None. background: return as soon as everything but the states of units is
+    captured; `engine.saving` is what goes on. Raises RanksError on every rank if they name different folders, and
+    CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
     """
-    if not tag or tag != Path(tag).name or tag.startswith(".") or tag == LATEST:
-        raise CheckpointError(
-            f"tag {tag!r} cannot be the name of a checkpoint's folder: no slashes, no dot at its beginning, and not "
-            f"{LATEST!r}, which is the file that names the last one"
-        )
+    tag = f"global_step{engine.global_steps}" if tag is None else tag
+    target = target_of(engine.ranks, directory, tag, background)
     channel = engine.parts.saver.channel(engine.ranks)
-    if channel.sum(float(background)) not in (0.0, channel.sum(1.0) * background):
-        raise RanksError("some ranks save in the background and others do not: pass the same `background` on all")
-    target = directory / tag
-    packed = _pack(client_state)
-    writer = Writer(directory, tag) if channel.writes else None
+    packed = _together(channel, partial(_pack, client_state))
+    writer = Writer(target.parent, target.name) if channel.writes else None
     started = False
     try:
         _together(channel, lambda: writer.open() if writer is not None else None)
@@ -228,7 +226,7 @@ def _pack(client_state: dict[str, Any]) -> bytes:
     except Exception as error:  # noqa: BLE001 - pickling runs any class's code
         raise CheckpointError(
             "client_state cannot be saved so that it loads safely: it may hold tensors, numbers, strings, and lists, "
-            f"tuples and dicts of them ({str(error).splitlines()[0]})"
+            f"tuples and dicts of them ({reason(error)})"
         ) from None
     return packed.getvalue()
 

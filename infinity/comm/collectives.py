@@ -338,6 +338,18 @@ class Ranks:
         _all_gather(parts, mine, group=self._group)
         return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
+    def gather(self, mine: Any) -> list[Any]:
+        """What each rank has, a small object: the replicas, and those that hold a model together, in their order."""
+        if self.alone:
+            return self.model.gather(mine)
+        found: list[Any] = self._together("looks at states", 1, self._gather_objects, mine)
+        return [each for column in self.model.gather(found) for each in column]
+
+    def _gather_objects(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self._words)
+        return found
+
     def sum_over_shards(self, value: float) -> float:
         """The sum of one fp64 number over the ranks' shards, in their order."""
         return self.sum(value) if self._sharded else value

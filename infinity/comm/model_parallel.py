@@ -99,6 +99,17 @@ class ModelRanks:
             values = tuple(sum(column) for column in zip(*parts.tolist(), strict=True))
         return values
 
+    def gather(self, mine: Any) -> list[Any]:
+        """What each of these ranks has, a small object."""
+        found = [mine]
+        for dim in range(self._mesh.ndim if self._mesh is not None else 0):
+            assert self._mesh is not None
+            group = self._mesh.get_group(dim)
+            columns: list[Any] = [None] * group.size()
+            dist.all_gather_object(columns, found, group=group)
+            found = [each for column in columns for each in column]
+        return found
+
     def whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """A state of `parameter`, complete on all of these ranks, from `values`, what this rank holds of it.
 

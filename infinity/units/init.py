@@ -8,7 +8,8 @@ initialised, moved to their tier and let go before the next unit's are made. Par
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,30 +20,16 @@ from infinity.units.hooks import UnitParameters
 from infinity.units.layout import UnitLayout
 from infinity.units.local import is_distributed
 from infinity.units.released import is_released
+from infinity.units.replay import FIX, Replay, check_reproducible, name_of, stand_ins
+from infinity.units.rules import Rules, reset, resets
 from infinity.units.sources import Source, is_loaded, source_of
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import placeholder
 
 
-def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """How `model` initialises one module: `model.initialize_module`, transformers' `_init_weights`, or the module's own
-    `reset_parameters`.
-    """
-    for name in ("initialize_module", "_init_weights"):
-        own = getattr(model, name, None)
-        if callable(own):
-            return own  # type: ignore[no-any-return]
-    return _reset
-
-
-def _reset(module: nn.Module) -> None:
-    if callable(getattr(module, "reset_parameters", None)):
-        module.reset_parameters()  # type: ignore[operator]
-
-
 def check_values(model: nn.Module) -> None:
     """ModelError for values that are not there and cannot be made: parameters that an engine took, a buffer on the meta
-    device, a module nobody knows how to fill.
+    device, a module that no rule fills, a parameter whose rule is not known to give what the model's own code gave it.
     """
     for module in model.modules():
         if isinstance(module._parameters, UnitParameters):
@@ -66,16 +53,21 @@ def check_values(model: nn.Module) -> None:
                 f"buffer {name} is on the meta device, and only its module knows its values. Compute it under "
                 "`with torch.device('cpu')`, or build the model on the cpu."
             )
-    if initializer(model) is not _reset:
-        return
+    rules = Rules(model)
     for name, module in model.named_modules():
         holds = any(p.is_meta and source_of(p) is None for p in module.parameters(recurse=False))
-        if holds and not callable(getattr(module, "reset_parameters", None)):
+        if holds and rules.of(module) is reset and not resets(module):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) was built on the meta device and has no "
                 "reset_parameters(): give it one, give the model an initialize_module(module) method, or build the "
                 "model on the cpu."
             )
+    check_reproducible(model, rules, _drawn(model))
+
+
+def _drawn(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The parameters that rules are to initialise, and their names."""
+    return {p: name for name, p in model.named_parameters() if p.is_meta and source_of(p) is None}
 
 
 def make_buffers(model: nn.Module) -> None:
@@ -84,19 +76,24 @@ def make_buffers(model: nn.Module) -> None:
     It does in transformers from version 5 on (rotary frequencies, causal masks) and in torch's batch norms. Whether it
     does shows by doing it twice, over other values: they are gone if it sets all of them.
     """
-    initialize = initializer(model)
+    rules = Rules(model)
     for module in model.modules():
         on_meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         if not on_meta:
             continue
         made: list[dict[str, torch.Tensor]] = []
-        with _aside(module, set(module._parameters), {name for name in module._buffers if name not in on_meta}):
+        others = {name for name in module._buffers if name not in on_meta}
+        with _aside(module, set(module._parameters), others), stand_ins(_below(module)):
             for fill in (0, 1):
                 made.append({name: torch.full_like(buffer, fill, device="cpu") for name, buffer in on_meta.items()})
                 module._buffers.update(made[-1])
-                _seeded(initialize, module, 0)
+                _seeded(rules.of(module), module, 0)
         for name, buffer in on_meta.items():
             module._buffers[name] = made[0][name] if torch.equal(made[0][name], made[1][name]) else buffer
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
+    return (each for each in module.modules() if each is not module)
 
 
 def _seeded(initialize: Callable[[nn.Module], None], module: nn.Module, seed: int) -> None:
@@ -133,7 +130,12 @@ class Materializer:
         """roots: where units stand in the module tree."""
         self._model = model
         self._roots = roots
-        self._initialize = initializer(model)
+        self._rules = Rules(model)
+        drawn = _drawn(model)
+        self._reached = Replay(model, self._rules, drawn).reached if drawn else {}
+        self._reaching = {module for modules in self._reached.values() for module in modules}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._paths = {module: path for path, module in model.named_modules()}
         self._made: dict[nn.Parameter, nn.Parameter] = {}
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         self._seed = int(torch.randint(1 << 62, ())) if on_meta else 0
@@ -148,11 +150,7 @@ class Materializer:
 
         Shared parameters stay shared over the whole model, with the values that the first module to hold them gives.
         """
-        fresh = {
-            parameter: nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
-            for parameter in wanted
-            if parameter.is_meta
-        }
+        fresh = {parameter: _unset(parameter) for parameter in wanted if parameter.is_meta}
         if fresh:
             self._made.update(fresh)
             for module in self._model.modules():
@@ -164,6 +162,9 @@ class Materializer:
             if values:
                 for path, module in self._scope(self._model.get_submodule(root), root):
                     self._fill(path, module, values)
+                for parameter, made in fresh.items():
+                    self._reach(parameter, made)
+                self._check_set(fresh)
             for made in set(fresh.values()) - values:
                 made.data = placeholder(tuple(made.shape), made.dtype, made.device)
         return tuple(self._made.get(parameter, parameter) for parameter in wanted)
@@ -184,9 +185,51 @@ class Materializer:
             if held is not None and not (held in values and self._owner[held] is module)
         }
         loaded = {name for name, buffer in module._buffers.items() if buffer is not None and is_loaded(buffer)}
-        own_seed = hashlib.blake2b(path.encode(), digest_size=8, key=self._seed.to_bytes(8, "little")).digest()
-        with _aside(module, others, loaded):
-            _seeded(self._initialize, module, int.from_bytes(own_seed, "little"))
+        seed = self._seed_of(path)
+        rule = self._rules.of(module)
+        with _aside(module, others, loaded), stand_ins(_below(module) if module in self._reaching else ()):
+            _seeded(rule, module, seed)
+            held = {name: p for name, p in module._parameters.items() if p is not None}
+            left = {name for name, parameter in held.items() if name not in others and not _is_set(parameter)}
+            if left and rule is not reset:  # it leaves them as the module's constructor made them
+                with _aside(module, held.keys() - left, set(module._buffers)):
+                    _seeded(reset, module, seed)
+
+    def _reach(self, parameter: nn.Parameter, made: nn.Parameter) -> None:
+        """Apply the rules of the modules around that edit this parameter, wherever their own are, to it alone."""
+        for module in self._reached.get(parameter, ()):
+            with stand_ins(module.modules(), keep=made):
+                _seeded(self._rules.of(module), module, self._seed_of(self._paths[module], self._names[parameter]))
+
+    def _seed_of(self, *names: str) -> int:
+        own_seed = hashlib.blake2b("\0".join(names).encode(), digest_size=8, key=self._seed.to_bytes(8, "little"))
+        return int.from_bytes(own_seed.digest(), "little")
+
+    def _check_set(self, fresh: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for parameter, made in fresh.items():
+            if source_of(parameter) is None and not _is_set(made):
+                owner = self._owner[parameter]
+                rule = self._rules.of(owner)
+                raise ModelError(
+                    f"parameter {self._names[parameter]} ({type(owner).__name__}) was built on the meta device, and "
+                    f"{name_of(rule)} does not set it, or not all of it. {FIX}"
+                )
+
+
+def _unset(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter on the host, without values: NaN where a rule is to set it, so that it shows what a rule leaves."""
+    value = torch.empty_like(parameter, device="cpu")
+    if source_of(parameter) is None and value.is_floating_point():
+        value.fill_(math.nan)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def _is_set(parameter: nn.Parameter) -> bool:
+    """A rule may set infinities, whose sum may be NaN as well."""
+    value = parameter.data
+    if not value.is_floating_point() or not value.sum(dtype=torch.float32).isnan():
+        return True
+    return not value.isnan().any()
 
 
 def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor | None]) -> Flats:

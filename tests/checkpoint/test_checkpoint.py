@@ -206,6 +206,40 @@ def test_client_state_that_could_not_be_loaded_is_refused_before_anything_is_wri
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (argparse.Namespace(a=1), "Unsupported global: GLOBAL argparse.Namespace"),
+        (numpy.float64(3), "Unsupported global: GLOBAL numpy._core.multiarray.scalar"),
+        ((x for x in ()), "cannot pickle 'generator' object"),
+    ],
+    ids=["class", "numpy", "generator"],
+)
+def test_the_error_of_a_client_state_is_one_line_of_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, why: str
+) -> None:
+    """torch's own text has terminal colours, whatever it is written to."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with engine_of() as engine, pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(tmp_path, client_state={"value": value})
+    assert str(caught.value).endswith(f"({why})") and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("file", ["client_state.pt", "rng.pt"])
+@pytest.mark.parametrize("content", [b"", b"garbage", b"whole"], ids=str)
+def test_the_error_of_a_damaged_pickle_is_one_line_of_plain_text(tmp_path: Path, file: str, content: bytes) -> None:
+    saved(tmp_path)
+    folder = tmp_path / "global_step5"
+    torch.save({"value": argparse.Namespace()}, tmp_path / "whole")
+    (folder / file).write_bytes((tmp_path / "whole").read_bytes() if content == b"whole" else content)
+    index = json.loads((folder / "checkpoint.json").read_text()) | {"version": 3}  # without a checksum of its own
+    index["file_bytes"][file] = (folder / file).stat().st_size
+    (folder / "checkpoint.json").write_text(json.dumps(index))
+    with engine_of() as engine, pytest.raises(CheckpointError, match=rf"{file} cannot be read \(.") as caught:
+        engine.load_checkpoint(tmp_path, verify=False)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_save_that_fails_leaves_the_former_one_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -392,7 +426,7 @@ def test_converted_moments_draw_by_their_place_in_the_model(tmp_path: Path) -> N
     assert all(not torch.equal(one, other) for one, other in itertools.combinations(blocks, 2))
 
 
-@pytest.mark.parametrize("tag", ["latest", ".hidden", "a/b", ".."])
+@pytest.mark.parametrize("tag", ["latest", ".hidden", "a/b", "..", ".", "", "a/", "/a", "a\0b"])
 def test_names_that_no_checkpoint_may_have(tag: str, tmp_path: Path) -> None:
     """One of them is of the file that names the last checkpoint, which stays what it is."""
     with open_engine(seeded(Stack), engine_config()) as engine:
@@ -401,3 +435,15 @@ def test_names_that_no_checkpoint_may_have(tag: str, tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path, tag)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest"]
         assert engine.load_checkpoint(tmp_path)[0].name == "good"
+
+
+def test_a_directory_without_a_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder has a name: "."."""
+    monkeypatch.chdir(tmp_path)
+    with open_engine(seeded(Stack), engine_config()) as engine:
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(CheckpointError, match='is "", which would be the current folder'):
+                call("")
+        assert not list(tmp_path.iterdir())
+        engine.save_checkpoint(".", "a")
+        assert engine.load_checkpoint(".")[0].name == "a"

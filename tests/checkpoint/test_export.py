@@ -185,6 +185,54 @@ def test_the_command(tmp_path: Path) -> None:
     commands.refused(2, "--max-shard-size", "export", tmp_path / "saved", tmp_path / "new", "--max-shard-size", "0")
 
 
+CONFIG: dict[str, Any] = {
+    "model_type": "both",
+    "dtype": "float32",
+    "text_config": {"torch_dtype": "float32", "hidden_size": 8},
+    "vision": {"model_type": "eye", "dtype": None, "inner_config": {"dtype": {"": "float32"}}},
+    "vocabulary_map": {"dtype": "token", "torch_dtype": 5},
+    "quantization_config": {"dtype": "int8"},
+    "name": "größer",
+}
+
+
+@pytest.mark.parametrize("dtype", [None, "fp16", "fp32"])
+def test_config_json_names_the_dtype_of_the_weights(tmp_path: Path, dtype: str | None) -> None:
+    """Those of its parts too, under every key that is there; nothing else changes."""
+    saved_engine(tmp_path / "saved", bf16=True).close()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config" / "other.json").write_text(json.dumps(CONFIG))
+    out = export(tmp_path / "saved", tmp_path / "out", dtype=dtype, config_from=tmp_path / "config")
+    name = {None: "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]
+    expected = json.loads(json.dumps(CONFIG))
+    expected["dtype"] = expected["text_config"]["torch_dtype"] = name
+    expected["vision"]["dtype"] = expected["vision"]["inner_config"]["dtype"] = name
+    assert json.loads((out / "config.json").read_text()) == expected
+    assert json.loads((out / "other.json").read_text()) == CONFIG
+
+
+def test_weights_of_two_dtypes_beside_a_config_that_names_one(tmp_path: Path) -> None:
+    def mixed() -> nn.Module:
+        model = nn.ModuleDict({"body": Stack(), "frozen": nn.Linear(2, 2).double().requires_grad_(False)})
+        model.forward = lambda *batch: model["body"](*batch)  # type: ignore[method-assign]
+        return model
+
+    saved_engine(tmp_path / "saved", mixed).close()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("{}")
+    said = r"several dtypes \(body\.embedding\.weight is float32, frozen\.weight is float64\)"
+    with pytest.raises(UsageError, match=said):
+        export(tmp_path / "saved", tmp_path / "out", config_from=tmp_path / "config")
+    (tmp_path / "config" / "config.json").write_text("[]")
+    with pytest.raises(UsageError, match="holds no JSON object"):
+        export(tmp_path / "saved", tmp_path / "out", dtype="fp32", config_from=tmp_path / "config")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "saved"]
+    (tmp_path / "config" / "config.json").write_text("{}")
+    out = export(tmp_path / "saved", tmp_path / "out", dtype="fp32", config_from=tmp_path / "config")
+    assert json.loads((out / "config.json").read_text()) == {"dtype": "float32"}
+
+
 # -- files in parts ----------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,29 @@ def test_from_pretrained_computes_what_the_engine_computes(tmp_path: Path, name:
         assert torch.equal(logits, expected)
     else:
         torch.testing.assert_close(logits, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("named", ["float32", "bfloat16", None])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_loads_in_the_dtype_of_its_weights(tmp_path: Path, name: str, named: str | None, bf16: bool) -> None:
+    """Whatever the original's config says: the very logits, without asking for a dtype."""
+    model: Any = seeded(MODELS[name]).eval()
+    model.config.save_pretrained(tmp_path / "config")
+    file = tmp_path / "config" / "config.json"
+    said = json.loads(file.read_text())
+    said = {key: value for key, value in said.items() if key not in ("dtype", "torch_dtype")}
+    file.write_text(json.dumps(said | ({"dtype": named, "torch_dtype": named} if named else {})))
+    with open_engine(model, engine_config(folder=tmp_path, bf16=bf16, unit_size=60_000)) as engine:
+        train(engine, BATCHES[:2], loss_of)
+        engine.save_checkpoint(tmp_path / "saved")
+        with torch.no_grad():
+            expected = engine(input_ids=BATCHES[3][0]).logits
+    out = export(tmp_path / "saved", tmp_path / "out", config_from=tmp_path / "config")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="sdpa").eval()
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16 if bf16 else torch.float32}
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=BATCHES[3][0]).logits, expected)
 
 
 @pytest.mark.parametrize("size", ["5GB", "20kB"], ids=["one file", "shards"])

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import infinity
 from infinity.errors import CheckpointError, RanksError
+from infinity.tiers.device import CpuDevice
 from multirank.cases import SAMPLES, device_of
 from support.configs import engine_config
 from support.late_disk import use_late_disks
@@ -128,3 +130,55 @@ def of_two_minds(rank: int, *, folder: str, directory: str) -> str:
         except RanksError as error:
             return str(error)
         return ""
+
+
+def of_several_minds(
+    rank: int, *, folder: str, saves: list[list[Any]], loads: list[list[Any]], infer: bool = False
+) -> list[str]:
+    """What each rank is told, of a save and a load with its own of these arguments, after one that is right."""
+    told = []
+    config = engine_config(folder=folder, micro=SAMPLES)
+    with open_engine(seeded(Stack), config) as engine:
+        engine.save_checkpoint(Path(folder, "saved"), "right")
+        for call, arguments in ((engine.save_checkpoint, saves), (engine.load_checkpoint, loads)):
+            try:
+                told.append(f"returned {call(*arguments[rank])}")
+            except RanksError as error:
+                told.append(str(error))
+        losses = train(engine, token_batches(2, batch=SAMPLES, seed=rank))
+        engine.save_checkpoint(Path(folder, "saved"), "after")
+        assert len(losses) == 2
+    with infinity.init_inference(seeded(Stack), config, device=CpuDevice()) as runner:
+        try:
+            told.append(f"returned {runner.load_checkpoint(*loads[rank])}")
+        except RanksError as error:
+            told.append(str(error))
+        assert runner.load_checkpoint(Path(folder, "saved"))[0].name == "after"
+    return told
+
+
+def unlike(rank: int, *, folder: str) -> str:
+    """Folders of one name on machines that share none: rank 1's is of another step."""
+    own = Path(folder, str(rank))
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        for step in (1, 2):
+            train(engine, token_batches(1, batch=SAMPLES))
+            engine.save_checkpoint(Path(folder, str(step - 1)), "a")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.path.abspath", lambda path: "/machine")
+            patch.setattr("os.path.realpath", lambda path: "/machine")
+            try:
+                engine.load_checkpoint(own)
+            except RanksError as error:
+                return str(error)
+    return ""
+
+
+def unfit(rank: int, *, folder: str) -> list[str]:
+    """One rank's client_state cannot be saved: nobody saves, nobody waits."""
+    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+        try:
+            engine.save_checkpoint(Path(folder, "saved"), client_state={"f": Path("a")} if rank == 1 else {})
+        except CheckpointError as error:
+            return [str(error), str(Path(folder, "saved").exists())]
+    return []

@@ -107,3 +107,41 @@ def test_ranks_that_save_differently(pair: Group, tmp_path: Path) -> None:
     for said in pair.run(cases.of_two_minds, folder=str(tmp_path), directory=str(tmp_path / "saved")):
         assert said.startswith("some ranks save in the background and others do not")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("what", ["tag", "directory", "bad tag"])
+def test_ranks_that_name_different_checkpoints(pair: Group, what: str, tmp_path: Path) -> None:
+    """Everybody is told who has which, nothing is written, and all may go on."""
+    here, there = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
+    first, second = {
+        "tag": ([here, "a"], [here, "b"]),
+        "directory": ([here, "right"], [there, "right"]),
+        "bad tag": ([here, "right"], [here, "../right"]),
+    }[what]
+    told = pair.run(cases.of_several_minds, folder=str(tmp_path), saves=[first, second], loads=[first, second])
+    assert told[0] == told[1]
+    for said in told[0]:
+        assert said.startswith("the ranks name different checkpoints. rank 0 ")
+        assert f"tag {first[1]!r} in {first[0]}" in said and f"tag {second[1]!r} in {second[0]}" in said
+    left = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert left == {"right", "after", "latest"} and not (tmp_path / "elsewhere").exists()
+
+
+def test_one_folder_under_two_names(pair: Group, tmp_path: Path) -> None:
+    """A link to it is the folder itself."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "saved")
+    both = [[str(tmp_path / "saved"), "a"], [str(tmp_path / "linked"), "a"]]
+    for told in pair.run(cases.of_several_minds, folder=str(tmp_path), saves=both, loads=both):
+        assert all(said.startswith("returned ") for said in told)
+
+
+def test_machines_with_different_checkpoints_of_one_name(pair: Group, tmp_path: Path) -> None:
+    for said in pair.run(cases.unlike, folder=str(tmp_path)):
+        assert said.startswith("the ranks find different checkpoints at /machine, tag 'a': rank 0 crc32 ")
+
+
+def test_client_state_of_one_rank_that_cannot_be_saved(pair: Group, tmp_path: Path) -> None:
+    first, second = pair.run(cases.unfit, folder=str(tmp_path))
+    assert first == ["see the error of another rank", "False"]
+    assert second[0].endswith("(Unsupported global: GLOBAL pathlib.PosixPath)") and second[1] == "False"

@@ -1,0 +1,65 @@
+"""config.json of an exported folder: it names the dtype of the weights beside it.
+
+`from_pretrained(folder)` casts the weights to that dtype, so a config that names another one computes other values.
+transformers 5 calls the key `dtype`, transformers 4 `torch_dtype`; models made of several have a config for each, which
+names its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.errors import UsageError
+
+CONFIG = "config.json"
+_KEYS = ("dtype", "torch_dtype")
+
+
+def with_dtype(file: Path, dtypes: Mapping[str, torch.dtype]) -> bytes:
+    """The content of `file`, a config.json, that goes with these weights. dtypes: by the names of floating parameters.
+
+    UsageError if it is no JSON object, or if the weights have several dtypes, of which a config names one.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read ({error}): name a folder with the model's config.json") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} holds no JSON object: name a folder with the model's config.json")
+    first_names: dict[torch.dtype, str] = {}
+    for name, dtype in dtypes.items():
+        first_names.setdefault(dtype, name)
+    if len(first_names) > 1:
+        found = ", ".join(f"{name} is {_named(dtype)}" for dtype, name in first_names.items())
+        raise UsageError(
+            f"the parameters compute in several dtypes ({found}), and {CONFIG} names one, to which from_pretrained "
+            "casts all: choose it with --dtype (dtype=), or export without --config-from (config_from=)"
+        )
+    for dtype in first_names:
+        _set(config, _named(dtype))
+        if not any(key in config for key in _KEYS):
+            config[_KEYS[0]] = _named(dtype)
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _set(config: dict[str, Any], dtype: str) -> None:
+    for key, value in config.items():
+        if key in _KEYS:
+            if value is None or isinstance(value, (str, dict)):
+                config[key] = dtype
+        elif isinstance(value, dict) and _is_config(key, value):
+            _set(value, dtype)
+
+
+def _is_config(key: str, value: dict[str, Any]) -> bool:
+    """Whether it is the config of a part of the model: other objects (a vocabulary) may have such keys too."""
+    return "model_type" in value or (key.endswith("_config") and key != "quantization_config")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,53 @@
+"""How a module on the meta device is initialised: by its model's rule, or by its own `reset_parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Rule = Callable[[nn.Module], None]
+
+
+class Rules:
+    """The rule of every module of `model`.
+
+    `initialize_module(module)` of the outermost module that has one speaks for all below it. Else `_init_weights` of
+    the nearest module around does, as transformers applies them to models within models; else the module's own
+    `reset_parameters()`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rules: dict[nn.Module, Rule] = {}
+        self._visit(model, reset, final=False)
+
+    def _visit(self, module: nn.Module, rule: Rule, *, final: bool) -> None:
+        if module in self._rules:
+            return
+        if not final:
+            declared = _method(module, "initialize_module")
+            rule, final = declared or _method(module, "_init_weights") or rule, declared is not None
+        self._rules[module] = rule
+        for child in module.children():
+            self._visit(child, rule, final=final)
+
+    def of(self, module: nn.Module) -> Rule:
+        return self._rules[module]
+
+
+def reset(module: nn.Module) -> None:
+    """The module's own rule."""
+    own = _method(module, "reset_parameters")
+    if own is not None:
+        own()
+
+
+def resets(module: nn.Module) -> bool:
+    """Whether it has one."""
+    return _method(module, "reset_parameters") is not None
+
+
+def _method(module: nn.Module, name: str) -> Any:
+    found = getattr(module, name, None)
+    return found if callable(found) else None
