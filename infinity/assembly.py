@@ -27,6 +27,7 @@ from infinity.tiers.placement import Placement, Policy, checksum_block, place
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
+from infinity.units.aliases import check_aliases
 from infinity.units.discover import Discovered, modules_to_hook
 from infinity.units.init import Materializer, check_values, initial_states, make_buffers, read_shard
 from infinity.units.layout import UnitLayout
@@ -187,6 +188,7 @@ def assemble(
 
     more_in_common: lines besides `infinity.comm.agreement.in_common` that are the same on all ranks.
     """
+    check_aliases(model)
     make_buffers(model)
     check_values(model)
     ranks.know(layouts)
