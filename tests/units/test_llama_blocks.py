@@ -99,7 +99,7 @@ BATCHES = [
             marks=pytest.mark.xfail(
                 raises=UserWarning,
                 strict=False,
-                reason="Recomputation keeps views of all units of a block: one buffer is given up in each backward.",
+                reason="Recomputation keeps views of all units of a block: now and then a buffer is given up.",
             ),
         ),
         pytest.param(True, None, id="bf16-plain"),
