@@ -133,7 +133,7 @@ def _parameters(given: ParamGroups | None) -> ParamGroups | None:
         )
     if isinstance(given, Mapping):
         raise ConfigError("model_parameters is one group: pass a list of groups, [{'params': …, 'lr': …}]")
-    entries: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+    entries: list[Any] = list(given)
     if not entries:
         raise ConfigError(
             "model_parameters is empty: a generator, as model.parameters() gives, can be read only once. Pass a fresh "
