@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,11 +27,13 @@ from infinity.tiers.placement import Placement, Policy, checksum_block, place
 from infinity.tiers.pool import Pool, size_classes
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
+from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
 from infinity.units.discover import Discovered, modules_to_hook
 from infinity.units.init import Materializer, check_values, initial_states, make_buffers, read_shard
 from infinity.units.layout import UnitLayout
 from infinity.units.local import is_distributed, local
+from infinity.units.nesting import held_together
 from infinity.units.saved import SavedTensors
 from infinity.units.scope import Scope
 from infinity.units.sources import source_of
@@ -40,8 +42,9 @@ from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 
-# Besides what is fetched ahead: the unit that computes, its parent's and one whose update is being written.
-_UNITS_BESIDE_PREFETCH = 3
+# Held at least: the unit that computes and its parent's.
+_HELD = 2
+_UPDATED = 1
 
 
 @dataclass(kw_only=True)
@@ -191,6 +194,7 @@ def assemble(
 
     more_in_common: lines besides `infinity.comm.agreement.in_common` that are the same on all ranks.
     """
+    check_aliases(model)
     make_buffers(model)
     check_values(model)
     ranks.know(layouts)
@@ -236,16 +240,16 @@ class _Assembly:
             unit.unbind()
         _share_buffers(self.model, self.ranks)
         _move_buffers(self.model, self.device.torch_device)
-        prefetch, depth = self._reach()
-        unit_pool = self.pools.make("units", size_classes([x.nbytes for x in self.layouts], depth), on_device=True)
+        unit_of = {id(p): unit for unit in units for p in unit.parameters}
+        index_of = {key: unit.index for key, unit in unit_of.items()}
+        hooked = modules_to_hook(self.model, index_of, [unit.root for unit in self.found])
+        prefetch, unit_buffers = self._reach(hooked)
+        unit_pool = self.pools.make("units", unit_buffers, on_device=True)
         param_tier = self.tiers[self.rules.param_tier]
         backward = BackwardTracker()
         scope = Scope(SavedTensors(backward.notice))
         store = UnitStore(units, unit_pool, param_tier, self.placement, self.device, self.ranks, prefetch, scope)
         store.adopt = self.states.adopt
-        unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        index_of = {key: unit.index for key, unit in unit_of.items()}
-        hooked = modules_to_hook(self.model, index_of, [unit.root for unit in self.found])
         return Parts(
             device=self.device,
             ranks=self.ranks,
@@ -261,15 +265,20 @@ class _Assembly:
             stage=self.config.zero_optimization.stage,
         )
 
-    def _reach(self) -> tuple[int, int]:
-        """Bytes of units that are fetched ahead, and how many units are in device buffers at once."""
+    def _reach(self, hooked: Mapping[nn.Module, Sequence[int]]) -> tuple[int, dict[int, int]]:
+        """Bytes of units that are fetched ahead, and the sizes and counts of device buffers: for the units that nested
+        modules hold at once, those that are fetched ahead or cached, and one whose update is being written.
+        """
+        sizes = [layout.nbytes for layout in self.layouts]
         if self.rules.resident:
-            return sum(layout.nbytes for layout in self.layouts), len(self.layouts)
-        largest = max(layout.nbytes for layout in self.layouts)
+            return sum(sizes), size_classes(sizes, len(sizes))
+        largest = max(sizes)
         asked = self.config.infinity.prefetch_bytes
         prefetch = 4 * largest if asked == "auto" else int(asked)
         cached = self.config.infinity.cache_bytes // largest
-        return prefetch, math.ceil(prefetch / largest) + _UNITS_BESIDE_PREFETCH + cached
+        beside = math.ceil(prefetch / largest) + cached + _UPDATED
+        together = [[sizes[unit] for unit in units] for units in held_together(self.model, hooked)]
+        return prefetch, size_classes(sizes, _HELD + beside, together, beside)
 
     def _stream_in(self) -> None:
         self._check_sources()

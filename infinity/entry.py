@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.comm.collectives import refuse
 from infinity.comm.groups import Group
+from infinity.comm.join import join_process_group
 from infinity.config import Config
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.inference import InferenceEngine
 from infinity.optim.facade import ParamGroups, UnitOptimizer
+from infinity.runner import Runner
 from infinity.tiers.device import Device
+from infinity.units.supported import check_model
 
 
 def initialize(
@@ -30,6 +34,7 @@ def initialize(
     *,
     device: Device | None = None,
     process_group: Group | None = None,
+    dist_init_required: bool | None = None,
 ) -> tuple[Engine, UnitOptimizer, DataLoader[Any] | None, torch.optim.lr_scheduler.LRScheduler | None]:
     """Make an engine that trains `model`, an unmodified `nn.Module`, on the cpu or on the meta device.
 
@@ -39,14 +44,18 @@ def initialize(
     CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units are sharded, as a
     ProcessGroup or a DeviceMesh of one dimension; by default all ranks.
 
-    With several ranks, call torch.distributed.init_process_group before. Raises ConfigError, ModelError, RanksError,
-    OutOfSpaceError, OutOfMemoryError or StorageError before anything is trained; nothing is left behind then.
+    dist_init_required: whether to call torch.distributed.init_process_group (NCCL with CUDA, else gloo); by default
+    where torchrun started several ranks and the script has not; False: never. The group is left open when the engine
+    is closed, for what comes after it.
+
+    Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError before
+    anything is trained; nothing is left behind then.
     """
-    try:
+    join_process_group(dist_init_required, device)
+    with _telling(process_group):
         config = config if isinstance(config, Config) else Config.load(config)
-    except ConfigError as error:
-        refuse(error, process_group)
-        raise
+        _check(model, "infinity.initialize")
+        model_parameters = _parameters(model_parameters)
     with _host():
         engine = Engine(model, config, model_parameters, device=device, process_group=process_group)
     try:
@@ -64,6 +73,7 @@ def init_inference(
     dtype: torch.dtype | None = None,
     device: Device | None = None,
     process_group: Group | None = None,
+    dist_init_required: bool | None = None,
 ) -> InferenceEngine:
     """Make an engine that runs `model`, an unmodified `nn.Module`, on the cpu or on the meta device, and keeps nothing
     but its parameters.
@@ -72,21 +82,73 @@ def init_inference(
     `infinity` are read; that of a training job will do. dtype: what floating parameters are kept and computed in; by
     default what the config says (`bf16`, `fp16`), else what each is. Buffers stay as they are. device: where to
     compute; by default the CUDA device of this rank, else the CPU. process_group: the ranks that share the parameters,
-    as for `initialize`.
+    and dist_init_required: whether to join them, as for `initialize`.
 
     The model is put in eval mode, and its parameters no longer require gradients. With several ranks in stage 3 every
     rank holds a shard and has inputs of its own, and all run as many forwards.
 
-    Raises ConfigError, ModelError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError; nothing is left
-    behind then.
+    Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError; nothing
+    is left behind then.
     """
-    try:
+    join_process_group(dist_init_required, device)
+    with _telling(process_group):
         config = Config.load(config if config is not None else {})
-    except ConfigError as error:
-        refuse(error, process_group)
-        raise
+        _check(model, "infinity.init_inference")
     with _host():
         return InferenceEngine(model, config, dtype=dtype, device=device, process_group=process_group)
+
+
+@contextmanager
+def _telling(group: Group | None) -> Iterator[None]:
+    """Other ranks are told of an error in the block: they are making their engines already."""
+    try:
+        yield
+    except InfinityError as error:
+        refuse(error, group)
+        raise
+
+
+def _check(model: nn.Module, maker: str) -> None:
+    if isinstance(model, Runner):
+        raise ModelError(
+            f"model is an engine already: {maker} takes the nn.Module. Use the engine as it is, or close it and build "
+            "the model anew"
+        )
+    check_model(model)
+
+
+def _parameters(given: ParamGroups | None) -> ParamGroups | None:
+    """`model_parameters`, of which what can be read only once has been read. ConfigError for what holds nothing."""
+    if given is None:
+        return None
+    if isinstance(given, torch.optim.Optimizer):
+        raise ConfigError(
+            f"model_parameters is an optimizer ({type(given).__name__}): pass model_parameters=model.parameters(), or "
+            "groups of them. The optimizer is made from the config's optimizer section"
+        )
+    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+        raise ConfigError(
+            f"model_parameters is a {type(given).__name__}: pass model.parameters(), or groups of them, as for a torch "
+            "optimizer"
+        )
+    if isinstance(given, Mapping):
+        raise ConfigError("model_parameters is one group: pass a list of groups, [{'params': …, 'lr': …}]")
+    entries: list[Any] = list(given)
+    if not entries:
+        raise ConfigError(
+            "model_parameters is empty: a generator, as model.parameters() gives, can be read only once. Pass a fresh "
+            "one or a list, or leave it out to train all that require gradients"
+        )
+    for number, entry in enumerate(entries):
+        if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
+            members = list(entry["params"])
+            if not members:
+                raise ConfigError(
+                    f"model_parameters[{number}] has no params: its generator can be read only once. Pass a fresh one "
+                    "or a list"
+                )
+            entries[number] = {**entry, "params": members}
+    return entries
 
 
 def _host() -> torch.device:

@@ -150,7 +150,7 @@ def test_parameters_that_are_not_the_models(tmp_path: Path) -> None:
         (seeded(Stack).parameters(), "not the model's"),
         ([weight, weight], "twice"),
         ([{"params": [weight]}, {"params": [weight]}], "twice"),
-        ([], "no trainable parameters"),
+        ([], "model_parameters is empty"),
         ([{"lr": 1.0}], "no trainable parameters"),
         (["embedding.weight"], "holds a str"),
         ([{"params": [1.0]}], "holds a float"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +35,14 @@ def load_config(model: type[ConfigT], source: Mapping[str, Any] | str | Path) ->
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if str(path).lstrip().startswith("{"):
+        raise ConfigError(
+            "a configuration is a dict or the path of a JSON file, not a string of JSON: pass json.loads(text)"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder: give the path of the JSON file in it") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as configuration: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -45,12 +52,25 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         given = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
+        if _is_yaml(path, text):
+            raise ConfigError(
+                f"{path}: is YAML, and a configuration is JSON: pass yaml.safe_load(open({str(path)!r})), which is a "
+                "dict, or convert the file"
+            ) from None
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}") from None
     except _DuplicateKey as error:
         raise ConfigError(f"{path}: the key {error} is there twice in one section; keep one") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: must hold one JSON object, {{ … }}, not a {type(given).__name__}")
     return given
+
+
+def _is_yaml(path: Path, text: str) -> bool:
+    """Whether text that is no JSON is YAML: it says so, or its first line of content is `key:` or `key: value`."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return True
+    lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---")))
+    return re.match(r"[A-Za-z_][\w-]*:(\s|$)", next(lines, "")) is not None
 
 
 class _DuplicateKey(Exception):

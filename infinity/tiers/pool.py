@@ -5,8 +5,10 @@ A buffer is a tensor that owns its storage, so that the pool can tell whether an
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -151,25 +153,34 @@ class Pool:
             self._changed.notify_all()
 
 
-def size_classes(sizes: Sequence[int], depth: int) -> dict[int, int]:
+def size_classes(
+    sizes: Sequence[int], depth: int, together: Collection[Sequence[int]] = (), beside: int = 0
+) -> dict[int, int]:
     """Buffer sizes and counts that let `depth` of the units of these sizes be in memory at once, in the fewest bytes.
 
-    A class that serves n units has min(n, depth) buffers as large as its largest unit. Classes are contiguous ranges
-    of the sorted sizes; the best partition is found by dynamic programming over them.
+    together: sizes of units that are in memory at once, however many; they fit with any `beside` others.
+
+    A class that serves n units has min(n, depth) buffers as large as its largest unit, and more for `together`. Classes
+    are contiguous ranges of the sorted sizes; the best partition is found by dynamic programming over them.
     """
     distinct = sorted(set(sizes))
     counts = [sizes.count(size) for size in distinct]
+    # Only what is more than `depth` allows for changes a class.
+    chains = {tuple(sorted(chain)) for chain in together if len(chain) + beside > depth}
+    below = [[bisect_left(chain, size) for size in (*distinct, math.inf)] for chain in chains]
+
+    def buffers(start: int, end: int) -> int:
+        most = max((number[end] - number[start] for number in below), default=0)
+        return min(sum(counts[start:end]), max(depth, most + beside))
+
     best: list[tuple[int, int]] = [(0, 0)]  # bytes for the first k distinct sizes, and where the last class starts
     for end in range(1, len(distinct) + 1):
-        options = []
-        for start in range(end):
-            units = sum(counts[start:end])
-            options.append((best[start][0] + min(units, depth) * distinct[end - 1], start))
+        options = [(best[start][0] + buffers(start, end) * distinct[end - 1], start) for start in range(end)]
         best.append(min(options))
     classes: dict[int, int] = {}
     end = len(distinct)
     while end:
         start = best[end][1]
-        classes[distinct[end - 1]] = min(sum(counts[start:end]), depth)
+        classes[distinct[end - 1]] = buffers(start, end)
         end = start
     return classes

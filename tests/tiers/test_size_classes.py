@@ -32,6 +32,24 @@ def test_any_units_fit_together(sizes: list[int], depth: int) -> None:
     assert sum(classes.values()) <= len(sizes)
 
 
+@given(SIZES, st.integers(1, 5), st.integers(0, 3), st.data())
+def test_what_is_held_together_fits(sizes: list[int], depth: int, beside: int, data: st.DataObject) -> None:
+    """With any `beside` others; and `depth` units fit as without."""
+    chains = data.draw(st.lists(st.sets(st.integers(0, len(sizes) - 1), min_size=1), max_size=3))
+    classes = size_classes(sizes, depth, [[sizes[unit] for unit in chain] for chain in chains], beside)
+    for chain in chains:
+        others = [unit for unit in range(len(sizes)) if unit not in chain]
+        for added in combinations(others, min(beside, len(others))):
+            assert fits(classes, tuple(sizes[unit] for unit in (*chain, *added)))
+    assert all(fits(classes, together) for together in combinations(sizes, min(depth, len(sizes))))
+    assert sum(classes.values()) <= len(sizes)
+
+
+def test_few_that_are_held_together_change_nothing() -> None:
+    """A block and its parent are within `depth`."""
+    assert size_classes([100] * 24 + [30] * 2, 5, [[30, 100], [30, 100]], 3) == {100: 5}
+
+
 def cheapest(sizes: list[int], depth: int) -> int:
     """Over all ways to cut the sorted sizes into classes."""
     ordered = sorted(sizes)

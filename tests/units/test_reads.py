@@ -101,7 +101,7 @@ def test_weights_in_the_loss_outside_the_model(options: dict[str, Any]) -> None:
 
 
 def test_weights_taken_from_parameters_have_their_values() -> None:
-    """`parameters()` hands out parameters of units that are released; each is fetched by the operation that reads it."""
+    """`parameters()` hands out parameters of released units; each is fetched by the operation that reads it."""
 
     def penalised(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
         module = getattr(model, "module", model)

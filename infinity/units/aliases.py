@@ -1,0 +1,257 @@
+"""Find tensors that share memory with a parameter, and would come apart from it.
+
+A parameter's values leave its memory for a tier. Another tensor over that memory would keep the first values, while it
+follows the training in a plain loop. Sharing the Parameter object itself (`b.weight = a.weight`) is kept.
+
+Refused are two parameters or a parameter and a buffer that overlap, every other tensor that the model refers to, and,
+for parameters that are trained, every other tensor of the process. Left alone are tensors elsewhere over frozen
+parameters, which nothing changes, and what only autograd graphs refer to: a graph made before is to have the values of
+its time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from infinity.errors import ModelError
+from infinity.tiers.memory import storage_users
+from infinity.units.hooks import UnitParameters
+from infinity.units.local import has_storage, local
+from infinity.units.referrers import describe_holder, find_paths, refresh_locals
+
+_NAMED = 3
+"""At most so many are named in one error."""
+
+
+class _Held(NamedTuple):
+    """A parameter or a buffer of the model, and the bytes that it spans."""
+
+    order: int
+    """In the model: errors name the first."""
+    name: str
+    tensor: torch.Tensor
+    values: torch.Tensor
+    """What this rank has of it."""
+    space: tuple[str, int]
+    """Two spans overlap only within one space: the memory of a device, or a storage on the meta device."""
+    start: int
+    stop: int
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+
+class _Alias(NamedTuple):
+    """A tensor that is not the model's own, and a parameter that it has an element in common with."""
+
+    tensor: torch.Tensor
+    parameter: _Held
+
+
+def check_aliases(model: nn.Module) -> None:
+    """ModelError that names tensors which share memory with a parameter of `model`. Changes nothing."""
+    if any(isinstance(module._parameters, UnitParameters) for module in model.modules()):
+        return  # `check_values` refuses a model that has an engine, whose buffers the parameters share
+    held = list(_held(model))
+    _check_overlaps(held)
+    shared = _with_other_users(held)
+    if shared and _aliased(model, shared):
+        refresh_locals()
+        problem = _aliased(model, shared)
+        if problem:
+            raise ModelError(problem)
+
+
+def _held(model: nn.Module) -> Iterator[_Held]:
+    """Parameters and buffers that have memory, each object once of either kind."""
+    for order, (name, tensor) in enumerate(chain(model.named_parameters(), model.named_buffers())):
+        values = local(tensor)
+        if is_lazy(tensor) or not has_storage(values) or not values.numel():
+            continue
+        if not values.is_meta and values.untyped_storage().nbytes() < values.nbytes:
+            continue  # the placeholder of an engine that was closed, which `check_values` refuses
+        yield _Held(order, name, tensor, values, _space(values), *_span(values))
+
+
+def _space(values: torch.Tensor) -> tuple[str, int]:
+    return str(values.device), values.untyped_storage()._cdata if values.is_meta else 0
+
+
+def _span(values: torch.Tensor) -> tuple[int, int]:
+    first = int(values.storage_offset()) * values.itemsize if values.is_meta else values.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    return first, first + (last + 1) * values.itemsize
+
+
+# -- parameters and buffers --------------------------------------------------------------------------------------------
+
+
+def _check_overlaps(held: Sequence[_Held]) -> None:
+    """ModelError for two parameters, or a parameter and a buffer, with an element in common."""
+    problems = [
+        _overlap_problem(one, other) for one, other in _overlapping(held) if one.is_parameter or other.is_parameter
+    ]
+    if problems:
+        raise ModelError(_listed(problems))
+
+
+def _overlapping(held: Sequence[_Held]) -> Iterator[tuple[_Held, _Held]]:
+    """Pairs, each in the order of the model."""
+    reaching: list[_Held] = []
+    for each in sorted(held, key=lambda each: (each.space, each.start)):
+        reaching = [before for before in reaching if before.space == each.space and before.stop > each.start]
+        for before in reaching:
+            if _have_common_elements(before.values, each.values):
+                yield (before, each) if before.order < each.order else (each, before)
+        reaching.append(each)
+
+
+def _have_common_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Columns of one matrix are apart, though the bytes that they span overlap."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True  # their spans overlap
+    return bool(np.shares_memory(_as_array(one), _as_array(other)))
+
+
+class _Layout:
+    """Where the elements of a tensor lie, for NumPy: nothing is read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        strides = tuple(stride * values.itemsize for stride in values.stride())
+        # An address must not be 0, which the meta device has.
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{values.itemsize}",
+            "shape": tuple(values.shape),
+            "strides": strides,
+            "data": (_span(values)[0] + (1 << 20), True),
+        }
+
+
+def _as_array(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    return np.asarray(_Layout(values))
+
+
+def _overlap_problem(one: _Held, other: _Held) -> str:
+    if one.is_parameter and other.is_parameter and one.tensor is not other.tensor:
+        return (
+            f"parameters {one.name} and {other.name} share memory but are two Parameters, which would be trained "
+            f"apart: share the Parameter itself ({other.name} = {one.name}), or give each memory of its own "
+            f"({other.name}.data = {other.name}.data.clone())"
+        )
+    parameter, buffer = (one, other) if one.is_parameter else (other, one)
+    return (
+        f"buffer {buffer.name} shares the memory of parameter {parameter.name}, and would not follow its values: "
+        "register a copy (.detach().clone()), or read the parameter itself where the buffer is used"
+    )
+
+
+# -- other tensors -----------------------------------------------------------------------------------------------------
+
+
+def _with_other_users(held: Sequence[_Held]) -> dict[int, list[_Held]]:
+    """Storages that more tensors refer to than the model's own → its parameters there."""
+    alone = storage_users(torch.empty(1, device="cpu"))
+    by_storage: dict[int, list[_Held]] = {}
+    for each in held:
+        by_storage.setdefault(each.values.untyped_storage()._cdata, []).append(each)
+    found: dict[int, list[_Held]] = {}
+    for storage, members in by_storage.items():
+        parameters = [each for each in members if each.is_parameter]
+        known = len({id(each.values) for each in members})
+        if parameters and storage_users(parameters[0].values) > alone + known - 1:
+            found[storage] = parameters
+    return found
+
+
+def _aliased(model: nn.Module, shared: dict[int, list[_Held]]) -> str:
+    """What to say of tensors besides the model's own that share memory with its parameters; empty: there are none.
+
+    A function of its own: an error refers to the frames that it passes, and these must not keep the tensors.
+    """
+    gc.collect()  # a cycle that nobody refers to is no user
+    own = (*model.parameters(), *model.buffers(), *_recomputed(model))
+    known = {id(each) for tensor in own for each in (tensor, local(tensor))}
+    aliases = sorted(_others(shared, known), key=lambda alias: alias.parameter.order)
+    targets = {id(alias.tensor): alias for alias in aliases}
+    if not targets:
+        return ""
+    paths = find_paths(_roots(model), targets)
+    problems = [_inside_problem(paths[key], alias.parameter) for key, alias in targets.items() if key in paths]
+    if not problems:
+        problems = [
+            _outside_problem(alias)
+            for alias in targets.values()
+            if alias.parameter.tensor.requires_grad and not alias.parameter.values.is_meta
+        ]
+    return _listed(problems)
+
+
+def _recomputed(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Attributes that view a parameter at first, and are computed from it before each forward."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield getattr(module, hook.name)
+
+
+def _others(shared: dict[int, list[_Held]], known: set[int]) -> Iterator[_Alias]:
+    """Tensors that Python code refers to, besides those with ids in `known`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]:
+            if id(tensor) in known:
+                continue
+            try:
+                if is_lazy(tensor) or not has_storage(tensor) or not tensor.numel():
+                    continue
+                storage = tensor.untyped_storage()._cdata
+                start, stop = _span(tensor)
+            except RuntimeError:  # a kind of tensor without a storage or strides
+                continue
+            for each in shared.get(storage, ()):
+                if start < each.stop and each.start < stop and _have_common_elements(tensor, each.values):
+                    yield _Alias(tensor, each)
+                    break
+
+
+def _roots(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """Attributes of the model's modules and parameters, with the path of each."""
+    for name, module in model.named_modules(prefix="model"):
+        for attribute, value in vars(module).items():
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                yield f"{name}.{attribute}", value
+    for name, parameter in model.named_parameters(prefix="model"):
+        for attribute, value in vars(parameter).items():
+            yield f"{name}.{attribute}", value
+
+
+def _inside_problem(path: str, parameter: _Held) -> str:
+    return (
+        f"{path} shares the memory of parameter {parameter.name}, and would keep its first values: make it in forward "
+        "from the parameter itself, register a tied weight as the same Parameter, or keep a copy (.detach().clone())"
+    )
+
+
+def _outside_problem(alias: _Alias) -> str:
+    holder = describe_holder(alias.tensor, besides=alias)
+    return (
+        f"a tensor of shape {list(alias.tensor.shape)} outside of the model ({holder}) shares the memory of parameter "
+        f"{alias.parameter.name}. It would keep the first values, while in a plain loop it follows the training: "
+        "delete it (del) before infinity.initialize, or keep a copy (.detach().clone())"
+    )
+
+
+def _listed(problems: Iterable[str]) -> str:
+    found = list(problems)
+    more = [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    return "\n".join([*found[:_NAMED], *more])

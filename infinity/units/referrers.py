@@ -1,0 +1,114 @@
+"""Say where an object is referred to from: by the path of attributes and items that leads to it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+_OBJECTS_AT_MOST = 300_000
+"""That are looked at; what is further away is not found."""
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
+
+
+def find_paths(roots: Iterable[tuple[str, object]], targets: Collection[int]) -> dict[int, str]:
+    """id of an object → a shortest path to it from `roots`, (path, object) pairs, for those ids of `targets` that are
+    reached through containers, attributes, closures and partials.
+    """
+    found: dict[int, str] = {}
+    seen: set[int] = set()
+    queue: deque[tuple[str, object]] = deque(roots)
+    looked_at = 0
+    while queue and looked_at < _OBJECTS_AT_MOST and len(found) < len(targets):
+        path, value = queue.popleft()
+        looked_at += 1
+        if id(value) in targets:
+            found.setdefault(id(value), path)
+        if id(value) in seen or issubclass(type(value), _LEAVES):
+            continue
+        seen.add(id(value))
+        room = _OBJECTS_AT_MOST - len(queue)
+        queue.extend((path + step, child) for step, child in islice(_children(value), room))
+    return found
+
+
+def _children(value: Any) -> Iterator[tuple[str, object]]:
+    """What `value` refers to. Runs no code of its class: that may have effects."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        for key, item in list(dict.items(value)):
+            yield f"[{key!r}]" if isinstance(key, (str, int)) else f"[{type(key).__name__}]", item
+    elif issubclass(kind, (list, tuple, deque)):
+        yield from ((f"[{number}]", item) for number, item in enumerate(list(kind.__iter__(value))))
+    elif issubclass(kind, (set, frozenset)):
+        yield from (("{…}", item) for item in list(kind.__iter__(value)))
+    elif kind is FunctionType:
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield from _cell(name, cell)
+        yield from ((".<default>", item) for item in value.__defaults__ or ())
+        yield from ((f".<default {name}>", item) for name, item in (value.__kwdefaults__ or {}).items())
+    elif kind is MethodType:
+        yield ".__self__", value.__self__
+    elif issubclass(kind, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return
+    if issubclass(type(attributes), dict):
+        yield from ((f".{name}", item) for name, item in list(dict.items(attributes)))
+
+
+def _cell(name: str, cell: Any) -> Iterator[tuple[str, object]]:
+    try:
+        yield f".<closure {name}>", cell.cell_contents
+    except ValueError:  # not assigned yet
+        return
+
+
+def describe_holder(value: object, besides: object) -> str:
+    """Who refers to `value`, for an error: the path from a variable, else the kinds of what refers to it, but for
+    `besides`.
+    """
+    path = find_paths(_variables(), {id(value)}).get(id(value))
+    if path:
+        return path
+    kinds = {
+        type(each).__name__ for each in gc.get_referrers(value) if each is not besides and type(each) is not FrameType
+    }
+    return f"in a {' and a '.join(sorted(kinds))}" if kinds else "in a NumPy array or in native code"
+
+
+def _variables() -> Iterator[tuple[str, object]]:
+    """Local variables of all functions that are running, the innermost first, then those of their modules."""
+    frames = list(_callers())
+    for frame in frames:
+        if frame.f_code.co_name != "<module>":
+            yield from ((f"{frame.f_code.co_name}(): {name}", value) for name, value in frame.f_locals.items())
+    for scope in {id(frame.f_globals): frame.f_globals for frame in frames}.values():
+        module = scope.get("__name__")
+        yield from (
+            (f"module {module}: {name}", value) for name, value in list(scope.items()) if not name.startswith("__")
+        )
+
+
+def _callers() -> Iterator[FrameType]:
+    """Frames of the running thread that are not ours, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).split(".")[0] != "infinity":
+            yield frame
+        frame = frame.f_back
+
+
+def refresh_locals() -> None:
+    """Before Python 3.13 a frame keeps what its variables were when they were last listed, as `describe_holder` does:
+    variables that were deleted since are let go.
+    """
+    for frame in _callers():
+        frame.f_locals  # noqa: B018
