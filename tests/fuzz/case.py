@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -182,12 +182,26 @@ def draw_case(draw: Draw) -> Case:
     if loop.clip:  # the norm of all gradients is wanted before the first update
         settings = tuple(_without_live_updates(s) for s in settings)  # type: ignore[assignment]
     head = draw.choice(("plain", "plain", "none", "tied", "shared with first"))
+    by_grad = loop.penalty in _BY_GRAD or any(event.kind == "grad by hand" for event in loop.events)
+    if by_grad and loop.call == "checkpointed":
+        loop = replace(loop, call="engine")
+    if by_grad or loop.backward.startswith("tw"):  # torch refuses the second pass through a selective checkpoint
+        nodes = tuple(_checkpointed_otherwise(node, reentrant=not by_grad) for node in nodes)
     return Case(nodes, loop, settings, head, draw.integer(0, 999))
 
 
-def _without_live_updates(setting: Setting) -> Setting:
-    from dataclasses import replace
+_BY_GRAD = ("input gradient", "weight gradient", "kept gradient", "sharpness", "maml")
+"""Penalties that call `torch.autograd.grad`, which torch refuses through reentrant checkpoints."""
 
+
+def _checkpointed_otherwise(node: Node, *, reentrant: bool) -> Node:
+    children = tuple(_checkpointed_otherwise(child, reentrant=reentrant) for child in node.children)
+    refused = ("selective",) if reentrant else ("selective", "reentrant", "reentrant each", "late reentrant", "both")
+    changed = node.kind == "checkpoint" and node.variant in refused
+    return replace(node, children=children, variant="nested" if changed else node.variant)
+
+
+def _without_live_updates(setting: Setting) -> Setting:
     return replace(setting, update="auto") if setting.update == "during_backward" else setting
 
 
@@ -200,3 +214,18 @@ def case_of(seed: int) -> Case:
 def cases(draw: Any) -> Case:
     """The same choices by hypothesis."""
     return draw_case(HypothesisDraw(draw))
+
+
+def in_words(value: Any, indent: str = "") -> str:
+    """The Python text that makes a case, without what has its default."""
+    if isinstance(value, tuple):
+        inner = "".join(f"{indent}    {in_words(each, indent + '    ')},\n" for each in value)
+        return f"(\n{inner}{indent})" if value else "()"
+    if not isinstance(value, (Case, Node, Loop, Setting, Event)):
+        return repr(value)
+    given = [
+        f"{each.name}={in_words(getattr(value, each.name), indent)}"
+        for each in fields(value)
+        if each.default is MISSING or getattr(value, each.name) != each.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"

@@ -16,7 +16,7 @@ from fuzz.case import Case, Setting
 from fuzz.loops import Run, keep
 from fuzz.model import build
 from fuzz.trainers import EngineTrainer, PlainTrainer, Trainer, opened
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, NonFiniteError
 from support.lifetime import assert_nothing_leaked
 
 # An update by torch and one by the engine's kernel differ in the last bit: 6e-8 of a parameter in each of at most five
@@ -38,7 +38,8 @@ class Outcome:
 @dataclass(frozen=True)
 class Verdict:
     """kind: "same"; "same bits" (of the plain loop with the engine's kernels: rounding alone made the difference);
-    "refused"; "void" (plain PyTorch raises, or gives NaN); "different", "error", "leak", "placements differ": failures.
+    "refused"; "not finite" (refused as NaN where the plain loop has none); "void" (plain PyTorch raises, or gives NaN);
+    "different", "error", "leak", "placements differ": failures.
     """
 
     kind: str
@@ -55,13 +56,23 @@ FAILURES = ("different", "error", "leak", "placements differ", "hang", "crash")
 
 def run_plain(case: Case, *, exact: bool = False) -> Outcome:
     """The plain loop. exact: with the engine's update kernels."""
-    model = build(case)
-    kept = keep(model, case.loop.kept)
-    return _run(case, PlainTrainer(model, case, exact=exact), kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(case)
+        kept = keep(model, case.loop.kept)
+        return _run(case, PlainTrainer(model, case, exact=exact), kept)
 
 
 def run_engine(case: Case, setting: Setting) -> Outcome:
     """The same loop by an engine, which is closed."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = _run_engine(case, setting)
+    outcome.quarantines = sum("something still refers" in str(each.message) for each in caught)
+    return outcome
+
+
+def _run_engine(case: Case, setting: Setting) -> Outcome:
     model = build(case)
     kept = keep(model, case.loop.kept)
     outcome = Outcome(phase="initialize")
@@ -81,15 +92,12 @@ def run_engine(case: Case, setting: Setting) -> Outcome:
 def _run(case: Case, trainer: Trainer, kept: list[torch.Tensor]) -> Outcome:
     run = Run(case, trainer, kept)
     outcome = Outcome(run.values, phase="train")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            run.train()
-            outcome.phase = "state_dict"
-            outcome.state = trainer.state()
-        except Exception as error:  # noqa: BLE001 - judged
-            outcome.error = error
-    outcome.quarantines = sum("something still refers" in str(each.message) for each in caught)
+    try:
+        run.train()
+        outcome.phase = "state_dict"
+        outcome.state = trainer.state()
+    except Exception as error:  # noqa: BLE001 - judged
+        outcome.error = error
     return outcome
 
 
@@ -137,8 +145,10 @@ def judge(case: Case) -> Verdict:
     if all(outcome.error is None for outcome in outcomes) and plain.error is None:
         bits = difference(outcomes[1], outcomes[0], exact=True)
         if bits and verdicts[0].kind != "void":
-            return Verdict("placements differ", f"{bits}\n  in {case.settings[1]}\n  and {case.settings[0]}", quarantines)
-    order = ("refused", "void", "same bits", "same")
+            return Verdict(
+                "placements differ", f"{bits}\n  in {case.settings[1]}\n  and {case.settings[0]}", quarantines
+            )
+    order = ("not finite", "refused", "void", "same bits", "same")
     worst = min(verdicts, key=lambda verdict: order.index(verdict.kind))
     return Verdict(worst.kind, worst.text, quarantines)
 
@@ -146,7 +156,9 @@ def judge(case: Case) -> Verdict:
 def _against_plain(case: Case, outcome: Outcome, plain: Outcome) -> Verdict:
     if outcome.error is not None:
         if isinstance(outcome.error, InfinityError):
-            return Verdict("refused", f"{outcome.phase}: {summary(outcome.error)}")
+            finite = plain.error is None and all(value == value for _, value in plain.values)
+            kind = "not finite" if finite and isinstance(outcome.error, NonFiniteError) else "refused"
+            return Verdict(kind, f"{outcome.phase}: {summary(outcome.error)}")
         if plain.error is not None:
             return Verdict("void", f"plain: {summary(plain.error)}")
         kind = "leak" if outcome.phase == "leak" else "error"

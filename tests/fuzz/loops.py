@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.case import Case, Event
+from fuzz.case import Case
 from fuzz.events import happen
 from fuzz.model import Batch, Net
 from fuzz.parts import WIDTH, Context, Deliberate
@@ -51,7 +51,8 @@ class Run:
             self._train()
 
     def _train(self) -> None:
-        for self.step in range(self.loop.steps):
+        for step in range(self.loop.steps):
+            self.step = step
             if self.loop.thread == "each step":
                 in_thread(self._one_step)
             else:
@@ -281,6 +282,3 @@ def keep(model: Net, how: str) -> list[torch.Tensor]:
     if how == "named":
         return list(dict(model.named_parameters()).values())
     return [] if how == "from first forward" else list(model.parameters())
-
-
-__all__ = ["Event", "Run", "keep"]

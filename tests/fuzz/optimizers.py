@@ -17,7 +17,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
     "SGD nesterov": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
     "Adagrad": {"lr": 0.02, "eps": 1e-3},
-    "Lion": {"lr": 2e-3, "weight_decay": 0.1},
+    "Lion": {"lr": 2e-3, "weight_decay": 0.1, "betas": (0.9, 0.99)},
 }
 """Constants of each optimizer, by the names of torch.optim and of the engine's config."""
 
@@ -25,8 +25,8 @@ PARAMS: dict[str, dict[str, Any]] = {
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023), which torch does not have."""
 
-    def __init__(self, params: Any, lr: float = 1e-4, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
+    def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

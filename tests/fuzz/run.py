@@ -1,8 +1,8 @@
 """The command: run seeds of the fuzz in processes of their own, and count verdicts.
 
-    .venv/bin/python tests/fuzz/run.py --seeds 0:2000 --jobs 2
-    .venv/bin/python tests/fuzz/run.py --show 17
-    .venv/bin/python tests/fuzz/run.py --minimise 17
+.venv/bin/python tests/fuzz/run.py --seeds 0:2000 --jobs 2
+.venv/bin/python tests/fuzz/run.py --show 17
+.venv/bin/python tests/fuzz/run.py --minimise 17
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -19,13 +20,12 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from pprint import pformat
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from fuzz.case import Case, Node, case_of
+from fuzz.case import Case, Node, case_of, in_words
 from fuzz.judge import FAILURES, Verdict, judge
 from fuzz.minimise import minimise
 
@@ -39,6 +39,7 @@ def quiet() -> None:
     logging.getLogger("infinity").addHandler(logging.NullHandler())
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     logging.getLogger("infinity").propagate = False
+    gc.freeze()  # what is imported is not looked through after every case
 
 
 def _work(connection: Connection, seeds: list[int], trace: str) -> None:
@@ -128,7 +129,7 @@ def kinds_of(case: Case) -> Iterator[str]:
 
 
 def show(seed: int, verdict: Verdict) -> str:
-    return f"seed {seed}: {verdict.kind}: {verdict.text}\n{pformat(case_of(seed), width=110)}\n"
+    return f"seed {seed}: {verdict.kind}: {verdict.text}\n{in_words(case_of(seed))}\n"
 
 
 def main() -> int:
@@ -147,7 +148,7 @@ def main() -> int:
         return int(verdict.failed)
     if asked.minimise is not None:
         case, verdict = minimise(case_of(asked.minimise))
-        print(f"{verdict.kind}: {verdict.text}\n{pformat(case, width=110)}")
+        print(f"{verdict.kind}: {verdict.text}\n{in_words(case)}")
         return int(verdict.failed)
     first, end = (int(part) for part in asked.seeds.split(":"))
     counts: collections.Counter[str] = collections.Counter()
@@ -158,10 +159,13 @@ def main() -> int:
         counts[verdict.kind] += 1
         quarantines += verdict.quarantines
         drawn.update(set(kinds_of(case_of(seed))))
-        if verdict.kind in ("refused", "void"):
+        if verdict.kind in ("refused", "not finite", "void"):
             texts[f"{verdict.kind}: {verdict.text}"] += 1
         if verdict.failed:
-            print(f"seed {seed}: {verdict.kind}: {verdict.text[:300]!r}" if asked.brief else show(seed, verdict), flush=True)
+            print(
+                f"seed {seed}: {verdict.kind}: {verdict.text[:300]!r}" if asked.brief else show(seed, verdict),
+                flush=True,
+            )
         if done % 100 == 0:
             print(f"{done} seeds in {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
     for text, count in texts.most_common():
@@ -169,7 +173,9 @@ def main() -> int:
     if asked.coverage:
         for text, count in sorted(drawn.items()):
             print(f"{count:5} {text}")
-    print(f"{sum(counts.values())} seeds in {time.monotonic() - began:.0f} s: {dict(counts)}; {quarantines} quarantines")
+    print(
+        f"{sum(counts.values())} seeds in {time.monotonic() - began:.0f} s: {dict(counts)}; {quarantines} quarantines"
+    )
     return int(any(counts[kind] for kind in FAILURES))
 
 

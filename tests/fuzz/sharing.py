@@ -92,8 +92,8 @@ class Kept(Part):
 
 
 @leaf(
-    "kept view", "flat", "detached", "from init", "from init detached", "transposed", "rows", "unbound", "data", "numpy",
-    "expanded", "every forward",
+    "kept view", "flat", "detached", "from init", "from init detached", "transposed", "rows", "unbound", "data",
+    "numpy", "expanded", "every forward",
 )  # fmt: skip
 class KeptView(Part):
     """A view of a parameter that outlives the forward it was made in."""
@@ -250,7 +250,7 @@ class GradientHook(Part):
         elif self.variant == "clip":
             w.register_hook(lambda g: g.clamp(-0.01, 0.01))
         elif self.variant == "post accumulate":
-            w.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+            w.register_post_accumulate_grad_hook(_halve)
         elif self.variant == "full backward":
             self.layer.register_full_backward_hook(lambda m, i, o: tuple(None if g is None else 0.5 * g for g in i))
         elif self.variant == "full backward pre":
@@ -272,6 +272,11 @@ class GradientHook(Part):
             view.register_hook(lambda g: g * 0.5)
             y = y + x @ view
         return mixed(x, self.last(torch.tanh(y)))
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
 
 
 def _unpack_list(packed: list[torch.Tensor]) -> torch.Tensor:
@@ -306,8 +311,8 @@ class SavedHooks(Part):
 
 
 @leaf(
-    "functional", "call", "call scaled", "call kept", "vmap", "stacked", "deepcopy", "deepcopy in init", "swap attribute",
-    "vmap module", "linearised",
+    "functional", "call", "call scaled", "call kept", "vmap", "stacked", "deepcopy", "deepcopy in init",
+    "swap attribute", "vmap module", "linearised",
 )  # fmt: skip
 class Functional(Part):
     """torch.func over a module, and copies of it."""

@@ -42,6 +42,8 @@ class Trainer(Protocol):
 
 def backwards_per_step(loop: Loop) -> int:
     """The engine counts backwards: `gradient_accumulation_steps` of them make a step."""
+    if loop.backward == "twice uncounted":
+        return 1
     return loop.accumulation * (2 if loop.backward in ("twice", "two losses") else 1)
 
 

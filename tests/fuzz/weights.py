@@ -28,6 +28,7 @@ class Complex(Part):
             self.fixed = nn.Parameter(torch.view_as_complex(weight(WIDTH, WIDTH // 2, 2).data))
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        x = x.float()  # of autocast, which knows no complex numbers
         w = torch.view_as_complex(self.w)  # (width, width/2)
         z = torch.complex(x, x.flip(-1))
         if self.variant == "conj":
@@ -62,8 +63,8 @@ class Complex(Part):
 
 
 @leaf(
-    "mask", "where", "straight through", "greater", "maximum", "sort", "topk", "quantised", "comparison only", "sign of",
-    "bernoulli",
+    "mask", "where", "straight through", "greater", "maximum", "sort", "topk", "quantised", "comparison only",
+    "sign of", "bernoulli",
 )  # fmt: skip
 class Mask(Part):
     """A weight in comparisons and masks; the gradient passes them by."""
@@ -145,7 +146,9 @@ class _Product(torch.autograd.Function):
         return gradient @ w, gradient.flatten(0, 1).t() @ x.flatten(0, 1), None
 
 
-@leaf("custom function", "attribute", "saved", "saved twice", "list", "view", "closure", "detached", "once differentiable")
+@leaf(
+    "custom function", "attribute", "saved", "saved twice", "list", "view", "closure", "detached", "once differentiable"
+)
 class CustomFunction(Part):
     def make(self) -> None:
         self.w = weight()
@@ -155,7 +158,9 @@ class CustomFunction(Part):
         return mixed(x, _Product.apply(x, self.w, how))
 
 
-@leaf("normed", "spectral old", "spectral", "weight old", "weight", "orthogonal", "symmetric", "cached", "right inverse")
+@leaf(
+    "normed", "spectral old", "spectral", "weight old", "weight", "orthogonal", "symmetric", "cached", "right inverse"
+)
 class Normed(Part):
     """torch's own ways of computing a weight: parametrizations, and hooks that set it before a forward."""
 

@@ -122,7 +122,9 @@ def _half(context: Context, which: int) -> Context:
     return made
 
 
-@wrapper("mode", "autocast", "eval", "enable_grad", "no_grad first", "saved identity", "saved list", "save_on_cpu", "anomaly")
+@wrapper(
+    "mode", "autocast", "eval", "enable_grad", "no_grad first", "saved identity", "saved list", "save_on_cpu", "anomaly"
+)
 class Mode(Part):
     """Children under a context manager."""
 
@@ -204,7 +206,11 @@ class Around(Part):
         if self.variant.startswith("functional"):
             factor = 0.9 if self.variant.endswith("scaled") else None
             for part in self.parts:
-                named = {name: p if factor is None else p * factor for name, p in part.named_parameters() if p.is_floating_point()}
+                named = {
+                    name: p if factor is None else p * factor
+                    for name, p in part.named_parameters()
+                    if p.is_floating_point()
+                }
                 x = torch.func.functional_call(part, named, (x, context))
             return x
         if self.variant == "detach out":
