@@ -137,7 +137,7 @@ def draw_node(draw: Draw, depth: int) -> Node:
 
 
 def draw_loop(draw: Draw) -> Loop:
-    steps = draw.choice((3, 4, 5))
+    steps = draw.choice((3, 3, 4, 5))
     events = []
     for _ in range(draw.choice((0, 0, 1, 1, 2))):
         kind = draw.choice(list(EVENTS))
@@ -176,7 +176,7 @@ def draw_setting(draw: Draw, param: str | None = None) -> Setting:
 
 
 def draw_case(draw: Draw) -> Case:
-    nodes = tuple(draw_node(draw, 3) for _ in range(draw.integer(1, 5)))
+    nodes = tuple(draw_node(draw, draw.choice((1, 2, 2, 3))) for _ in range(draw.integer(1, 4)))
     settings = (draw_setting(draw, "nvme"), draw_setting(draw))
     loop = draw_loop(draw)
     if loop.clip:  # the norm of all gradients is wanted before the first update

@@ -76,7 +76,7 @@ class Run:
         self.skip_step = False
         for micro in range(micro_batches):
             number = 10 * self.step + micro
-            torch.manual_seed(number)
+            torch.default_generator.manual_seed(number)
             loss = self.loss(Batch(self.case, number), raises)
             self.note(f"loss of micro-batch {micro}", loss.detach())
             self.backward(loss)
@@ -112,7 +112,8 @@ class Run:
         context.raises = raises
         x = batch.x if x is None else x
         call = self.loop.call
-        autocast = torch.autocast("cpu", torch.bfloat16) if self.loop.autocast else nullcontext()
+        # Without its cache, which serves casts from before an edit: an engine has none either.
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if self.loop.autocast else nullcontext()
         with autocast:
             if call == "module":
                 return self.model(x, batch.target, context)

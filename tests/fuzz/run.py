@@ -11,6 +11,7 @@ import argparse
 import collections
 import faulthandler
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from fuzz.case import Case, Node, case_of, in_words
 from fuzz.judge import FAILURES, Verdict, judge
 from fuzz.minimise import minimise
 
-SECONDS = 60
+SECONDS = 90
 """After which a seed counts as hanging."""
 
 
@@ -39,6 +40,8 @@ def quiet() -> None:
     logging.getLogger("infinity").addHandler(logging.NullHandler())
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     logging.getLogger("infinity").propagate = False
+    importlib.import_module("torch._dynamo")  # as the first checkpoint would
+    gc.collect()
     gc.freeze()  # what is imported is not looked through after every case
 
 
@@ -61,7 +64,8 @@ class Worker:
     """A process that judges seeds, one after the other, until one fails."""
 
     def __init__(self, seeds: collections.deque[int], folder: str) -> None:
-        self.trace = tempfile.mktemp(dir=folder)
+        self.trace = str(Path(folder, f"{time.monotonic_ns()}"))
+        Path(self.trace).touch()
         given = [seeds.popleft() for _ in range(min(25, len(seeds)))]
         self.left = collections.deque(given)
         context = multiprocessing.get_context("fork")
@@ -163,7 +167,9 @@ def main() -> int:
             texts[f"{verdict.kind}: {verdict.text}"] += 1
         if verdict.failed:
             print(
-                f"seed {seed}: {verdict.kind}: {verdict.text[:300]!r}" if asked.brief else show(seed, verdict),
+                f"seed {seed}: {verdict.kind}: {verdict.text[: 3000 if verdict.kind == 'hang' else 300]!r}"
+                if asked.brief
+                else show(seed, verdict),
                 flush=True,
             )
         if done % 100 == 0:
