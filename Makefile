@@ -1,10 +1,12 @@
 # Everything happens in .venv; nothing is installed outside it, and nothing asks for more rights than yours.
 #   make PYTHON=python3.12    another interpreter      make VENV=/tmp/venv    another place
 #   make test ARGS="-k parity -x"                      arguments for what is run
+#   make fuzz SEEDS=0:2000                             more cases than make test runs
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SEEDS ?= 0:2000
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_INSTALL = $(PIP) install --constraint constraints.txt
@@ -17,7 +19,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-slow sanitize lint format run bench clean
+.PHONY: help install test test-slow fuzz sanitize lint format run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -29,6 +31,9 @@ test: install ## run the test suite
 
 test-slow: install ## run the tests marked slow: all of the parity matrix, all resumes
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+
+fuzz: install ## train composed models and loops by the engine and by plain PyTorch
+	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)
 
 sanitize: build/sanitize/address/.installed build/sanitize/thread/.installed ## test the natives under sanitizers
 	CXX="$(CXX)" tests/sanitize/run address build/sanitize/address $(ARGS)

@@ -1,0 +1,231 @@
+"""A case: a model, a loop and two placements as plain data, drawn from a seed or by hypothesis."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fuzz.draw import Draw, HypothesisDraw, SeededDraw, flag
+from fuzz.registry import LEAVES, WRAPPERS
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of the model: (batch, length, width) → the same. `kind`/`variant`: see `fuzz.registry`."""
+
+    kind: str
+    variant: str
+    children: tuple[Node, ...] = ()
+    frozen: bool = False
+    """Whether its own parameters do not require gradients at first."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """`kind` happens in step `step`, at `place` of it; `target` chooses a parameter or part where it needs one."""
+
+    step: int
+    place: str
+    kind: str
+    target: int = 0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the model is trained; see `fuzz.loops`."""
+
+    steps: int = 3
+    accumulation: int = 1
+    call: str = "engine"
+    backward: str = "engine"
+    penalty: str = "none"
+    kept: str = "parameters"
+    """What the loop keeps from before the engine, for its penalty and edits."""
+    optimizer: str = "AdamW"
+    groups: int = 1
+    schedule: str = "none"
+    clip: float = 0.0
+    thread: str = "main"
+    autocast: bool = False
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where states live and when they move: keys of the engine, and slow devices of the tests."""
+
+    param: str = "nvme"
+    optim: str = "nvme"
+    stage: int = 3
+    update: str = "auto"
+    prefetch: int | str = 0
+    unit_size: int = 4096
+    cache: int = 0
+    late: str = "no"
+    debug: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """seed: of initial values and batches."""
+
+    nodes: tuple[Node, ...]
+    loop: Loop = field(default_factory=Loop)
+    settings: tuple[Setting, Setting] = (Setting(), Setting(param="none", optim="none"))
+    head: str = "plain"
+    seed: int = 0
+
+
+PLACES = ("before", "between", "after")
+EVENTS: dict[str, tuple[str, ...]] = {
+    "evaluate": PLACES,
+    "evaluate in inference mode": PLACES,
+    "evaluate with gradients": ("before", "after"),
+    "read": PLACES,
+    "read kept": PLACES,
+    "read state_dict": PLACES,
+    "read master": PLACES,
+    "generate": PLACES,
+    "edit data": ("before", "after"),
+    "edit numpy": ("before", "after"),
+    "edit no_grad": ("before", "after", "between"),
+    "edit kept": ("before", "after", "between"),
+    "edit kept view": ("before", "after"),
+    "assign data": ("before", "after"),
+    "apply": ("before", "after"),
+    "vector": ("before", "after"),
+    "freeze": ("before", "after"),
+    "unfreeze": ("before", "after"),
+    "freeze for a backward": ("before",),
+    "raise in forward": ("before",),
+    "raise in pre-hook": ("before",),
+    "raise in backward": ("before",),
+    "raise in evaluation": ("before", "after"),
+    "drop": ("between",),
+    "average": ("after",),
+    "register hook": ("before",),
+    "train and eval": ("before",),
+    "functional": ("before", "after"),
+    "copy": ("after",),
+    "grad by hand": ("before", "after"),
+    "set lr": ("after",),
+}
+CALLS = ("engine", "engine", "engine", "engine", "module", "parts", "functional", "checkpointed", "two forwards")
+BACKWARDS = ("engine", "engine", "engine", "tensor", "twice", "twice uncounted", "two losses", "autograd")
+PENALTIES = (
+    ("none",) * 6
+    + ("attribute l2", "attribute view", "kept l2", "kept norm", "kept pair", "kept detached")
+    + ("input gradient", "weight gradient", "kept gradient", "sharpness", "maml")
+)
+KEPT = ("parameters", "parameters", "views", "detached", "named", "from first forward")
+OPTIMIZERS = ("AdamW", "AdamW", "Adam", "SGD", "SGD nesterov", "Adagrad", "Lion")
+SCHEDULES = ("none", "none", "lambda", "by hand", "config")
+THREADS = ("main", "main", "main", "main", "one", "each step", "evaluation")
+
+
+def draw_node(draw: Draw, depth: int) -> Node:
+    wrapped = depth > 0 and draw.integer(0, 9) >= 6
+    kinds = WRAPPERS if wrapped else LEAVES
+    kind = draw.choice(list(kinds))
+    variant = draw.choice(kinds[kind])
+    children: tuple[Node, ...] = ()
+    if wrapped:
+        children = tuple(draw_node(draw, depth - 1) for _ in range(draw.choice((1, 1, 2, 3))))
+    return Node(kind, variant, children, frozen=flag(draw, 6))
+
+
+def draw_loop(draw: Draw) -> Loop:
+    steps = draw.choice((3, 3, 4, 5))
+    events = []
+    for _ in range(draw.choice((0, 0, 1, 1, 2))):
+        kind = draw.choice(list(EVENTS))
+        events.append(Event(draw.integer(0, steps - 1), draw.choice(EVENTS[kind]), kind, draw.integer(0, 40)))
+    return Loop(
+        steps=steps,
+        accumulation=draw.choice((1, 1, 2, 3)),
+        call=draw.choice(CALLS),
+        backward=draw.choice(BACKWARDS),
+        penalty=draw.choice(PENALTIES),
+        kept=draw.choice(KEPT),
+        optimizer=draw.choice(OPTIMIZERS),
+        groups=draw.choice((1, 1, 2)),
+        schedule=draw.choice(SCHEDULES),
+        clip=draw.choice((0.0, 0.0, 0.3)),
+        thread=draw.choice(THREADS),
+        autocast=flag(draw, 12),
+        events=tuple(events),
+    )
+
+
+def draw_setting(draw: Draw, param: str | None = None) -> Setting:
+    stage = 3 if param else draw.choice((3, 3, 3, 3, 0, 1, 2))
+    placed = param or (draw.choice(("none", "cpu", "nvme")) if stage == 3 else "none")
+    return Setting(
+        param=placed,
+        optim=param or draw.choice(("none", "cpu", "nvme")),
+        stage=stage,
+        update=draw.choice(("auto", "auto", "next_forward", "after_backward", "during_backward")),
+        prefetch=draw.choice((0, 0, 3000, "auto")),
+        unit_size=draw.choice((4096, 1024, 64)) if param else draw.choice((4096, 100_000, 1024, 64)),
+        cache=draw.choice((0, 0, 0, 20_000)),
+        late="no" if param else draw.choice(("no", "no", "device", "disk", "both")),
+        debug=not flag(draw, 4),
+    )
+
+
+def draw_case(draw: Draw) -> Case:
+    nodes = tuple(draw_node(draw, draw.choice((1, 2, 2, 3))) for _ in range(draw.integer(1, 4)))
+    settings = (draw_setting(draw, "nvme"), draw_setting(draw))
+    loop = draw_loop(draw)
+    if loop.clip:  # the norm of all gradients is wanted before the first update
+        settings = tuple(_without_live_updates(s) for s in settings)  # type: ignore[assignment]
+    head = draw.choice(("plain", "plain", "none", "tied", "shared with first"))
+    by_grad = loop.penalty in _BY_GRAD or any(event.kind == "grad by hand" for event in loop.events)
+    if by_grad and loop.call == "checkpointed":
+        loop = replace(loop, call="engine")
+    if by_grad or loop.backward.startswith("tw"):  # torch refuses the second pass through a selective checkpoint
+        nodes = tuple(_checkpointed_otherwise(node, reentrant=not by_grad) for node in nodes)
+    return Case(nodes, loop, settings, head, draw.integer(0, 999))
+
+
+_BY_GRAD = ("input gradient", "weight gradient", "kept gradient", "sharpness", "maml")
+"""Penalties that call `torch.autograd.grad`, which torch refuses through reentrant checkpoints."""
+
+
+def _checkpointed_otherwise(node: Node, *, reentrant: bool) -> Node:
+    children = tuple(_checkpointed_otherwise(child, reentrant=reentrant) for child in node.children)
+    refused = ("selective",) if reentrant else ("selective", "reentrant", "reentrant each", "late reentrant", "both")
+    changed = node.kind == "checkpoint" and node.variant in refused
+    return replace(node, children=children, variant="nested" if changed else node.variant)
+
+
+def _without_live_updates(setting: Setting) -> Setting:
+    return replace(setting, update="auto") if setting.update == "during_backward" else setting
+
+
+def case_of(seed: int) -> Case:
+    """The same case for a seed everywhere."""
+    return draw_case(SeededDraw(seed))
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """The same choices by hypothesis."""
+    return draw_case(HypothesisDraw(draw))
+
+
+def in_words(value: Any, indent: str = "") -> str:
+    """The Python text that makes a case, without what has its default."""
+    if isinstance(value, tuple):
+        inner = "".join(f"{indent}    {in_words(each, indent + '    ')},\n" for each in value)
+        return f"(\n{inner}{indent})" if value else "()"
+    if not isinstance(value, (Case, Node, Loop, Setting, Event)):
+        return repr(value)
+    given = [
+        f"{each.name}={in_words(getattr(value, each.name), indent)}"
+        for each in fields(value)
+        if each.default is MISSING or getattr(value, each.name) != each.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"

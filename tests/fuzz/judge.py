@@ -1,0 +1,187 @@
+"""Runs a case by the plain loop and by the engine in two placements, and judges it."""
+
+from __future__ import annotations
+
+import gc
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fuzz.case import Case, Setting
+from fuzz.loops import Run, keep
+from fuzz.model import build
+from fuzz.trainers import EngineTrainer, PlainTrainer, Trainer, opened
+from infinity.errors import InfinityError, NonFiniteError
+from support.lifetime import assert_nothing_leaked
+
+# An update by torch and one by the engine's kernel differ in the last bit: 6e-8 of a parameter in each of at most five
+# steps, which losses of order one amplify little. A wrong value is a step's worth, 1e-3 and more.
+LOSS, PARAMETERS = 1e-5, 1e-4
+
+
+@dataclass
+class Outcome:
+    """What a training led to: everything it read, and the state at the end; or an error."""
+
+    values: list[tuple[str, float]] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    error: Exception | None = None
+    phase: str = ""
+    quarantines: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind: "same"; "same bits" (of the plain loop with the engine's kernels: rounding alone made the difference);
+    "refused"; "not finite" (refused as NaN where the plain loop has none); "void" (plain PyTorch raises, or gives NaN);
+    "different", "error", "leak", "placements differ": failures.
+    """
+
+    kind: str
+    text: str = ""
+    quarantines: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILURES
+
+
+FAILURES = ("different", "error", "leak", "placements differ", "hang", "crash")
+
+
+def run_plain(case: Case, *, exact: bool = False) -> Outcome:
+    """The plain loop. exact: with the engine's update kernels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(case)
+        kept = keep(model, case.loop.kept)
+        return _run(case, PlainTrainer(model, case, exact=exact), kept)
+
+
+def run_engine(case: Case, setting: Setting) -> Outcome:
+    """The same loop by an engine, which is closed."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = _run_engine(case, setting)
+    outcome.quarantines = sum("something still refers" in str(each.message) for each in caught)
+    return outcome
+
+
+def _run_engine(case: Case, setting: Setting) -> Outcome:
+    model = build(case)
+    kept = keep(model, case.loop.kept)
+    outcome = Outcome(phase="initialize")
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        try:
+            with opened(model, case, setting, Path(folder)) as engine:
+                outcome = _run(case, EngineTrainer(engine), kept)
+                if outcome.error is None:
+                    outcome.phase = "leak"
+                    assert_nothing_leaked(engine)
+                    outcome.phase = "close"
+        except Exception as error:  # noqa: BLE001 - judged
+            outcome.error = outcome.error or error
+    return outcome
+
+
+def _run(case: Case, trainer: Trainer, kept: list[torch.Tensor]) -> Outcome:
+    run = Run(case, trainer, kept)
+    outcome = Outcome(run.values, phase="train")
+    try:
+        run.train()
+        outcome.phase = "state_dict"
+        outcome.state = trainer.state()
+    except Exception as error:  # noqa: BLE001 - judged
+        outcome.error = error
+    return outcome
+
+
+def difference(one: Outcome, other: Outcome, *, exact: bool = False) -> str | None:
+    """The first difference of two trainings that ended well; NaN equals nothing."""
+    loss, parameters = (0.0, 0.0) if exact else (LOSS, PARAMETERS)
+    for (what, a), (name, b) in zip(one.values, other.values, strict=False):
+        if what != name:
+            return f"read {what!r}, expected {name!r}"
+        if not abs(a - b) <= loss * max(abs(b), 0.1):
+            return f"{what}: {a!r}, expected {b!r}"
+    if len(one.values) != len(other.values):
+        return f"read {len(one.values)} values, expected {len(other.values)}"
+    return _states_differ(one.state, other.state, parameters)
+
+
+def _states_differ(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], bound: float) -> str | None:
+    if one.keys() != other.keys():
+        return f"state_dict has other names: {sorted(one.keys() ^ other.keys())[:4]}"
+    for name, value in other.items():
+        a, b = one[name], value
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
+        if bound == 0.0 or not (b.is_floating_point() or b.is_complex()):
+            if not torch.equal(a, b):
+                return f"{name} has other bits"
+            continue
+        apart = float((a - b).double().norm() if not b.is_complex() else (a - b).abs().norm())
+        size = float(b.double().norm() if not b.is_complex() else b.abs().norm())
+        if not apart <= bound * max(size, 0.1):
+            return f"{name} differs by {apart / max(size, 0.1):.2e} of its norm"
+    return None
+
+
+def judge(case: Case) -> Verdict:
+    """Compare the plain loop with the engine in both settings, and these with each other."""
+    gc.collect()  # of the case before: buffers count who refers to them
+    plain = run_plain(case)
+    outcomes = [run_engine(case, setting) for setting in case.settings]
+    quarantines = sum(outcome.quarantines for outcome in outcomes)
+    verdicts = [_against_plain(case, outcome, plain) for outcome in outcomes]
+    for setting, verdict in zip(case.settings, verdicts, strict=True):
+        if verdict.failed:
+            return Verdict(verdict.kind, f"{verdict.text}\n  in {setting}", quarantines)
+    if all(outcome.error is None for outcome in outcomes) and plain.error is None:
+        bits = difference(outcomes[1], outcomes[0], exact=True)
+        if bits and verdicts[0].kind != "void":
+            return Verdict(
+                "placements differ", f"{bits}\n  in {case.settings[1]}\n  and {case.settings[0]}", quarantines
+            )
+    order = ("not finite", "refused", "void", "same bits", "same")
+    worst = min(verdicts, key=lambda verdict: order.index(verdict.kind))
+    return Verdict(worst.kind, worst.text, quarantines)
+
+
+def _against_plain(case: Case, outcome: Outcome, plain: Outcome) -> Verdict:
+    if outcome.error is not None:
+        if isinstance(outcome.error, InfinityError):
+            finite = plain.error is None and all(value == value for _, value in plain.values)
+            kind = "not finite" if finite and isinstance(outcome.error, NonFiniteError) else "refused"
+            return Verdict(kind, f"{outcome.phase}: {summary(outcome.error)}")
+        if plain.error is not None:
+            return Verdict("void", f"plain: {summary(plain.error)}")
+        kind = "leak" if outcome.phase == "leak" else "error"
+        return Verdict(kind, f"{outcome.phase}: {type(outcome.error).__name__}: {_first_lines(outcome.error)}")
+    if plain.error is not None:
+        return Verdict("void", f"plain: {summary(plain.error)}; the engine did not")
+    if any(value != value for _, value in plain.values):
+        return Verdict("void", "plain: NaN")
+    apart = difference(outcome, plain)
+    if apart is None:
+        return Verdict("same")
+    if difference(outcome, run_plain(case, exact=True), exact=True) is None:
+        return Verdict("same bits", apart)
+    return Verdict("different", apart)
+
+
+def _first_lines(error: Exception) -> str:
+    return "\n".join(str(error).splitlines()[:6])
+
+
+def summary(error: Exception) -> str:
+    """An error without what differs from case to case, to count by."""
+    text = str(error).split("\n")[0]
+    text = re.sub(r"\b(inputs|head|parts)(\.\w+)+\b", "NAME", text)
+    text = re.sub(r"unit NAME", "unit X", re.sub(r"unit \(root\)", "unit X", text))
+    return f"{type(error).__name__}: {re.sub(r'[-+]?[0-9][0-9.e+-]*', '#', text)[:150]}"

@@ -1,0 +1,91 @@
+"""What parts of a model are made of: their base class, the batch they share, and the tables that list them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+WIDTH, LENGTH, BATCH, VOCABULARY = 8, 4, 3, 11
+
+
+class Deliberate(Exception):
+    """Raised by a part because its case says so."""
+
+
+class Context:
+    """What all parts of one forward share besides their input.
+
+    tokens: (batch, length) int64. step: number of the step. passed: part's number → a Parameter, or what holds one,
+    that it passes on. raises: "forward", "pre-hook" or "backward" while parts that can shall raise.
+    """
+
+    def __init__(self, tokens: torch.Tensor, step: int) -> None:
+        self.tokens = tokens
+        self.step = step
+        self.passed: dict[int, Any] = {}
+        self.raises = ""
+
+
+class Part(nn.Module):
+    """(batch, length, width) and the context → (batch, length, width).
+
+    number: the part's place in the model in the order of construction. variant: one of those it is listed with.
+    """
+
+    def __init__(self, number: int, variant: str, children: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.number = number
+        self.variant = variant
+        self.parts = nn.ModuleList(children)
+        self.make()
+
+    def make(self) -> None:
+        """Create parameters and submodules."""
+
+    def run_parts(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x, context)
+        return x
+
+
+Kind = TypeVar("Kind", bound=type[Part])
+LEAVES: dict[str, tuple[str, ...]] = {}
+"""kind → its variants, of parts without children."""
+WRAPPERS: dict[str, tuple[str, ...]] = {}
+"""As LEAVES, of parts that run other parts."""
+_CLASSES: dict[str, type[Part]] = {}
+
+
+def leaf(kind: str, *variants: str) -> Callable[[Kind], Kind]:
+    """List a part without children."""
+    return _listed(LEAVES, kind, variants)
+
+
+def wrapper(kind: str, *variants: str) -> Callable[[Kind], Kind]:
+    """List a part with children."""
+    return _listed(WRAPPERS, kind, variants)
+
+
+def _listed(table: dict[str, tuple[str, ...]], kind: str, variants: tuple[str, ...]) -> Callable[[Kind], Kind]:
+    def add(made: Kind) -> Kind:
+        table[kind] = variants
+        _CLASSES[kind] = made
+        return made
+
+    return add
+
+
+def make_part(kind: str, number: int, variant: str, children: Sequence[nn.Module]) -> Part:
+    return _CLASSES[kind](number, variant, children)
+
+
+def weight(*shape: int, scale: float = 0.3) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*(shape or (WIDTH, WIDTH))) * scale)
+
+
+def mixed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The residual by which every part adds its result: bounded, so that no case overflows."""
+    return x + 0.5 * torch.tanh(y)

@@ -1,0 +1,101 @@
+"""Seeds, and cases that hypothesis draws: training by the engine equals the plain loop, or is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from fuzz import trainers
+from fuzz.case import Case, case_of, cases, in_words
+from fuzz.judge import judge
+from infinity.tiers.placement import Extent
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.units.unit import Unit
+from support.late_device import LateDevice
+from support.late_disk import LateNvmeTier
+
+SEEDS, CHUNK = 200, 50
+REGRESSIONS: list[int] = []
+"""Seeds from beyond SEEDS that found a fault, each with a comment that says which."""
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_seeds(first: int) -> None:
+    """No seed trains otherwise than the plain loop without an error of the engine's own kinds.
+
+    In processes of their own, by the command: one that hangs or crashes is a verdict too, and two run at once.
+    """
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", f"{first}:{first + CHUNK}"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_a_seed_that_found_a_fault(seed: int) -> None:
+    verdict = judge(case_of(seed))
+    assert not verdict.failed, f"{verdict.kind}: {verdict.text}"
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_cases_of_hypothesis(case: Case) -> None:
+    """The same cases drawn by hypothesis, which shrinks one that fails."""
+    verdict = judge(case)
+    assert not verdict.failed, f"{verdict.kind}: {verdict.text}"
+
+
+# -- the generator itself --------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_case_everywhere() -> None:
+    """A digest of a few cases: if it changes, so do all seeds that anybody wrote down."""
+    assert [case_of(seed) for seed in range(20)] == [case_of(seed) for seed in range(20)]
+    assert len({in_words(case_of(seed)) for seed in range(200)}) == 200
+
+
+class ForgetfulTier(LateNvmeTier):
+    """Loses every twelfth write."""
+
+    writes = 0
+
+    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        ForgetfulTier.writes += 1
+        return DONE if ForgetfulTier.writes % 12 == 0 else super()._write(extent, memory, offset)
+
+
+def lose_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale buffer is served later."""
+    monkeypatch.setattr(trainers.assembly, "NvmeTier", ForgetfulTier)
+
+
+def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are used before they have arrived."""
+    monkeypatch.setattr(trainers, "CpuDevice", LateDevice)
+    monkeypatch.setattr(LateDevice, "await_copy", lambda self, transfer: None)
+
+
+def lose_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user changed in a parameter is gone with its buffer."""
+    monkeypatch.setattr(Unit, "edited", lambda self: False)
+
+
+@pytest.mark.parametrize(
+    ("plant", "concerns"), [(lose_writes, ""), (wait_for_nothing, ""), (lose_edits, "edit no_grad")]
+)
+def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], concerns: str) -> None:
+    """By 40 seeds whose cases have what it concerns, one of which is right without it. Poisoned buffers show as NaN."""
+    concerned = (seed for seed in itertools.count() if concerns in in_words(case_of(seed)))
+    for seed in itertools.islice(concerned, 40):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            plant(monkeypatch)
+            found = judge(case_of(seed))
+        if (found.failed or found.kind == "not finite") and judge(case_of(seed)).kind.startswith("same"):
+            return
+    pytest.fail(f"40 seeds did not find {plant.__name__}")

@@ -1,0 +1,184 @@
+"""The plain loop and the engine's, by one interface: `fuzz.loops` is written once against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity
+from fuzz.case import Case, Loop, Setting
+from fuzz.model import Net
+from fuzz.optimizers import PARAMS, plain_optimizer
+from infinity import assembly
+from infinity.config import Config
+from infinity.engine import Engine
+from infinity.tiers.device import CpuDevice
+from support.late_device import LateDevice
+from support.late_disk import LateNvmeTier
+
+WARMUP = 4
+
+
+class Trainer(Protocol):
+    """What a training loop calls. Like the engine's, `step` does nothing before the last backward of a step."""
+
+    model: Net
+    optimizer: torch.optim.Optimizer
+
+    def forward(self, *args: Any) -> torch.Tensor: ...
+    def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
+    def backward(self, loss: torch.Tensor) -> None: ...
+    def step(self) -> None: ...
+    def drop(self) -> None: ...
+    def master(self, parameter: nn.Parameter) -> torch.Tensor: ...
+    def state(self) -> dict[str, torch.Tensor]: ...
+
+
+def backwards_per_step(loop: Loop) -> int:
+    """The engine counts backwards: `gradient_accumulation_steps` of them make a step."""
+    if loop.backward == "twice uncounted":
+        return 1
+    return loop.accumulation * (2 if loop.backward in ("twice", "two losses") else 1)
+
+
+def parameter_groups(model: nn.Module, loop: Loop) -> list[dict[str, Any]]:
+    """One group of all parameters, or two that differ in learning rate and decay."""
+    parameters = list(model.parameters())
+    if loop.groups == 1:
+        return [{"params": parameters}]
+    params = PARAMS[loop.optimizer]
+    second = {"params": parameters[1::2], "lr": 0.3 * params["lr"], "weight_decay": 0.0}
+    return [{"params": parameters[::2]}, second] if parameters[1::2] else [{"params": parameters}]
+
+
+class PlainTrainer:
+    """Plain PyTorch. exact: with the engine's update kernels in place of torch's optimizer."""
+
+    def __init__(self, model: Net, case: Case, *, exact: bool = False) -> None:
+        loop = case.loop
+        self.model, self.exact, self.clip = model, exact, loop.clip
+        self.factor = 1.0 / backwards_per_step(loop)
+        self.wanted, self.backwards = backwards_per_step(loop), 0
+        trained = [
+            {**group, "params": [p for p in group["params"] if p.is_floating_point() and p.dtype == torch.float32]}
+            for group in parameter_groups(model, loop)
+        ]
+        self.optimizer = plain_optimizer(loop.optimizer, trained, loop.clip, exact=exact)
+        self.scheduler: LambdaLR | None = None
+        if loop.schedule == "config":  # as WarmupLR, linear
+            self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, step / WARMUP))
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        out: torch.Tensor = self.model(*args)
+        return out
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        self.backwards += 1
+        return loss if self.factor == 1.0 else loss * self.factor
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        if self.backwards < self.wanted:
+            return
+        if self.clip and not self.exact:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.drop()
+
+    def drop(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.backwards = 0
+
+    def master(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.detach().float()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+class EngineTrainer:
+    """The engine, as a user calls it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.model: Any = engine.module
+        self.optimizer = engine.optimizer
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        out: torch.Tensor = self.engine(*args)
+        return out
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.engine.scale(loss)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def drop(self) -> None:
+        self.engine.drop_gradients()
+
+    def master(self, parameter: nn.Parameter) -> torch.Tensor:
+        return infinity.get_full_fp32_param(parameter)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.engine.state_dict()
+
+
+def config_of(case: Case, setting: Setting, folder: Path) -> Config:
+    """The engine's config for a case in one of its settings."""
+    loop = case.loop
+    given: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": backwards_per_step(loop),
+        "gradient_clipping": loop.clip,
+        "steps_per_print": 0,
+        "optimizer": {"type": loop.optimizer.split()[0], "params": PARAMS[loop.optimizer]},
+        "zero_optimization": {
+            "stage": setting.stage,
+            "offload_param": {"device": setting.param, "nvme_path": str(folder)},
+            "offload_optimizer": {"device": setting.optim, "nvme_path": str(folder)},
+        },
+        "infinity": {
+            "unit_size": setting.unit_size,
+            "tile_size": 4096,
+            "prefetch_bytes": setting.prefetch,
+            "cache_bytes": setting.cache,
+            "update": setting.update,
+            "debug": setting.debug,
+            "adam_threads": 1,
+        },
+    }
+    if loop.schedule == "config":
+        params = {"warmup_num_steps": WARMUP, "warmup_type": "linear"}
+        given["scheduler"] = {"type": "WarmupLR", "params": params}
+    return Config.load(given)
+
+
+@contextmanager
+def opened(model: Net, case: Case, setting: Setting, folder: Path) -> Iterator[Engine]:
+    """An engine for the case, with slow devices where the setting asks for them."""
+    device = LateDevice(delay=0.01) if setting.late in ("device", "both") else CpuDevice()
+    tier = assembly.NvmeTier
+    if setting.late in ("disk", "both"):
+        assembly.NvmeTier = LateNvmeTier  # type: ignore[misc]
+    try:
+        groups = parameter_groups(model, case.loop) if case.loop.groups > 1 else None
+        engine = Engine(model, config_of(case, setting, folder), groups, device=device)
+    finally:
+        assembly.NvmeTier = tier  # type: ignore[misc]
+    with engine:
+        yield engine
