@@ -484,17 +484,13 @@ class Engine(Runner):
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Finish what is under way, a checkpoint too, take the hooks away and give back threads, memory and disk. Twice
-        is once.
-
-        The module keeps placeholders: save a checkpoint before if the parameters are wanted.
-        """
+    def close(self, *, restore: bool = False) -> None:
+        """As `infinity.init_inference`'s engines; a checkpoint in the background is finished first."""
         for handle in self._watches:
             handle.remove()
         self._additions.close()
         with self.parts.saver.ending():
-            super().close()
+            super().close(restore=restore)
 
     def _finish(self) -> None:
         self.parts.gradients.settle()

@@ -23,6 +23,7 @@ from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
 from infinity.units.hooks import ModelHooks
+from infinity.units.restore import restoring
 from infinity.units.unit import Unit
 
 _Engine = TypeVar("_Engine", bound="Runner")
@@ -151,24 +152,31 @@ class Runner(ABC):
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Finish what is under way, take the hooks away and give back threads, memory and disk. Twice is once.
+    def close(self, *, restore: bool = False) -> None:
+        """Finish what is under way, remove hooks, release threads, memory and disk. Idempotent. From any thread.
 
-        The module keeps placeholders: save or read out before what is wanted of its parameters.
+        The model keeps its parameters' values where they were in memory, whole and on this rank (`offload_param.device`
+        none or cpu, one rank or a stage below 3), and there is room for them. Elsewhere any use of a parameter raises
+        UsageError. restore: bring all of them back; every rank calls it then. OutOfMemoryError if they do not fit;
+        everything is released all the same.
         """
         if self._closed:
             return
         self._closed = True
         access.closed(self)
         self._hooks.remove()
+        healthy = not self._broken and self.parts.store.failure is None and not self.parts.ranks.trouble
         try:
-            if not self._broken and self.parts.store.failure is None and not self.parts.ranks.trouble:
+            if healthy:
                 self._finish()
                 self.parts.store.release_all()
+                restored = restoring(self.parts, everything=restore)
         finally:
             self.parts.store.abandon()
             self._finalizer()
             self.parts.ranks.close()
+        if healthy:
+            restored()
 
     def _finish(self) -> None:  # noqa: B027 - there is nothing to finish where nothing is changed
         """Carry out what is due, so that all units can be released."""

@@ -389,7 +389,7 @@ def test_data_of_another_shape(leaves_nothing: Path, shape: tuple[int, ...], ins
     said: list[str] = []
     with make(model, raw(leaves_nothing)) as engine:
         train(engine, token_batches(2))
-        for call in (change_inside if inside else change, engine.settle):
+        for call in (change_inside, engine.step, engine.settle) if inside else (change, engine.settle):
             try:
                 call()
             except RuntimeError as error:  # in backward perhaps PyTorch's own, about a gradient

@@ -19,6 +19,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, ModelError
 from infinity.nn.gpt2 import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
+from infinity.units.released import is_released
 from support.configs import PLACEMENTS, engine_config
 from support.loops import parameters_of, train
 from support.models import VOCABULARY, Stack, seeded, token_batches
@@ -288,7 +289,7 @@ class Counting(GPT2):
 
     def initialize_module(self, module: nn.Module) -> None:
         super().initialize_module(module)
-        real = [p.numel() for p in self.parameters() if p.untyped_storage().nbytes() >= p.nbytes and not p.is_meta]
+        real = [p.numel() for p in self.parameters() if not is_released(p) and not p.is_meta]
         self.most = max(self.most, sum(real))
 
 

@@ -27,6 +27,7 @@ from infinity.tiers.memory import storage_users
 from infinity.units.hooks import UnitParameters
 from infinity.units.local import has_storage, local
 from infinity.units.referrers import describe_holder, find_paths, refresh_locals
+from infinity.units.released import is_released
 
 _NAMED = 3
 """At most so many are named in one error."""
@@ -75,11 +76,11 @@ def check_aliases(model: nn.Module) -> None:
 def _held(model: nn.Module) -> Iterator[_Held]:
     """Parameters and buffers that have memory, each object once of either kind."""
     for order, (name, tensor) in enumerate(chain(model.named_parameters(), model.named_buffers())):
+        if is_released(tensor):
+            continue  # of an engine that was closed, which `check_values` refuses
         values = local(tensor)
         if is_lazy(tensor) or not has_storage(values) or not values.numel():
             continue
-        if not values.is_meta and values.untyped_storage().nbytes() < values.nbytes:
-            continue  # the placeholder of an engine that was closed, which `check_values` refuses
         yield _Held(order, name, tensor, values, _space(values), *_span(values))
 
 

@@ -1,0 +1,48 @@
+"""Gives a model its parameters back when its engine is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from infinity.errors import OutOfMemoryError
+from infinity.tiers.available import available_memory
+from infinity.units import released
+from infinity.units.local import set_local
+
+if TYPE_CHECKING:
+    from infinity.assembly import Parts
+
+
+def restoring(parts: Parts, *, everything: bool) -> Callable[[], None]:
+    """Read the parameters out of their tiers; the returned function hands them to the model.
+
+    It is to be called when the engine's hooks and buffers are gone. everything: also what lies on nvme or is sharded
+    over ranks, which all take part then; OutOfMemoryError if it does not fit. Else nothing is done where it does not fit.
+    """
+    kept = parts.policy.param_tier != "nvme" and parts.ranks.shards == 1
+    if not (everything or kept):
+        return lambda: None
+    needed, available = sum(unit.layout.nbytes for unit in parts.units), available_memory()
+    if needed > available:
+        if everything:
+            hint = "save a checkpoint before, and load it in parts"
+            raise OutOfMemoryError("host memory, for the parameters of the closed engine", needed, available, hint)
+        return lambda: None
+    device = parts.device.torch_device
+    values: list[list[torch.Tensor]] = []
+    for unit in parts.units:
+        flat = parts.states.read_param(unit.layout)
+        values.append(
+            [flat[slot.offset : slot.stop].view(slot.shape).to(device, copy=True) for slot in unit.layout.slots]
+        )
+
+    def restore() -> None:
+        for unit, tensors in zip(parts.units, values, strict=True):
+            released.restore(unit.parameters)
+            for parameter, tensor in zip(unit.parameters, tensors, strict=True):
+                set_local(parameter, tensor)
+
+    return restore

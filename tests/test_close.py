@@ -1,0 +1,77 @@
+"""What a model is after its engine was closed: usable where its parameters fit, and an error that says so elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import ModelError, OutOfMemoryError, UsageError
+from infinity.units import restore
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import open_engine, parameters_of, train
+from support.models import Stack, seeded, token_batches
+
+BATCHES = token_batches(3)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("asked", [False, True], ids=["close", "restore"])
+def test_values_after_close(param: str, asked: bool, late: bool, tmp_path: Path) -> None:
+    model = seeded(Stack)
+    kept = model.head.weight
+    engine = open_engine(model, engine_config(param, "nvme", folder=tmp_path), LateDevice() if late else None)
+    train(engine, BATCHES)
+    values, expected = parameters_of(engine), engine(*BATCHES[0]).item()
+    engine.close(restore=asked)
+    if param == "nvme" and not asked:
+        for use in (lambda: model(*BATCHES[0]), lambda: kept + 1, lambda: model.state_dict()):
+            with pytest.raises(UsageError, match=r"engine is closed.*restore=True"):
+                use()
+        with pytest.raises(ModelError, match="closed"):
+            open_engine(model, engine_config(folder=tmp_path))
+        assert kept.shape == (61, 32)
+        return
+    assert model.head.weight is kept and type(kept) is torch.nn.Parameter
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, values[name]), name
+    assert model(*BATCHES[0]).item() == expected
+    model(*BATCHES[0]).backward()
+    assert kept.grad is not None
+    model.zero_grad()
+    with open_engine(model, engine_config(folder=tmp_path)) as again:  # and another engine can have it
+        assert again(*BATCHES[0]).item() == expected
+
+
+def test_restoring_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(restore, "available_memory", lambda: 1000)
+    engine = open_engine(seeded(Stack), engine_config(folder=tmp_path))
+    with pytest.raises(OutOfMemoryError, match=r"parameters of the closed engine: [0-9,]+ bytes are needed, 1,000"):
+        engine.close(restore=True)
+    engine = open_engine(seeded(Stack), engine_config("cpu", "cpu"))
+    engine.close()  # not asked for, so no error
+    with pytest.raises(UsageError, match="engine is closed"):
+        engine.module(*BATCHES[0])
+
+
+def test_closing_in_another_thread_frees_everything(tmp_path: Path) -> None:
+    engine = open_engine(seeded(Stack), engine_config(folder=tmp_path))
+    train(engine, BATCHES)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+    x = torch.ones(3, requires_grad=True)
+    assert torch.func.grad(lambda x: x.square().sum())(x).sum() == 6
+
+
+def test_a_model_that_only_ran_has_its_values_back() -> None:
+    model = seeded(Stack)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    infinity.init_inference(model, {"zero_optimization": {"stage": 0}}).close()
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
