@@ -202,6 +202,7 @@ class Engine(Runner):
         parts.collector.end_step()
         self.micro_steps = 0
         self.global_steps += 1
+        parts.store.tracer.end_step()
         if parts.update == "after_backward":
             parts.store.settle()
         else:
@@ -244,6 +245,7 @@ class Engine(Runner):
         self.parts.collector.end_step()
         self.micro_steps = 0
         self.global_steps += 1
+        self.parts.store.tracer.end_step()
         self.skipped_steps += 1
         before = self.loss_scale.value
         self.loss_scale.overflowed()
