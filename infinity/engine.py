@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
+from infinity.optim.cpu_adam import Hyper
 from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.loss_scale import LossScale
@@ -76,6 +77,8 @@ class Engine(Runner):
         self.loss_scale = LossScale.of(config.fp16)
         self._scaled = False
         """Whether the present step's loss was multiplied by it."""
+        self._hypers: Sequence[Hyper] = ()
+        """What units are updated with during the present backward."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(model, config, parts)
@@ -231,9 +234,10 @@ class Engine(Runner):
                 coefficient = self.config.gradient_clipping / (norm + 1e-6)
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN goes through, as in torch
         gradients.settle()
+        hypers = self.optimizer.hypers()
         for index in parts.collector.hand_over():
             unit = parts.units[index]
-            unit.pending_job = self._job(unit, scale, None)
+            unit.pending_job = self._job(unit, hypers, scale, None)
             if unit.lease is not None:
                 store.start_update(unit, unit.pending_job)
         self.loss_scale.passed()
@@ -253,12 +257,12 @@ class Engine(Runner):
             now = self.loss_scale.value
             logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
-    def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
+    def _job(self, unit: Unit, hypers: Sequence[Hyper], scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         slots, rank = self.parts.gradients.slots, self.parts.ranks.shard_rank
         return UpdateJob(
             unit.layout,
             lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
-            self.optimizer.hypers(),
+            hypers,
             scale,
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
@@ -269,7 +273,7 @@ class Engine(Runner):
         return self.parts.store.finished_with(unit)
 
     def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
-        self.parts.store.start_update(unit, self._job(unit, 1.0 / self.parts.ranks.size, gradient))
+        self.parts.store.start_update(unit, self._job(unit, self._hypers, 1.0 / self.parts.ranks.size, gradient))
 
     # -- what is not finite ------------------------------------------------------------------------------------------
 
@@ -332,6 +336,7 @@ class Engine(Runner):
     def _on_backward(self) -> None:
         last = self.micro_steps + 1 >= self.batch.accumulation
         self.parts.collector.last_micro_step = last and not self._unsynced
+        self._hypers = self.optimizer.hypers()
 
     def _on_backward_end(self) -> None:
         if self.parts.collector.end_backward():
