@@ -78,7 +78,7 @@ class Engine(Runner):
         self._scaled = False
         """Whether the present step's loss was multiplied by it."""
         self._hypers: Sequence[Hyper] = ()
-        """What units are updated with during the present backward."""
+        """What units are updated with during the present backward, or by `step`."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(model, config, parts)
@@ -199,6 +199,7 @@ class Engine(Runner):
         self._check_synced()
         self._check_scaled()
         parts = self.parts
+        self._hypers = self.optimizer.hypers()  # they may have been changed since backward
         parts.collector.send_all()
         if not self._make_due():
             return
