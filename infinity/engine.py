@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +20,7 @@ from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
+from infinity.optim.cpu_adam import Hyper
 from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.loss_scale import LossScale, ScaledBackwards
@@ -78,6 +79,8 @@ class Engine(Runner):
         """Blocks of `no_sync` that are open, one in the other."""
         self.loss_scale = LossScale.of(config.fp16)
         self._scaled = ScaledBackwards()
+        self._hypers: Sequence[Hyper] = ()
+        """What units are updated with during the present backward, or by `step`."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(model, config, parts)
@@ -209,11 +212,13 @@ class Engine(Runner):
             return
         self._check_scaled()
         parts = self.parts
+        self._hypers = self.optimizer.hypers()  # they may have been changed since backward
         parts.collector.send_all()
         if not self._make_due():
             return
         self._end_step()
         self.global_steps += 1
+        parts.store.tracer.end_step()
         if parts.update == "after_backward":
             parts.store.settle()
         else:
@@ -242,9 +247,10 @@ class Engine(Runner):
                 coefficient = self.config.gradient_clipping / (norm + 1e-6)
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN goes through, as in torch
         gradients.settle()
+        hypers = self.optimizer.hypers()
         for index in parts.collector.hand_over():
             unit = parts.units[index]
-            unit.pending_job = self._job(unit, scale, None)
+            unit.pending_job = self._job(unit, hypers, scale, None)
             if unit.lease is not None:
                 store.start_update(unit, unit.pending_job)
         self.loss_scale.passed()
@@ -255,6 +261,7 @@ class Engine(Runner):
         self.parts.gradients.settle()
         self._end_step()
         self.global_steps += 1
+        self.parts.store.tracer.end_step()
         self.skipped_steps += 1
         before = self.loss_scale.value
         self.loss_scale.overflowed()
@@ -262,12 +269,12 @@ class Engine(Runner):
             now = self.loss_scale.value
             logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
-    def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
+    def _job(self, unit: Unit, hypers: Sequence[Hyper], scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         slots, rank = self.parts.gradients.slots, self.parts.ranks.shard_rank
         return UpdateJob(
             unit.layout,
             lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
-            self.optimizer.hypers(),
+            hypers,
             scale,
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
@@ -278,7 +285,7 @@ class Engine(Runner):
         return self.parts.store.finished_with(unit)
 
     def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
-        self.parts.store.start_update(unit, self._job(unit, 1.0 / self.parts.ranks.size, gradient))
+        self.parts.store.start_update(unit, self._job(unit, self._hypers, 1.0 / self.parts.ranks.size, gradient))
 
     # -- what is not finite ------------------------------------------------------------------------------------------
 
@@ -336,6 +343,7 @@ class Engine(Runner):
     def _on_backward(self) -> None:
         last = self.micro_steps + 1 >= self.batch.accumulation
         self.parts.collector.last_micro_step = last and not self._unsynced
+        self._hypers = self.optimizer.hypers()
 
     def _on_backward_end(self) -> None:
         counts = self.parts.collector.end_backward()

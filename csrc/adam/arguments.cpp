@@ -101,15 +101,15 @@ std::uintptr_t ArrayChecks::add(const char* name, const py::object& address, std
     const char* complaint = "pass the address of an array, such as tensor.data_ptr()";
     const auto begin = static_cast<std::uintptr_t>(to_integer(name, address, complaint));
     if (n_ == 0) return begin;
-    const std::string hex = text(py::module_::import("builtins").attr("hex")(begin));
+    const auto hex = [&] { return text(py::module_::import("builtins").attr("hex")(begin)); };  // takes long
     if (begin == 0) refuse(std::string(name) + " is a null address: " + complaint);
     if (begin % element != 0) {
-        refuse(std::string(name) + " at " + hex + " is not aligned to its " + std::to_string(element) +
+        refuse(std::string(name) + " at " + hex() + " is not aligned to its " + std::to_string(element) +
                "-byte elements: pass the address of an element");
     }
     const std::uintptr_t end = begin + count * element;
     if (end < begin || end > static_cast<std::uintptr_t>(std::numeric_limits<std::int64_t>::max())) {
-        refuse(std::string(name) + " at " + hex + " with n = " + std::to_string(n_) +
+        refuse(std::string(name) + " at " + hex() + " with n = " + std::to_string(n_) +
                " elements ends beyond the address space: check n");
     }
     for (const Range& other : ranges_) {

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +74,22 @@ class Hyper:
             raise ConfigError(f"betas are {self.betas}: give two numbers in [0, 1)")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ConfigError("nesterov is True: give a momentum, and no dampening")
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """As the native kernels take them."""
+        return {
+            "rule": self.rule,
+            "lr": self.lr,
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "momentum": self.momentum,
+            "dampening": self.dampening,
+            "lr_decay": self.lr_decay,
+            "nesterov": self.nesterov,
+        }
 
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -177,16 +195,20 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, thr
     return _adam.sum_of_squares(address, n, DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
 
 
-def receive(target: Tensor, source: Tensor, *, add: bool = False, threads: int = 0) -> float:
+def receive(target: Tensor, source: Tensor, *, add: bool = False, at: int | None = None, threads: int = 0) -> float:
     """target = source, or target += source; returns `sum_of_squares(target)`, in one pass over memory.
 
-    Both fp32, bf16 or fp16, of any shape. Added in fp32 and rounded to the target's dtype to nearest, ties to even, as
-    torch does.
+    Both fp32, bf16 or fp16, of any shape. at: the element of `target` that `source` begins at, where it is a part of
+    it; else they are as large. Added in fp32 and rounded to the target's dtype to nearest, ties to even, as torch does.
     """
-    n = target.numel()
+    whole = target.numel()
+    n = whole if at is None else source.numel()
+    if at is not None and not 0 <= at <= whole - n:
+        raise ValueError(f"source has {n:,} elements, which do not fit into {whole:,} from {at:,} on: pass a part")
+    address = _address("target", target, whole, *DTYPES)
     return _adam.receive(
         _address("source", source, n, *DTYPES),
-        _address("target", target, n, *DTYPES),
+        address + (at or 0) * target.itemsize,
         n,
         source_dtype=DTYPES[source.dtype],
         target_dtype=DTYPES[target.dtype],

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from infinity.comm.collectives import Ranks
 from infinity.optim.grad_dtypes import GradDtypes
-from infinity.optim.job import Gradient
+from infinity.optim.job import INLINE, Gradient
 from infinity.optim.kernels import receive, squared_norm
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -71,6 +72,19 @@ class Sent:
         self.lease, self.flat = lease, flat
 
 
+_Result = TypeVar("_Result")
+
+
+def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+    """As an executor does it, but here and now."""
+    future: Future[_Result] = Future()
+    try:
+        future.set_result(work(*arguments))
+    except Exception as error:  # noqa: BLE001 - raised by whoever waits
+        future.set_exception(error)
+    return future
+
+
 class GradStore:
     """The reduced gradients of one step."""
 
@@ -91,6 +105,8 @@ class GradStore:
         """The gradient with what was stored before added to it, in memory that the update can work in."""
         add = sent.unit.index in self.units
         self.units.discard(sent.unit.index)
+        if self._is_small(sent) and (not add or self._places.tier.immediate):
+            return _carried_out(self._land, sent, self.slots, add)
         return self._mover.submit(self._land, sent, self.slots, add)
 
     def keep(self, sent: Sent) -> None:
@@ -100,7 +116,17 @@ class GradStore:
         self.units.add(index)
         squares: Future[float] = Future()
         self._squares[index] = squares
-        self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
+        if self._is_small(sent) and self._places.tier.immediate:
+            self._moves.append(_carried_out(self._keep, sent, self.slots, add, squares))
+        else:
+            self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
+
+    def _is_small(self, sent: Sent) -> bool:
+        """Whether it takes less time than to wake the thread, and nothing has to be waited for but the tier. The
+        gradients of a unit all are or none, so that their order stays.
+        """
+        places = self._places
+        return sent.unit.layout.shard_numel <= INLINE and self._ranks.alone and places.device.host_addressable
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -143,8 +169,9 @@ class GradStore:
         places, unit, shard = self._places, sent.unit, sent.flat
         dtype = places.dtypes_of(unit).stored
         if not add and dtype == shard.dtype:
-            parts = unit.layout.parts(self._ranks.shard_rank)
-            return squared_norm(shard, parts, places.threads) if sent.squares is None else sent.squares
+            if sent.squares is not None:
+                return sent.squares
+            return squared_norm(shard, unit.layout.parts(self._ranks.shard_rank), places.threads)
         lease = places.stored_pool.lease(shard.numel() * dtype.itemsize)
         try:
             if add:

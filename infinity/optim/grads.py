@@ -23,16 +23,23 @@ from infinity.optim.job import Gradient
 from infinity.optim.kernels import receive
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE
+from infinity.units.layout import Slot
 from infinity.units.local import local_gradient
 from infinity.units.unit import Unit
 
+_ZEROED = 16 << 10
+"""Bytes that are zeroed in the time of a call that zeroes a few: a gradient with so little between two gaps is zeroed
+whole before it is collected."""
 
-@dataclass
+
+@dataclass(slots=True)
 class _Open:
     """A unit's gradient that is being collected."""
 
     lease: Lease
     flat: torch.Tensor
+    zeroed: bool
+    """Whether what did not arrive is zero already."""
     squares: dict[int, float | None] = field(default_factory=dict)
     """slot that has arrived → its sum of squares; None where that is taken later."""
 
@@ -65,6 +72,8 @@ class GradCollector:
         self._punctual: set[int] = set()
         """Units that were passed before, and are never late."""
         self._sent_live: set[int] = set()
+        self._sums_at_once = ranks.alone and places.device.host_addressable
+        """Whether a gradient's sum of squares is taken where it arrives."""
         self.last_micro_step = False
         """Whether the backward that runs is the last of its step."""
         self.complete = False
@@ -110,11 +119,10 @@ class GradCollector:
                 'than in the step before set infinity.update to "next_forward", which waits for engine.step().'
             )
         collecting = self._open.get(index) or self._begin(unit)
-        place = unit.layout.slots[slot]
-        view = collecting.flat[place.offset : place.stop].view(place.shape)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        collecting.squares[slot] = self._put(view, gradient, add=slot in collecting.squares)
+        squares = collecting.squares
+        squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1
         if index in self._passed:
             self._late.add(index)
@@ -143,12 +151,13 @@ class GradCollector:
         """Whether gradients leave in this micro-batch, or stay whole where they are summed until the last one."""
         return self.last_micro_step or not self._places.whole
 
-    def _put(self, view: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> float | None:
+    def _put(self, flat: torch.Tensor, place: Slot, gradient: torch.Tensor, *, add: bool) -> float | None:
         """Copy or add a gradient to its place. Its sum of squares is taken in the same pass where it is final: on one
         rank, and where that does not make the host wait for the device.
         """
-        if self._ranks.alone and self._places.device.host_addressable:
-            return receive(view, gradient, add=add, threads=self._places.threads)
+        if self._sums_at_once:
+            return receive(flat, gradient, add=add, at=place.offset, threads=self._places.threads)
+        view = flat[place.offset : place.stop].view(place.shape)
         if add:
             view.add_(gradient)
         else:
@@ -160,14 +169,16 @@ class GradCollector:
         nbytes = unit.layout.numel * dtype.itemsize
         pool = self._places.pool
         # Whether one is sent on early follows from the order of arrivals alone: sending is a collective.
-        rivals = [
-            i for i, other in self._open.items() if pool.size_class(other.lease.nbytes) == pool.size_class(nbytes)
-        ]
-        if len(rivals) == pool.count(nbytes):
-            self._send(self._units[rivals[0]], complete=False)
+        if len(self._open) >= pool.count(nbytes):
+            size = pool.size_class(nbytes)
+            rivals = [i for i, other in self._open.items() if pool.size_class(other.lease.nbytes) == size]
+            if len(rivals) == pool.count(nbytes):
+                self._send(self._units[rivals[0]], complete=False)
         lease = self._lease(pool, nbytes)
-        self._open[unit.index] = _Open(lease, lease.flat(dtype, unit.layout.numel))
-        return self._open[unit.index]
+        opened = self._open[unit.index] = _Open(lease, lease.flat(dtype), nbytes <= _ZEROED * len(unit.layout.gaps))
+        if opened.zeroed:
+            opened.flat.zero_()
+        return opened
 
     def _lease(self, pool: Pool, nbytes: int) -> Lease:
         began = time.perf_counter()
@@ -211,11 +222,13 @@ class GradCollector:
     def _send(self, unit: Unit, *, complete: bool) -> None:
         collecting = self._open.pop(unit.index)
         flat, present = collecting.flat, set(collecting.squares)
-        for start, stop in unit.layout.gaps():
-            flat[start:stop].zero_()
-        for slot, place in enumerate(unit.layout.slots):
-            if slot not in present:
-                flat[place.offset : place.stop].zero_()
+        if not collecting.zeroed:
+            for start, stop in unit.layout.gaps:
+                flat[start:stop].zero_()
+            if len(present) < len(unit.layout.slots):
+                for slot, place in enumerate(unit.layout.slots):
+                    if slot not in present:
+                        flat[place.offset : place.stop].zero_()
         lease, flat = self._as_reduced(unit, collecting)
         reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
         reached = self._places.device.compute_reached()

@@ -10,8 +10,12 @@ import torch
 
 from infinity.optim.cpu_adam import Hyper
 from infinity.tiers.pool import Lease
-from infinity.tiers.transfer import DONE, Promised, Transfer
+from infinity.tiers.transfer import DONE, Promise, Transfer
 from infinity.units.layout import Run, UnitLayout
+
+INLINE = 1 << 15
+"""Elements of a shard up to which what does not wait is carried out by the thread that asks for it: to wake another one
+takes longer."""
 
 
 class Gradient:
@@ -45,10 +49,8 @@ class UpdateJob:
     require_finite: bool = False
 
     def __post_init__(self) -> None:
-        self._computed: Future[None] = Future()
-        self._done: Future[None] = Future()
-        self.computed: Transfer = Promised(self._computed)
-        self.done: Transfer = Promised(self._done)
+        self.computed = Promise()
+        self.done = Promise()
         self.target: torch.Tensor | None = None
         self.arrives: Transfer | None = None
         self.after: Transfer = DONE
@@ -74,12 +76,12 @@ class UpdateJob:
                 arriving.result().release()
 
     def mark_computed(self) -> None:
-        self._computed.set_result(None)
+        self.computed.keep()
 
     def mark_done(self) -> None:
-        self._done.set_result(None)
+        self.done.keep()
 
     def fail(self, error: BaseException) -> None:
-        for future in (self._computed, self._done):
-            if not future.done():
-                future.set_exception(error)
+        for promise in (self.computed, self.done):
+            if not promise.done():
+                promise.fail(error)

@@ -36,7 +36,7 @@ def update_run(
     first: number of the first element in the model, a multiple of 256; with `seed` and `step` it decides how moments
     of 16 and 8 bits are rounded.
     """
-    on_host = param.device.type == "cpu"
+    on_host = param.is_cpu
     if not on_host and not cuda_adam.available():
         return _update_by_torch(states, param, grad, hyper, step, grad_scale)
     kept = states.get("remainder", states.get("master"))
@@ -122,14 +122,18 @@ def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -
     return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts), 0.0)
 
 
-def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, threads: int = 0) -> float:
+def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, at: int | None = None, threads: int = 0) -> float:
     """Copy a gradient to where it is collected, or add it to what is there; returns the sum of squares of the result.
+
+    at: of a 1-D `target`, the element that `source` begins at, whatever its shape; None: both are as large.
 
     In host memory this is one pass, unless the strides forbid it.
     """
-    on_host = target.device.type == "cpu" and source.device.type == "cpu"
+    on_host = target.is_cpu and source.is_cpu
     if on_host and source.is_contiguous() and not source.is_neg() and source.dtype in DTYPES:
-        return receive_flat(target, source, add=add, threads=threads)
+        return receive_flat(target, source, add=add, at=at, threads=threads)
+    if at is not None:
+        target = target[at : at + source.numel()].view(source.shape)
     if add:
         target.add_(source)
     else:

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.optim.formats import StateFormat
+from infinity.optim.formats import Range, StateFormat
 from infinity.optim.grad_dtypes import GradDtypes
-from infinity.optim.job import UpdateJob
+from infinity.optim.job import INLINE, UpdateJob
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.placement import Extent, Tile, tiles
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Failed, Transfer
-from infinity.units.layout import Run
+from infinity.units.layout import Run, UnitLayout
 
 Kernel = Callable[..., None]
 """(states by name, param, grad, hyper, step, grad_scale, first) for one run of elements; see `update_run` in
@@ -53,15 +53,44 @@ class Places:
     grads: Callable[[torch.dtype], GradDtypes]
 
 
-@dataclass
+_NOTHING = torch.empty(0)
+
+
+@dataclass(slots=True)
+class _Cut:
+    """A tile, and where its bytes hold the states."""
+
+    tile: Tile
+    ranges: dict[str, Range]
+    states: dict[str, torch.Tensor] | None = None
+    """The states themselves, where they always are in the same memory."""
+
+
+class _Plan:
+    """What all updates of a unit have in common."""
+
+    def __init__(self, layout: UnitLayout, places: Places) -> None:
+        formats = places.formats(layout.dtype)
+        self.param = places.param_extent(layout.index)
+        self.optim = places.optim_extent(layout.index)
+        self.grad = None if places.grad_tier is None else places.grad_extent(layout.index)
+        self.stored = places.grads(layout.dtype).stored
+        self.cuts = [
+            _Cut(tile, formats.ranges(tile.stop - tile.start))
+            for tile in tiles(layout.shard_numel, places.tile_size, formats)
+        ]
+
+
+@dataclass(slots=True)
 class _Running:
     """A job under way: its parameter shard in memory that the update can work in, and the tiles still to be read."""
 
     job: UpdateJob
+    plan: _Plan
     param: torch.Tensor
     arrived: Transfer
     staging: Lease | None
-    tiles: deque[Tile]
+    tiles: deque[_Cut]
     runs: Sequence[Run] | None = None
     failed: BaseException | None = None
     skipped: bool | None = None
@@ -69,16 +98,16 @@ class _Running:
 
     def forget(self) -> None:
         """Let go of every view of the unit's buffer: its lease may end as soon as the job is done."""
-        self.param = torch.empty(0)
+        self.param = _NOTHING
         self.arrived = DONE
         self.job.target = None
         self.job.arrives = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tile:
     running: _Running
-    tile: Tile
+    cut: _Cut
     states: Window
     grad: Window | None
     last: bool
@@ -88,7 +117,7 @@ class _Tile:
         return [self.states, self.grad] if self.grad is not None else [self.states]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Write:
     transfers: list[Transfer]
     item: _Tile
@@ -108,6 +137,12 @@ class UpdatePipeline:
         self._places = places
         self._kernel = kernel
         self._reads_ahead = reads_ahead
+        self._plans: dict[int, _Plan] = {}
+        self._inline = places.param_pool is None and all(
+            tier is None or tier.immediate for tier in (places.param_tier, places.optim_tier, places.grad_tier)
+        )
+        self._submitted = self._ended = 0
+        """Jobs that the thread was given, and those that it is through with: each is written by one thread."""
         self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
         self._closing = False
         self._waiting: UpdateJob | None = None
@@ -118,8 +153,35 @@ class UpdatePipeline:
         self._thread.start()
 
     def submit(self, job: UpdateJob) -> None:
-        """Queue a job whose target is attached. Its errors are raised by whoever waits for it."""
+        """Queue a job whose target is attached, or carry it out, if it is small. Its errors are raised by whoever waits
+        for it.
+        """
+        if self._is_immediate(job):
+            self._update_now(job)
+            return
+        self._submitted += 1
         self._jobs.put(job)
+
+    def _is_immediate(self, job: UpdateJob) -> bool:
+        """Whether the job is small, nothing has to be waited for, and the thread has nothing to do."""
+        return (
+            self._inline
+            and job.layout.shard_numel <= INLINE
+            and self._submitted == self._ended
+            and job.after.done()
+            and (job.arrives is None or job.arrives.done())
+            and (job.gradient is None or job.gradient.done())
+        )
+
+    def _update_now(self, job: UpdateJob) -> None:
+        running = self._open(job)
+        assert running is not None
+        while running.tiles:
+            item = self._start_tile(running)
+            assert item is not None
+            self._end(self._compute(item))
+        if running.failed is not None and not isinstance(running.failed, Exception):
+            raise running.failed  # Ctrl-C, of this thread
 
     def close(self) -> None:
         """End the thread once the jobs queued so far are done."""
@@ -135,7 +197,7 @@ class UpdatePipeline:
         while True:
             self._read_ahead()
             if self._reading:
-                self._compute(self._reading.popleft())
+                self._writing.append(self._compute(self._reading.popleft()))
             elif self._writing:
                 self._finish_write()
             elif self._closing:
@@ -190,8 +252,14 @@ class UpdatePipeline:
                 return None
             work = staging.tensor
         arrived = self._bring(job, target, work)
-        cut = tiles(job.layout.shard_numel, places.tile_size, places.formats(job.layout.dtype))
-        return _Running(job, work.view(job.layout.dtype), arrived, staging, deque(cut))
+        plan = self._plan(job.layout)
+        return _Running(job, plan, work.view(job.layout.dtype), arrived, staging, deque(plan.cuts))
+
+    def _plan(self, layout: UnitLayout) -> _Plan:
+        plan = self._plans.get(layout.index)
+        if plan is None:
+            plan = self._plans[layout.index] = _Plan(layout, self._places)
+        return plan
 
     def _bring(self, job: UpdateJob, target: torch.Tensor, work: torch.Tensor) -> Transfer:
         """Start to bring the parameters to `work` from their tier or from `target`, the unit's buffer."""
@@ -199,7 +267,7 @@ class UpdatePipeline:
         try:
             job.after.wait()
             if job.arrives is None:
-                return places.param_tier.read(places.param_extent(job.layout.index), work)
+                return places.param_tier.read(self._plan(job.layout).param, work)
             if work is target:
                 return job.arrives
             job.arrives.wait()
@@ -208,25 +276,24 @@ class UpdatePipeline:
             return Failed(error)
 
     def _start_tile(self, running: _Running) -> _Tile | None:
-        places = self._places
-        unit = running.job.layout.index
-        tile = running.tiles[0]
-        last = len(running.tiles) == 1
-        states = places.optim_tier.window(places.optim_extent(unit), tile.offset, tile.nbytes, places.tile_pool)
+        places, plan = self._places, running.plan
+        cut = running.tiles[0]
+        tile = cut.tile
+        states = places.optim_tier.window(plan.optim, tile.offset, tile.nbytes, places.tile_pool)
         if states is None:
             return None
         grad: Window | None = None
         if running.job.gradient is None:
-            assert places.grad_tier is not None
-            width = places.grads(running.job.layout.dtype).stored.itemsize
+            assert places.grad_tier is not None and plan.grad is not None
+            width = plan.stored.itemsize
             span = (tile.start * width, (tile.stop - tile.start) * width)
-            grad = places.grad_tier.window(places.grad_extent(unit), *span, places.grad_tile_pool)
+            grad = places.grad_tier.window(plan.grad, *span, places.grad_tile_pool)
             # The two pools have as many buffers, and tiles take and give back one of each.
             assert grad is not None
         running.tiles.popleft()
-        return _Tile(running, tile, states, grad, last)
+        return _Tile(running, cut, states, grad, not running.tiles)
 
-    def _compute(self, item: _Tile) -> None:
+    def _compute(self, item: _Tile) -> _Write:
         running = item.running
         transfers: list[Transfer] = []
         # Every read is waited for, also after one that failed: the kernel must have let go of the buffers.
@@ -243,12 +310,12 @@ class UpdatePipeline:
             running.failed = running.failed or error
         if item.last:
             transfers += self._conclude(running)
-        self._writing.append(_Write(transfers, item))
+        return _Write(transfers, item)
 
     def _update_tile(self, item: _Tile) -> None:
-        running, tile = item.running, item.tile
+        running, tile = item.running, item.cut.tile
         job = running.job
-        grad = item.grad.tensor.view(self._places.grads(job.layout.dtype).stored) if item.grad else None
+        grad = item.grad.tensor.view(running.plan.stored) if item.grad else None
         if grad is None:
             if job.require_finite and running.skipped is None:
                 running.skipped = not math.isfinite(job.arrived().squares)
@@ -260,15 +327,18 @@ class UpdatePipeline:
         if running.runs is None:
             running.runs = job.runs()
         began = time.perf_counter()
-        ranges = self._places.formats(job.layout.dtype).ranges(tile.stop - tile.start)
-        states = {name: place.of(item.states.tensor) for name, place in ranges.items()}
+        whole = self._states(item)
         for run in running.runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
             if low >= high:
                 continue
             start, stop = low - tile.start, high - tile.start
+            states = whole
+            if (low, high) != (tile.start, tile.stop):
+                ranges = item.cut.ranges
+                states = {name: state[ranges[name].kind.part(start, stop)] for name, state in whole.items()}
             self._kernel(
-                {name: state[ranges[name].kind.part(start, stop)] for name, state in states.items()},
+                states,
                 running.param[low:high],
                 grad[start:stop],
                 job.hypers[run.group],
@@ -279,6 +349,16 @@ class UpdatePipeline:
             self.elements += high - low
         self.seconds += time.perf_counter() - began
 
+    def _states(self, item: _Tile) -> dict[str, torch.Tensor]:
+        """The states of the tile, by name."""
+        cut = item.cut
+        if cut.states is not None:
+            return cut.states
+        states = {name: place.of(item.states.tensor) for name, place in cut.ranges.items()}
+        if item.states.lease is None:
+            cut.states = states
+        return states
+
     def _conclude(self, running: _Running) -> list[Transfer]:
         """All tiles are computed: the parameters are new. Start to write them back; give the gradient back."""
         job, places = running.job, self._places
@@ -288,7 +368,7 @@ class UpdatePipeline:
         if running.failed is not None:
             return []
         try:
-            write = places.param_tier.write(places.param_extent(job.layout.index), running.param.view(torch.uint8))
+            write = places.param_tier.write(running.plan.param, running.param.view(torch.uint8))
             if running.staging is not None:
                 assert job.target is not None
                 places.device.copy(job.target, running.staging.tensor).wait()
@@ -300,6 +380,11 @@ class UpdatePipeline:
 
     def _finish_write(self) -> None:
         write = self._writing.popleft()
+        self._end(write)
+        if write.item.last:
+            self._ended += 1
+
+    def _end(self, write: _Write) -> None:
         running = write.item.running
         for transfer in write.transfers:
             try:

@@ -1,14 +1,26 @@
 """The trace: the order in which a step uses units, recorded while it runs.
 
-It is a hint, never a contract: a step that departs from it is served on demand and recorded anew.
+It is a hint, never a contract: a step that departs from it is served on demand and recorded anew. Every use, and every
+question about the next one, takes the same time, however long the trace is and however many units it has.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from math import inf
+
+PARTS = "parts"
+"""The kind of a cycle that no forward of the root began: the loop called parts of the model by themselves."""
+
+LONGEST = 1 << 18
+"""Uses that are recorded of a cycle. One that has more leaves no trace: it would hold as much memory as it is long."""
+
+AHEAD = 32
+"""Units that are looked at ahead of their use at most, however small they are."""
+
+_HEAD = -1
 
 
 class Trace:
@@ -17,39 +29,108 @@ class Trace:
     def __init__(self, uses: list[int], counts: dict[int, int] | None = None) -> None:
         self.uses = uses
         self.counts = Counter(uses) if counts is None else counts
-        self._positions: dict[int, list[int]] = {}
+        self.following = [0] * len(uses)
+        """By position, that of the next use of the same unit; from `len(uses)` on, in the next cycle."""
+        self.behind = [_HEAD] * len(uses)
+        """By position, the unit after which the one that was used comes in the order of next uses; `_HEAD`: none."""
+        self.first: dict[int, int] = {}
+        """unit → position of its first use in the cycle, in the order of these."""
+        self._last: dict[int, int] = {}
         for position, unit in enumerate(uses):
-            self._positions.setdefault(unit, []).append(position)
+            self.first.setdefault(unit, position)
+            self._last[unit] = position
+        self._link()
 
-    def next_use(self, unit: int, position: int) -> float:
-        """Uses from `position` until `unit` is used, going round to the next cycle; inf for a unit that never is."""
-        uses = self._positions.get(unit)
-        if not uses:
-            return inf
-        found = bisect_left(uses, position)
-        if found < len(uses):
-            return uses[found] - position
-        return len(self.uses) - position + uses[0]
-
-    def used_from(self, unit: int, position: int) -> bool:
-        """Whether this cycle uses `unit` at `position` or later."""
-        uses = self._positions.get(unit)
-        return bool(uses) and uses[-1] >= position  # type: ignore[index]
+    def _link(self) -> None:
+        """Go back through the cycle: before a use, its unit is the first in the order of next uses; after it, it is
+        where it is found here.
+        """
+        order = _Order(self.first)
+        later = {unit: len(self.uses) + position for unit, position in self.first.items()}
+        for position in range(len(self.uses) - 1, -1, -1):
+            unit = self.uses[position]
+            self.following[position], later[unit] = later[unit], position
+            self.behind[position] = order.to_front(unit)
 
     def by_first_use(self) -> list[int]:
-        return sorted(self._positions, key=lambda unit: self._positions[unit][0])
+        return list(self.first)
 
     def by_last_use(self) -> list[int]:
-        return sorted(self._positions, key=lambda unit: self._positions[unit][-1])
+        return sorted(self._last, key=self._last.__getitem__)
 
-    def upcoming(self, position: int) -> Iterator[int]:
+
+class _Order:
+    """Units in an order, as a linked list."""
+
+    def __init__(self, units: Iterable[int]) -> None:
+        self.after: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+        last = _HEAD
+        for unit in units:
+            self.after[last], self._before[unit] = unit, last
+            last = unit
+        self.after[last], self._before[_HEAD] = _HEAD, last
+
+    def to_front(self, unit: int) -> int:
+        """Returns the unit that was before it."""
+        before, after = self._before[unit], self.after[unit]
+        self.after[before], self._before[after] = after, before
+        self._insert(unit, _HEAD)
+        return before
+
+    def from_front(self, behind: int) -> None:
+        """Move the first unit behind another one."""
+        unit = self.after[_HEAD]
+        after = self.after[unit]
+        self.after[_HEAD], self._before[after] = after, _HEAD
+        self._insert(unit, behind)
+
+    def _insert(self, unit: int, behind: int) -> None:
+        after = self.after[behind]
+        self.after[behind], self.after[unit] = unit, after
+        self._before[unit], self._before[after] = behind, unit
+
+    def __iter__(self) -> Iterator[int]:
+        unit = self.after[_HEAD]
+        while unit != _HEAD:
+            yield unit
+            unit = self.after[unit]
+
+
+class Walk:
+    """Goes through a trace, one use after the other."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.position = 0
+        self._next = dict(trace.first)
+        self._order = _Order(trace.first)
+
+    @property
+    def ended(self) -> bool:
+        return self.position == len(self.trace.uses)
+
+    def follow(self, unit: int) -> bool:
+        """Go on, if `unit` is what the trace uses here."""
+        position, trace = self.position, self.trace
+        if position == len(trace.uses) or trace.uses[position] != unit:
+            return False
+        self._next[unit] = trace.following[position]
+        self._order.from_front(trace.behind[position])
+        self.position = position + 1
+        return True
+
+    def next_use(self, unit: int) -> float:
+        """Uses from here until `unit` is used, going round to the next cycle; inf for a unit that never is."""
+        return self._next.get(unit, inf) - self.position
+
+    def uses_again(self, unit: int) -> bool:
+        """Whether this cycle uses `unit` here or later."""
+        return self._next.get(unit, inf) < len(self.trace.uses)
+
+    def upcoming(self) -> Iterator[int]:
         """The distinct units that follow, nearest first, going round once."""
-        seen: set[int] = set()
-        for step in range(len(self.uses)):
-            unit = self.uses[(position + step) % len(self.uses)]
-            if unit not in seen:
-                seen.add(unit)
-                yield unit
+        return iter(self._order)
 
 
 class Tracer:
@@ -57,11 +138,12 @@ class Tracer:
 
     def __init__(self) -> None:
         self._traces: dict[str, Trace] = {}
-        self._kind = ""
+        self._kind = PARTS
+        self._begun = False
+        """Whether a cycle began since the last step ended."""
         self._recorded: list[int] = []
         self._counts: dict[int, int] = {}
-        self._trace: Trace | None = None
-        self._position = 0
+        self._walk: Walk | None = None
         self.last: int | None = None
         self.clock = 0
         self.recency: dict[int, int] = {}
@@ -69,27 +151,31 @@ class Tracer:
     def begin(self, kind: str) -> None:
         """A new cycle starts; the one before becomes the trace of its kind if it departed from what was known."""
         self._settle()
-        self._kind = kind
-        self._recorded = []
-        self._counts = {}
-        self._trace = self._traces.get(kind)
-        self._position = 0
-        self.last = None
+        self._begun = True
+        self._start(kind)
+
+    def end_step(self) -> None:
+        """A step ended. It was a cycle, if nothing else began one in it: its loop called parts of the model only."""
+        if not self._begun:
+            self.begin(PARTS)
+        self._begun = False
 
     def forget(self) -> None:
         """The cycle was cut short by an exception: what it recorded is no trace."""
+        self._start("")
+
+    def _start(self, kind: str) -> None:
+        self._kind = kind
         self._recorded = []
         self._counts = {}
-        self._kind = ""
-        self._trace = None
+        trace = self._traces.get(kind)
+        self._walk = None if trace is None else Walk(trace)
         self.last = None
 
     def _settle(self) -> None:
-        known = self._traces.get(self._kind)
-        followed = (
-            self._trace is not None and self._position == len(self._trace.uses) and self._counts == self._trace.counts
-        )
-        if self._recorded and not (known is not None and followed):
+        walk = self._walk
+        followed = walk is not None and walk.ended and self._counts == walk.trace.counts
+        if self._kind and 0 < len(self._recorded) < LONGEST and not followed:
             self._traces[self._kind] = Trace(self._recorded, self._counts)
 
     def touch(self, unit: int) -> bool:
@@ -100,28 +186,28 @@ class Tracer:
         self.last = unit
         self.clock += 1
         self.recency[unit] = self.clock
-        self._recorded.append(unit)
-        if self._trace is not None:
-            if self._position < len(self._trace.uses) and self._trace.uses[self._position] == unit:
-                self._position += 1
-            else:
-                self._trace = None
+        if len(self._recorded) < LONGEST:
+            self._recorded.append(unit)
+        if self._walk is not None and not self._walk.follow(unit):
+            self._walk = None
         return True
 
     def known(self, kind: str) -> Trace:
         """The trace of that kind, or what of it has been recorded; empty if there is neither."""
-        recorded = self._recorded if self._kind == kind else []
-        return self._traces.get(kind) or Trace(recorded)
+        for name in (kind, PARTS):
+            if name in self._traces:
+                return self._traces[name]
+        return Trace(self._recorded if self._kind in (kind, PARTS) else [])
 
     @property
     def follows(self) -> bool:
         """Whether a trace is known and this cycle has kept to it so far."""
-        return self._trace is not None
+        return self._walk is not None
 
     def next_use(self, unit: int) -> float:
         """How far the next use is; without a trace, the longest unused counts as the furthest."""
-        if self._trace is not None:
-            return self._trace.next_use(unit, self._position)
+        if self._walk is not None:
+            return self._walk.next_use(unit)
         return self.clock - self.recency.get(unit, 0)
 
     def finished_with(self, unit: int) -> bool:
@@ -129,14 +215,15 @@ class Tracer:
 
         False without a trace.
         """
-        if self._trace is None or self._trace.used_from(unit, self._position):
+        walk = self._walk
+        if walk is None or walk.uses_again(unit):
             return False
-        return self._counts.get(unit, 0) == self._trace.counts.get(unit, 0)
+        return self._counts.get(unit, 0) == walk.trace.counts.get(unit, 0)
 
     def passed(self, unit: int) -> bool:
         """Whether this cycle uses `unit` no more, by the trace. False without a trace."""
-        return self._trace is not None and not self._trace.used_from(unit, self._position)
+        return self._walk is not None and not self._walk.uses_again(unit)
 
     def upcoming(self) -> Iterator[int]:
-        if self._trace is not None:
-            yield from self._trace.upcoming(self._position)
+        """The next `AHEAD` distinct units, nearest first."""
+        return iter(()) if self._walk is None else islice(self._walk.upcoming(), AHEAD)

@@ -38,6 +38,8 @@ class Tier(ABC):
     nbytes: int
     on_device: bool
     """Whether windows of this tier are device memory, so that what works in them runs there."""
+    immediate = False
+    """Whether all of its transfers are done when they are returned."""
 
     @abstractmethod
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:

@@ -117,7 +117,8 @@ class NvmeTier(Tier):
         lease = pool.try_lease(nbytes)
         if lease is None:
             return None
-        return Window(lease.tensor, self._read(extent, lease.tensor, offset), extent, offset, lease)
+        memory = lease.tensor
+        return Window(memory, self._read(extent, memory, offset), extent, offset, lease)
 
     def store(self, window: Window) -> Transfer:
         return self._write(window.extent, window.tensor, window.offset)

@@ -31,8 +31,9 @@ class Lease:
 
     def flat(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
         """The first `numel` elements (all, by default) of the buffer as a 1-D tensor of `dtype`."""
-        whole = self.tensor.view(dtype)
-        return whole if numel is None else whole[:numel]
+        buffer = self._held()
+        nbytes = self.nbytes if numel is None else numel * dtype.itemsize
+        return (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
 
     @property
     def address(self) -> int:
@@ -92,9 +93,14 @@ class Pool:
         self._make = make
         self._poison = poison
         self._fifo = fifo
-        self._changed = threading.Condition()
+        self._access = threading.Lock()
+        self._given_back = threading.Condition(self._access)
+        self._waiting = 0
+        """Threads that wait for it: where there are none, nobody needs to be woken."""
         self._free: dict[int, list[torch.Tensor]] = {n: [make(n) for _ in range(count)] for n, count in sizes.items()}
         self._counts = dict(sizes)
+        self._classes: dict[int, int] = {}
+        """bytes that were asked for → `size_class`."""
         self._unused = 0
         if self._free:
             example = next(iter(self._free.values()))[0]
@@ -106,10 +112,13 @@ class Pool:
 
     def size_class(self, nbytes: int) -> int:
         """The smallest buffer size that holds `nbytes`; InfinityError if none does."""
-        fitting = [size for size in self._counts if size >= nbytes]
-        if not fitting:
-            raise InfinityError(f"internal error: pool {self.name} has no buffer of {nbytes} bytes")
-        return min(fitting)
+        known = self._classes.get(nbytes)
+        if known is None:
+            known = min((size for size in self._counts if size >= nbytes), default=None)
+            if known is None:
+                raise InfinityError(f"internal error: pool {self.name} has no buffer of {nbytes} bytes")
+            self._classes[nbytes] = known
+        return known
 
     def count(self, nbytes: int) -> int:
         """Buffers, leased or not, of the size that `nbytes` takes."""
@@ -117,18 +126,28 @@ class Pool:
 
     def try_lease(self, nbytes: int) -> Lease | None:
         size = self.size_class(nbytes)
-        with self._changed:
+        with self._access:
             return self._take(size, nbytes)
 
     def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
         """Wait for a buffer of `nbytes`. With `timeout` (seconds), InfinityError if none is given back by then."""
         size = self.size_class(nbytes)
-        with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._free[size]), timeout):
-                raise InfinityError(f"pool {self.name}: no buffer of {nbytes} bytes was given back in {timeout} s")
+        with self._access:
             lease = self._take(size, nbytes)
+            if lease is None:
+                self._wait(size, nbytes, timeout)
+                lease = self._take(size, nbytes)
             assert lease is not None
             return lease
+
+    def _wait(self, size: int, nbytes: int, timeout: float | None) -> None:
+        self._waiting += 1
+        try:
+            free = self._given_back.wait_for(lambda: bool(self._free[size]), timeout)
+        finally:
+            self._waiting -= 1
+        if not free:
+            raise InfinityError(f"pool {self.name}: no buffer of {nbytes} bytes was given back in {timeout} s")
 
     def _take(self, size: int, nbytes: int) -> Lease | None:
         free = self._free[size]
@@ -142,15 +161,13 @@ class Pool:
     def _give_back(self, buffer: torch.Tensor) -> None:
         if self._poison:
             buffer.fill_(0xFF)
-        with self._changed:
+        with self._access:
             self._free[buffer.numel()].append(buffer)
-            self._changed.notify_all()
+            if self._waiting:
+                self._given_back.notify_all()
 
     def _replace(self, buffer: torch.Tensor) -> None:
-        fresh = self._make(buffer.numel())
-        with self._changed:
-            self._free[fresh.numel()].append(fresh)
-            self._changed.notify_all()
+        self._give_back(self._make(buffer.numel()))
 
 
 def size_classes(

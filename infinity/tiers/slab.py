@@ -19,6 +19,7 @@ class SlabTier(Tier):
         self.name = name
         self.nbytes = nbytes
         self.on_device = on_device
+        self.immediate = device.host_addressable
         self._device = device
         self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=pin)
         if not self._slab.is_cuda and not self._slab.is_pinned():  # what is pinned was touched before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol
@@ -66,6 +67,39 @@ class Promised:
 
     def done(self) -> bool:
         return self._future.done()
+
+
+class Promise:
+    """A transfer that somebody else ends, once, by `keep` or `fail`. Costs a tenth of a future."""
+
+    __slots__ = ("_done", "_error", "_lock")
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._done = False
+        self._lock = threading.Lock()  # free once it is done
+        self._lock.acquire()
+
+    def wait(self) -> None:
+        if not self._done:
+            with self._lock:
+                pass
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # the error refers to this frame now: a cycle would keep what other frames refer to
+
+    def done(self) -> bool:
+        return self._done
+
+    def keep(self) -> None:
+        self._done = True
+        self._lock.release()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self.keep()
 
 
 def run_on(executor: Executor, work: Callable[..., Any], *arguments: Any) -> Promised:

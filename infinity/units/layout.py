@@ -6,8 +6,9 @@ A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_si
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -30,11 +31,11 @@ class Slot:
     copies: int = 1
     """Ranks that hold the same values beside the data-parallel ones: 1, but for what tensor parallelism repeats."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.offset + self.numel
 
@@ -75,15 +76,15 @@ class UnitLayout:
     """Number of the flat tensor's first element in the model, which does not depend on the ranks; a multiple of
     `SLOT_ALIGNMENT`."""
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.world_size
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def shard_nbytes(self) -> int:
         return self.nbytes // self.world_size
 
@@ -107,33 +108,42 @@ class UnitLayout:
         before it; slots of no group (-1) are left out.
         """
         low, high = self.shard_range(rank)
-        runs: list[Run] = []
+        found: list[list[int]] = []  # a Run's fields each: there may be many slots, and few runs
+        last = [-1, -1, -1, -1]
         ends = [slot.offset for slot in self.slots[1:]] + [self.numel]
         for number, (slot, end) in enumerate(zip(self.slots, ends, strict=True)):
             start, stop = max(slot.offset, low), min(end, high)
             if start >= stop or slot.group < 0 or number not in steps:
                 continue
-            run = Run(start - low, stop - low, slot.group, steps[number])
-            if runs and runs[-1].stop == run.start and (runs[-1].group, runs[-1].step) == (run.group, run.step):
-                run = replace(run, start=runs.pop().start)
-            runs.append(run)
-        return runs
+            step = steps[number]
+            if last[1:] == [start - low, slot.group, step]:
+                last[1] = stop - low
+            else:
+                last = [start - low, stop - low, slot.group, step]
+                found.append(last)
+        return [Run(*fields) for fields in found]
 
     def parts(self, rank: int) -> list[Part]:
         """The part of `rank`'s shard that each slot has, in order; slots without one are left out."""
+        if rank not in self._parts:
+            self._parts[rank] = self._parts_of(rank)
+        return self._parts[rank]
+
+    @cached_property
+    def _parts(self) -> dict[int, list[Part]]:
+        return {}
+
+    def _parts_of(self, rank: int) -> list[Part]:
         low, high = self.shard_range(rank)
         found = (Part(max(slot.offset, low) - low, min(slot.stop, high) - low, slot.copies) for slot in self.slots)
         return [part for part in found if part.start < part.stop]
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the flat tensor that belong to no parameter."""
-        end = 0
-        for slot in self.slots:
-            if slot.offset > end:
-                yield end, slot.offset
-            end = slot.stop
-        if end < self.numel:
-            yield end, self.numel
+        ends = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.numel]
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def slot_at(self, offset: int) -> int:
         """Index of the slot that holds element `offset` of the flat tensor (the slot before it, in padding)."""

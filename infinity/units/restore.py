@@ -20,7 +20,7 @@ def restoring(parts: Parts, *, everything: bool) -> Callable[[], None]:
     """Read the parameters out of their tiers; the returned function hands them to the model.
 
     It is to be called when the engine's hooks and buffers are gone. everything: also what lies on nvme or is sharded
-    over ranks, which all take part then; OutOfMemoryError if it does not fit. Else nothing is done where it does not fit.
+    over ranks, which all take part then; OutOfMemoryError if it does not fit. By default, what does not fit is left.
     """
     kept = parts.policy.param_tier != "nvme" and parts.ranks.shards == 1
     if not (everything or kept):

@@ -101,3 +101,21 @@ def test_an_array_is_not_added_to_itself() -> None:
     x = torch.ones(100)
     with pytest.raises(ValueError, match="share"):
         receive(x[:50], x[25:75], add=True)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["copied", "added"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["dense", "transposed"])
+def test_a_part_of_the_target(add: bool, transposed: bool) -> None:
+    """As a unit's gradient is collected: one parameter's place in a flat tensor."""
+    target, source = values(5000, torch.float32, 1), values(60, torch.float32, 2).view(6, 10)
+    source = source.t() if transposed else source
+    expected = target.clone()
+    expected[768:828] = by_torch(target[768:828], source.reshape(-1), add)
+    squares = receive_anywhere(target, source, add=add, at=768)
+    assert torch.equal(target, expected) and squares == sum_of_squares(expected[768:828])
+
+
+@pytest.mark.parametrize("at", [-1, 3, 4])
+def test_a_part_beyond_the_target(at: int) -> None:
+    with pytest.raises(ValueError, match="do not fit into 4"):
+        receive(torch.zeros(4), torch.zeros(2), at=at)

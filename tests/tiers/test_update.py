@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.placement import Extent, Policy, State, place
 from infinity.tiers.pool import Pool
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.slab import SlabTier
+from infinity.tiers.transfer import DONE, Promise, Transfer
 from infinity.units.layout import layout_unit
 from support.late_disk import LateTransfer
 
@@ -81,7 +83,7 @@ class LateSlab(Tier):
 class Bench:
     """One unit of 14,336 fp32 parameters in four tiles, its tier and a pipeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool = True) -> None:
         self.layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
         states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
         own = partial(
@@ -89,7 +91,8 @@ class Bench:
         )
         placement = place([self.layout], Policy("nvme", "nvme", "nvme", own, states, TILE))
         self.extents = {state: placement.of(0, state) for state in State}
-        self.tier = LateSlab(placement.nbytes["nvme"])
+        nbytes = placement.nbytes["nvme"]
+        self.tier: Any = LateSlab(nbytes) if late else SlabTier("host", nbytes, CpuDevice(), on_device=False)
         self.tiles = Pool(host_tensor, {TILE * 8: 6}, name="tiles", poison=True, fifo=True)
         self.grad_tiles = Pool(host_tensor, {TILE * 4: 6}, name="gradient tiles", poison=True, fifo=True)
         self.grads = Pool(host_tensor, {self.layout.nbytes: 2}, name="gradients", poison=True, fifo=True)
@@ -170,6 +173,52 @@ def test_updates_of_one_unit_follow_each_other(bench: Bench, live: bool) -> None
     assert torch.equal(stored, bench.buffer)
     assert bench.pipeline.elements == 4 * bench.layout.numel
     bench.assert_all_given_back()
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Bench]:
+    made = Bench(late=False)
+    yield made
+    made.pipeline.close()
+
+
+def test_a_small_update_in_memory_is_done_when_it_is_submitted(in_memory: Bench, bench: Bench) -> None:
+    """By the thread that submits it, with the bits that the update's thread makes."""
+    given = gradients(3, bench.layout.numel)
+    for step, gradient in enumerate(given, 1):
+        job = in_memory.job(step, gradient)
+        in_memory.pipeline.submit(job)
+        assert job.computed.done() and job.done.done()
+        late = bench.job(step, gradient)
+        bench.pipeline.submit(late)
+        late.done.wait()
+    assert torch.equal(in_memory.buffer, bench.buffer)
+    in_memory.assert_all_given_back()
+
+
+def test_small_updates_wait_for_those_before_them(in_memory: Bench) -> None:
+    """One that has to wait goes to the thread, and what comes after it goes there too."""
+    given = gradients(2, in_memory.layout.numel)
+    first, second = in_memory.job(1, given[0]), in_memory.job(2, given[1])
+    save = Promise()
+    first.after = save
+    second.after = first.done
+    in_memory.pipeline.submit(first)
+    in_memory.pipeline.submit(second)
+    assert not first.done.done() and not second.done.done()
+    save.keep()
+    second.done.wait()
+    torch.testing.assert_close(in_memory.buffer, reference(given), rtol=1e-6, atol=1e-7)
+    in_memory.assert_all_given_back()
+
+
+def test_a_failure_of_a_small_update_is_raised_by_who_waits(in_memory: Bench) -> None:
+    job = in_memory.job(0, gradients(1, in_memory.layout.numel)[0])  # steps count from 1
+    in_memory.pipeline.submit(job)
+    for promise in (job.computed, job.done):
+        with pytest.raises(ValueError, match="step is 0"):
+            promise.wait()
+    in_memory.assert_all_given_back()
 
 
 @pytest.mark.parametrize("tile", [0, 1, 3])

@@ -71,14 +71,14 @@ def test_runs_hold_the_elements_of_the_slots_given(layout: UnitLayout, data: st.
     for element, wanted in enumerate(expected):
         if wanted is not None:
             assert found[element] == wanted
-    padding = {element for start, stop in layout.gaps() for element in range(start, stop)}
+    padding = {element for start, stop in layout.gaps for element in range(start, stop)}
     assert all(wanted is not None or element in padding for element, wanted in enumerate(expected) if found[element])
 
 
 @given(layouts())
 def test_gaps_and_slots_cover_the_unit(layout: UnitLayout) -> None:
     covered = [0] * layout.numel
-    for start, stop in layout.gaps():
+    for start, stop in layout.gaps:
         assert start < stop
         for element in range(start, stop):
             covered[element] += 1
