@@ -18,8 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from infinity.comm.collectives import Ranks
 from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
@@ -72,6 +70,10 @@ class UnitStore:
         self._device = device
         self._ranks = ranks
         self._prefetch_bytes = prefetch_bytes
+        self._sizes = [pool.size_class(unit.layout.nbytes) for unit in self.units]
+        """Of the buffer that each unit takes."""
+        self._leased: dict[int, Unit] = {}
+        """Units that have a buffer, by index."""
         self._kept: dict[int, KeptBuffer] = {}
         """unit → the buffer it was released from while somebody viewed it."""
         for unit in self.units:
@@ -126,15 +128,14 @@ class UnitStore:
     @contextmanager
     def _moving(self) -> Iterator[None]:
         try:
-            # Buffers and the tensors that move them outlive a user's inference mode, and must not be of its kind.
-            with uninterrupted(), torch.inference_mode(False), outside_modes():
+            with uninterrupted(), outside_modes():
                 yield
         except (OSError, ForcedInterrupt, RanksError) as error:
             self.failure = error
             raise
 
     def resident(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.lease is not None]
+        return list(self._leased.values())
 
     # -- fetch -------------------------------------------------------------------------------------------------------
 
@@ -167,9 +168,8 @@ class UnitStore:
 
     def _start(self, unit: Unit, lease: Lease) -> None:
         """RELEASED → FETCHING, by way of the update that is due."""
-        unit.lease = lease
+        self._give(unit, lease)
         self.fetches += 1
-        self._reattach(unit)
         if unit.pending_job is not None:
             self.start_update(unit, unit.pending_job)
             self._follow_update(unit)
@@ -239,8 +239,7 @@ class UnitStore:
             for unit in self.units:
                 if unit.pending_job is not None:
                     if unit.residency is Residency.RELEASED:
-                        unit.lease = self._lease_for(unit)
-                        self._reattach(unit)
+                        self._give(unit, self._lease_for(unit))
                     self.start_update(unit, unit.pending_job)
             for unit in self.units:
                 if unit.job is not None:
@@ -300,30 +299,35 @@ class UnitStore:
         if unit.lease.is_referenced():
             self._name_viewer(unit)
             generation, fingerprint = unit.generation if valid else -1, self._fingerprint(unit)
-            lease, unit.lease = unit.lease, None
-            self._kept[unit.index] = KeptBuffer(lease.quarantine(), generation, fingerprint)
+            self._kept[unit.index] = KeptBuffer(self._take(unit).quarantine(), generation, fingerprint)
         else:
-            lease, unit.lease = unit.lease, None
-            lease.release()
+            self._take(unit).release()
 
-    def _reattach(self, unit: Unit) -> None:
-        """Let a unit that was just given a lease use the buffer that views of it refer to, if there is one.
+    def _take(self, unit: Unit) -> Lease:
+        """Take the unit's lease away."""
+        lease, unit.lease = unit.lease, None
+        assert lease is not None
+        del self._leased[unit.index]
+        return lease
 
-        Where it still holds the present parameters the unit is RESIDENT at once, and edits made through views count.
+    def _give(self, unit: Unit, lease: Lease) -> None:
+        """Give a unit a lease, and the buffer that views of it refer to, if there is one.
+
+        Where that still holds the present parameters the unit is RESIDENT at once, and edits made through views count.
         LifetimeError for edits of parameters that have been written anew since.
         """
-        kept = self._kept.pop(unit.index, None)
+        unit.lease = lease
+        self._leased[unit.index] = unit
+        kept = self._kept.pop(unit.index, None) if self._kept else None
         if kept is None or not self._pool.is_referenced(kept.buffer):
             return
-        assert unit.lease is not None
         present = kept.generation == unit.generation
-        unit.lease.substitute(kept.buffer)
+        lease.substitute(kept.buffer)
         if present and self._ranks.alone:
             unit.move(Residency.FETCHING)
             self._land(unit)
         elif self._fingerprint(unit) != kept.fingerprint:
-            lease, unit.lease = unit.lease, None
-            lease.release()
+            self._take(unit).release()
             raise LifetimeError(
                 f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
                 "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
@@ -409,10 +413,9 @@ class UnitStore:
         size = self._pool.size_class(nbytes)
         found = [
             unit
-            for unit in self.units
-            if unit.lease is not None
-            and not unit.holds
-            and self._pool.size_class(unit.layout.nbytes) == size
+            for unit in self._leased.values()
+            if not unit.holds
+            and self._sizes[unit.index] == size
             and unit.index != self.tracer.last
             and self._is_viewed(unit) == viewed
         ]

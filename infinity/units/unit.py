@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from enum import Enum
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +51,7 @@ TRANSITIONS: frozenset[tuple[Residency, Residency]] = frozenset(
 _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
+@lru_cache(maxsize=4096)
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks
     them. Its values reach nobody who asks through PyTorch's Python interface (`infinity.units.released`).
@@ -90,7 +93,7 @@ class Unit:
         self.strides = [_strides(slot.shape) for slot in layout.slots]
         """By slot, of the parameter in the unit's flat tensor."""
         self._places = [(slot.shape, self.strides[n], slot.offset) for n, slot in enumerate(layout.slots)]
-        self._views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        self._views: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         """Address, shape and stride of each parameter, as `bind` left it."""
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
@@ -137,7 +140,10 @@ class Unit:
         released.restore(self.parameters)
         for parameter, place in zip(self.parameters, self._places, strict=True):
             set_local(parameter, flat.as_strided(*place))
-        self._views = self._present_views()
+        start, itemsize = flat.data_ptr(), flat.itemsize
+        self._views = [
+            (start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in self._places
+        ]
 
     def unbind(self) -> None:
         """Make the parameters placeholders, which fetch the unit when they are used."""
@@ -172,7 +178,7 @@ class Unit:
         if guarded:
             released.release(self.parameters)
 
-    def _present_views(self) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+    def _present_views(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         with torch._C.DisableTorchFunctionSubclass():
             return [(p.data_ptr(), p.shape, p.stride()) for p in map(local, self.parameters)]
 
