@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from infinity.errors import ModelError
 from infinity.tiers.mapped import MappedFile
 from infinity.tiers.memory import PAGE, return_freed_memory, storage_users
+from infinity.units.released import is_released
 
 
 def check_kept(model: nn.Module) -> None:
@@ -148,8 +149,8 @@ class Spill:
     def _let_go(self, noted: _Noted) -> bool:
         """Whether it was moved to a file just now."""
         parameter = noted.parameter
-        if not _is_plain(parameter):
-            return False
+        if is_released(parameter) or not _is_plain(parameter):
+            return False  # an engine has it, or it is none that can be moved
         storage = parameter.untyped_storage()
         if storage.nbytes() < PAGE or any(file.let_go(storage) for file in self._files):
             return False

@@ -375,10 +375,10 @@ class UnitStore:
         if lease is not None:
             return lease
         wanted = self.tracer.next_use(unit.index)
-        for victim in self._victims(nbytes):
-            if self.tracer.next_use(victim.index) <= wanted:
+        for next_use, victim in self._victims(unit):
+            if next_use <= wanted:
                 return None
-            if self._ranks.alone and _busy(victim):
+            if self._ranks.alone and (_busy(victim) or self._is_viewed(victim)):
                 continue
             self._evict(victim)
             return self._pool.try_lease(nbytes)
@@ -390,16 +390,15 @@ class UnitStore:
         lease = self._pool.try_lease(nbytes)
         if lease is not None:
             return lease
-        victims = self._victims(nbytes)
-        order: Callable[[Unit], bool] = _busy if self._ranks.alone else (lambda _: False)
-        for victim in sorted(victims, key=order):
+        victims = [victim for _, victim in self._victims(unit)]
+        if self._ranks.alone:  # in the order of what they cost: nothing, waiting, a buffer more
+            viewed = {victim.index for victim in victims if self._is_viewed(victim)}
+            victims.sort(key=lambda victim: 2 if victim.index in viewed else _busy(victim))
+        for victim in victims:
             self._evict(victim)
             lease = self._pool.try_lease(nbytes)
             if lease is not None:
                 return lease
-        for victim in self._victims(nbytes, viewed=True):
-            self._evict(victim)
-            return self._pool.lease(nbytes)
         held = ", ".join(other.name for other in self.units if other.lease is not None and other.holds)
         raise InfinityError(
             f"unit {unit.name} needs a device buffer, and all buffers of its size are in use by modules that are "
@@ -408,18 +407,16 @@ class UnitStore:
             "open at once."
         )
 
-    def _victims(self, nbytes: int, *, viewed: bool = False) -> list[Unit]:
-        """Units whose buffer could be taken, the one whose next use is furthest first."""
-        size = self._pool.size_class(nbytes)
+    def _victims(self, unit: Unit) -> list[tuple[float, Unit]]:
+        """Units whose buffer `unit` could take, and how far their next use is, the furthest first."""
+        size, last, next_use = self._sizes[unit.index], self.tracer.last, self.tracer.next_use
         found = [
-            unit
-            for unit in self._leased.values()
-            if not unit.holds
-            and self._sizes[unit.index] == size
-            and unit.index != self.tracer.last
-            and self._is_viewed(unit) == viewed
+            (next_use(index), index)
+            for index, other in self._leased.items()
+            if not other.holds and self._sizes[index] == size and index != last
         ]
-        return sorted(found, key=lambda unit: self.tracer.next_use(unit.index), reverse=True)
+        found.sort(reverse=True)
+        return [(distance, self.units[index]) for distance, index in found]
 
     def _is_viewed(self, unit: Unit) -> bool:
         """Whether it is better kept: something refers to its buffer, if only a write that is under way.
