@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -494,6 +495,8 @@ class Engine(Runner):
 
     def close(self, *, restore: bool = False) -> None:
         """As `infinity.init_inference`'s engines; a checkpoint in the background is finished first."""
+        if os.getpid() != self._process:
+            return
         for handle in self._watches:
             handle.remove()
         self._additions.close()

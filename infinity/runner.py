@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class Runner(ABC):
         self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes)
         self._broken = ""
         self._closed = False
+        self._process = os.getpid()
         parts.backward.report_to(self._on_backward, self._on_backward_end)
         self._hooks = ModelHooks(model, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
         access.opened(self)
@@ -58,6 +60,7 @@ class Runner(ABC):
 
     def _on_entry(self) -> None:
         """The model, or a part of it that holds units, is called, outside of its forward and of any backward."""
+        self._check_open()
         self._conclude_backward()
 
     def _conclude_backward(self) -> None:
@@ -160,7 +163,7 @@ class Runner(ABC):
         UsageError. restore: bring all of them back; every rank calls it then. OutOfMemoryError if they do not fit;
         everything is released all the same.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a forked child has nothing to release
             return
         self._closed = True
         access.closed(self)
@@ -197,6 +200,11 @@ class Runner(ABC):
             raise
 
     def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this engine belongs to process {self._process}, whose memory and threads this forked child "
+                f"({os.getpid()}) does not have: make an engine in the process that uses it"
+            )
         if self._closed:
             raise UsageError(f"the engine is closed: make a new one with {self._maker}")
         self._broken = self._broken or str(self.parts.store.failure or "")
