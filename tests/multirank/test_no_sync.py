@@ -122,7 +122,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
             raise KeyError
         assert engine.parts.gradients.units and not engine.parts.collector.complete
         engine.backward(engine(*batches[2]))
-        with engine.no_sync(), pytest.raises(UsageError, match="one backward more than gradient_accumulation_steps"):
+        with engine.no_sync(), pytest.raises(UsageError, match="for several backwards a step, set gradient_accu"):
             engine.backward(engine(*batches[3]))
         engine.step()
         assert engine.global_steps == 1
