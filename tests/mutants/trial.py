@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -76,12 +77,15 @@ def _run(command: Sequence[str], root: Path, environment: dict[str, str], timeou
         finally:
             _end(process)  # with ranks and loops that a test started
             _running.discard(process)
+        if _ending.is_set():
+            raise InterruptedError("the tests were ended before they had a result")
         output.seek(0)
         return code, output.read()
 
 
 def end_all() -> None:
     """End what is under way in other threads: a Ctrl-C reaches none of it, as each has a session of its own."""
+    _ending.set()
     for process in list(_running):
         _end(process)
 
@@ -93,6 +97,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 _running: set[subprocess.Popen[str]] = set()
+_ending = threading.Event()
 
 
 def _judge(code: int | None, output: str, served: bool) -> tuple[Outcome, str]:

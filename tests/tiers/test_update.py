@@ -15,67 +15,17 @@ from infinity.optim.grad_dtypes import grad_dtypes
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.kernels import squared_norm, update_run
 from infinity.optim.update import Places, UpdatePipeline
-from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Extent, Policy, State, place
+from infinity.tiers.placement import Policy, State, place
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.layout import layout_unit
-from support.late_disk import LateTransfer
+from support.late_disk import LateSlab
 
 TILE = 4096
 NUMEL = 3 * TILE + 2048
 HYPER = Hyper(lr=0.01)
-
-
-class LateSlab(Tier):
-    """A tier in memory with the manners of a late disk."""
-
-    name = "nvme"
-    on_device = False
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.slab = torch.zeros(nbytes, dtype=torch.uint8)
-        self.failing: set[tuple[str, int]] = set()
-        """("read" or "write", byte offset in the tier) that fail, once."""
-
-    def _strikes(self, kind: str, start: int) -> bool:
-        strikes = (kind, start) in self.failing
-        self.failing.discard((kind, start))
-        return strikes
-
-    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        start = extent.offset + offset
-        then = self.slab[start : start + destination.numel()].clone()
-        destination.fill_(0xFF)
-
-        def arrive() -> None:
-            if self._strikes("read", start):
-                raise OSError(5, f"Input/output error: {destination.numel()} bytes at {start}", "swap")
-            destination.copy_(then)
-
-        return LateTransfer(arrive)
-
-    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
-        start = extent.offset + offset
-
-        def write() -> None:
-            if self._strikes("write", start):
-                raise OSError(28, f"No space left on device: {source.numel()} bytes at {start}", "swap")
-            self.slab[start : start + source.numel()] = source
-
-        return LateTransfer(write)
-
-    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
-        lease = pool.try_lease(nbytes)
-        if lease is None:
-            return None
-        return Window(lease.tensor, self.read(extent, lease.tensor, offset), extent, offset, lease)
-
-    def store(self, window: Window) -> Transfer:
-        return self.write(window.extent, window.tensor, window.offset)
 
 
 class Bench:
