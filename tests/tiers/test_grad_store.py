@@ -151,6 +151,27 @@ def test_settling_raises_what_went_wrong(bench: Bench) -> None:
     bench.assert_all_given_back()
 
 
+def test_a_norm_of_gradients_that_failed_is_no_hang(bench: Bench) -> None:
+    """What is added to cannot be read: whoever asks for the norm is told, though it was never taken."""
+    bench.tier.failing.add(("read", bench.extent.offset))
+    for gradient in GRADIENTS[:2]:
+        bench.store.keep(bench.sent(gradient))
+    told: list[str] = []
+
+    def ask() -> None:
+        try:
+            bench.store.squared_norm()
+        except OSError as error:
+            told.append(str(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(20)
+    assert len(told) == 1 and "Input/output error" in told[0]
+    bench.store.discard()
+    bench.assert_all_given_back()
+
+
 def test_reading_waits_for_what_is_under_way(bench: Bench) -> None:
     bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
     assert torch.equal(bench.store.read(bench.unit), GRADIENTS[0])

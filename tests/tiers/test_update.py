@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -19,7 +20,7 @@ from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.placement import Policy, State, place
 from infinity.tiers.pool import Pool
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Promised, Transfer
 from infinity.units.layout import layout_unit
 from support.late_disk import LateSlab
 
@@ -184,4 +185,48 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bench: Bench, bad: float,
     assert bench.pipeline.refused == ["unit"]
     assert torch.equal(bench.tier.slab, slab)
     assert torch.equal(bench.buffer, slab[: bench.layout.nbytes].view(torch.float32))
+    bench.assert_all_given_back()
+
+
+def test_an_update_begins_once_it_may(bench: Bench) -> None:
+    """A save that still has to read the states is not overtaken, though nothing else is under way."""
+    before: list[torch.Tensor] = []
+    released: Future[None] = Future()
+
+    def release() -> None:
+        before.append(bench.tier.slab.clone())
+        released.set_result(None)
+
+    threading.Timer(0.2, release).start()
+    job = bench.job(1, gradients(1, bench.layout.numel)[0])
+    job.after = Promised(released)
+    bench.pipeline.submit(job)
+    job.done.wait()
+    assert not before[0].any() and bench.tier.slab.any()
+    bench.assert_all_given_back()
+
+
+def test_parameters_that_arrive_with_the_update_before(bench: Bench) -> None:
+    """A unit that is fetched out of its update, and updated again: the second waits for what is in flight itself."""
+    given = gradients(2, bench.layout.numel)
+    first, second = (bench.job(step, gradient) for step, gradient in enumerate(given, 1))
+    second.attach(bench.buffer.view(torch.uint8), first.computed)
+    second.after = first.done
+    bench.pipeline.submit(first)
+    bench.pipeline.submit(second)
+    second.done.wait()
+    torch.testing.assert_close(bench.buffer, reference(given), rtol=1e-6, atol=1e-7)
+
+
+def test_closing_waits_for_the_updates_that_are_queued(bench: Bench) -> None:
+    """The tiers are closed next."""
+    released: Future[None] = Future()
+    threading.Timer(0.2, lambda: released.set_result(None)).start()
+    gradient = gradients(1, bench.layout.numel)[0]
+    job = bench.job(1, gradient)
+    job.after = Promised(released)
+    bench.pipeline.submit(job)
+    bench.pipeline.close()
+    assert job.done.done()
+    assert torch.equal(bench.tier.slab[: bench.layout.nbytes].view(torch.float32), bench.buffer)
     bench.assert_all_given_back()
