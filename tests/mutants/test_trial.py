@@ -89,7 +89,8 @@ def test_tests_that_do_not_end(toy: Path, mutant: Mutant) -> None:
     """They count as killed, and the one that began last is named."""
     assert run(toy, "toy.box", mutant.source, ["test_hangs.py"], timeout=5).outcome == "timeout"
     said = "test_sees.py::test_value PASSED [ 50%]\ntest_hangs.py::test_for_ever[a b] "
-    assert _judge(None, said, served=True) == ("timeout", "test_hangs.py::test_for_ever[a b]")
+    for end in ("", "+++++ Timeout +++++\n~~~~~ Stack ~~~~~"):
+        assert _judge(1 if end else None, said + end, served=True) == ("timeout", "test_hangs.py::test_for_ever[a b]")
 
 
 def test_tests_that_cannot_be_run(toy: Path, mutant: Mutant) -> None:

@@ -30,9 +30,12 @@ HYPER = Hyper(lr=0.01)
 
 
 class Bench:
-    """One unit of 14,336 fp32 parameters in four tiles, its tier and a pipeline."""
+    """One unit of 14,336 fp32 parameters in four tiles, its tier and a pipeline.
 
-    def __init__(self) -> None:
+    staged: updates work in host buffers, as where the host cannot address the device.
+    """
+
+    def __init__(self, *, staged: bool = False) -> None:
         self.layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
         states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
         own = partial(
@@ -57,7 +60,7 @@ class Bench:
             tile_size=TILE,
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
-            param_pool=None,
+            param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=True) if staged else None,
             grads=own,
         )
         self.pipeline = UpdatePipeline(places, update_run)
@@ -203,6 +206,21 @@ def test_an_update_begins_once_it_may(bench: Bench) -> None:
     bench.pipeline.submit(job)
     job.done.wait()
     assert not before[0].any() and bench.tier.slab.any()
+    bench.assert_all_given_back()
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
+def test_parameters_that_arrive_after_another_units_update(staged: bool) -> None:
+    """They are gathered behind those of a unit that is being updated: the pipeline does not sleep until they are there,
+    with that update in its own hands.
+    """
+    bench = Bench(staged=staged)
+    first, second = (bench.job(1, gradient) for gradient in gradients(2, bench.layout.numel))
+    second.attach(bench.buffer.view(torch.uint8), first.computed)
+    bench.pipeline.submit(first)
+    bench.pipeline.submit(second)
+    second.done.wait()
+    bench.pipeline.close()
     bench.assert_all_given_back()
 
 
