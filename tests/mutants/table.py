@@ -71,8 +71,8 @@ class Justified:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern with `*` is a mutant's name, or the beginning of it up to a slash, a colon or a number."""
-    return any(fnmatchcase(name, pattern + end) for end in ("", "/*", ":*", "#*"))
+    """Whether a pattern with `*` is a mutant's name, or the beginning of it up to where a part of it ends."""
+    return any(fnmatchcase(name, pattern + end) for end in ("", "/*", ":*", ".*", "#*"))
 
 
 class Cache:
