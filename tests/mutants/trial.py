@@ -20,7 +20,7 @@ HOOK = Path(__file__).parent / "hook"
 Outcome = Literal["killed", "timeout", "survived", "unused", "broken"]
 _RAN = re.compile(r"^(\S+::.+?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
-_STARTED = re.compile(r"^(\S+\.py::.+?) *(?:\++ Timeout.*)?$")
+_STARTED = re.compile(r"^(\S+\.py::.+?) *(?:\++ Timeout.*|Fatal Python error.*)?$")
 
 
 @dataclass(frozen=True)
