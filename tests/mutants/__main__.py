@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from mutants.sites import Mutant, find
@@ -56,10 +57,17 @@ class Trials:
         key = key_of(mutant, ROOT, tests)
         found = None if self._fresh else self._cache.get(key)
         if found is None:
-            options = [f"--timeout={_TEST_TIMEOUT}"]
-            found = run(ROOT, _module(mutant.file), mutant.source, tests, timeout=self._timeout, options=options)
+            found = self._run(mutant, tests)
+            if found.outcome == "killed" and "::" in found.test and "exit status" not in found.test:
+                again = self._run(mutant, [found.test])
+                if again.outcome == "survived":  # a test that failed for another reason, or sees it now and then
+                    found = replace(found, outcome="chance")
             self._cache.put(key, found)
         return found
+
+    def _run(self, mutant: Mutant, tests: Sequence[str]) -> Result:
+        options = [f"--timeout={_TEST_TIMEOUT}"]
+        return run(ROOT, _module(mutant.file), mutant.source, tests, timeout=self._timeout, options=options)
 
     def check(self, mutant: Mutant) -> Result:
         """The same tests on the unchanged source."""
@@ -87,7 +95,7 @@ def _run_all(chosen: Sequence[Mutant], trials: Trials, justified: Justified, job
         for mutant, (outcome, line) in zip(chosen, results, strict=True):
             counts[outcome] += 1
             print(line, flush=True)
-            if outcome in ("survived", "unused", "broken"):
+            if outcome in ("survived", "chance", "unused", "broken"):
                 bad.append(mutant.name)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
@@ -106,7 +114,7 @@ def _reported(trials: Trials, justified: Justified) -> Callable[[Mutant], tuple[
         result = trials.result(mutant)
         outcome: str = result.outcome
         said = result.test
-        if outcome == "survived" and (reason := justified.reason(mutant.name)):
+        if outcome in ("survived", "chance") and (reason := justified.reason(mutant.name)):
             outcome, said = "justified", reason
         return outcome, f"{outcome:<9} {result.seconds:4.0f} s  {mutant.name}  {said}".rstrip()
 

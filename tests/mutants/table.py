@@ -89,7 +89,7 @@ class Cache:
         return Result(**found) if found is not None else None
 
     def put(self, key: str, result: Result) -> None:
-        if result.outcome in ("killed", "timeout", "survived"):
+        if result.outcome in ("killed", "timeout", "survived", "chance"):
             self._results[key] = asdict(result)
             self._file.parent.mkdir(parents=True, exist_ok=True)
             partial = self._file.with_suffix(f".{os.getpid()}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 HOOK = Path(__file__).parent / "hook"
-Outcome = Literal["killed", "timeout", "survived", "unused", "broken"]
+Outcome = Literal["killed", "timeout", "survived", "chance", "unused", "broken"]
 _RAN = re.compile(r"^(\S+::.+?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
 _STARTED = re.compile(r"^(\S+\.py::.+?) *(?:\++ Timeout.*|Fatal Python error.*)?$")
@@ -28,8 +28,9 @@ class Result:
     """How the tests took a mutant."""
 
     outcome: Outcome
-    """killed: a test failed. timeout: the tests did not end, which counts as killed. survived: all passed. unused: all
-    passed, and none imported the module. broken: pytest could not run them.
+    """killed: a test failed. timeout: the tests did not end, which counts as killed. survived: all passed. chance: the
+    test that failed passed when it was run again, by itself. unused: all passed, and none imported the module. broken:
+    pytest could not run them.
     """
     test: str
     """The one that failed or did not end; where there is none, the end of what pytest said."""
