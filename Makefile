@@ -19,7 +19,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-slow fuzz sanitize lint format run bench clean
+.PHONY: help install test test-slow fuzz mutants sanitize lint format run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -34,6 +34,9 @@ test-slow: install ## run the tests marked slow: all of the parity matrix, all r
 
 fuzz: install ## train composed models and loops by the engine and by plain PyTorch
 	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)
+
+mutants: install ## remove each wait and guard of lifetime in turn: some test has to fail (hours; ARGS="--only optim")
+	PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
 
 sanitize: build/sanitize/address/.installed build/sanitize/thread/.installed ## test the natives under sanitizers
 	CXX="$(CXX)" tests/sanitize/run address build/sanitize/address $(ARGS)

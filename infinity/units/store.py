@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from infinity.comm.collectives import Ranks
 from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
@@ -182,10 +184,15 @@ class UnitStore:
         unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
 
     def _follow_update(self, unit: Unit) -> None:
-        """UPDATING → FETCHING: what the update leaves in the buffer is the unit, once the other shards are gathered."""
+        """UPDATING → FETCHING: what the update leaves in the buffer is the unit, once the other shards are gathered.
+
+        And, where masters are kept beside 16-bit parameters, once it is written back: which elements a user edits in
+        the buffer is told from what the tier has, so the write must not take edits along.
+        """
         assert unit.job is not None
         unit.move(Residency.FETCHING)
-        unit.transfer = self._ranks.all_gather(unit.flat(), unit.job.computed, unit.index)
+        ready = unit.job.computed if unit.layout.dtype == torch.float32 else unit.job.done
+        unit.transfer = self._ranks.all_gather(unit.flat(), ready, unit.index)
 
     def prefetch(self) -> None:
         """Start to fetch the units that the trace says come next, as far as `prefetch_bytes` and the pool reach."""

@@ -55,7 +55,8 @@ def training(
     accumulation = options.get("accumulation", 1)
     config = engine_config(folder=folder, micro=SAMPLES, **options)
     model = seeded(lambda: Stack(width=32, depth=4, tied=True), 0 if seed is None else seed + rank)
-    with open_engine(model, config, device_of(rank, late)) as engine:
+    device = device_of(rank, late)
+    with open_engine(model, config, device) as engine:
         losses = []
         norms = []
         for batch in global_batches(steps, SAMPLES * accumulation * ranks):
@@ -65,6 +66,11 @@ def training(
             norms.append(engine.get_global_grad_norm())
         values = parameters_of(engine) | states_of(engine)
         held, skipped = engine.ledger.tier_bytes(), engine.skipped_steps
+        traffic = engine.parts.ranks.traffic
+        if isinstance(device, LateDevice):  # what a collective wrote is there when it ends
+            ended = sum(point.thread.startswith("infinity-comm") for point in device.reached)
+            assert ended == traffic.all_gathers + traffic.reduce_scatters + traffic.all_reduces
+            assert all(point.waited for point in device.reached)
         return {"losses": losses, "norms": norms, "values": values, "held": held, "skipped": skipped}
 
 

@@ -17,7 +17,7 @@ import torch
 
 from infinity.tiers.device import Device
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.transfer import Transfer
+from infinity.tiers.transfer import DONE, Transfer
 
 
 class LateCopy:
@@ -100,6 +100,22 @@ class CopyQueue:
                 self.run_until(first)
 
 
+class Reached:
+    """A point that compute has reached. It has, as the CPU computes at once; what counts is that somebody waits for it
+    before the buffers are used elsewhere, as on streams.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread().name
+        self.waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def done(self) -> bool:
+        return True
+
+
 class LateDevice(Device):
     """Computes in CPU tensors that count as device memory; `delay`: seconds after which a copy happens unasked."""
 
@@ -109,6 +125,8 @@ class LateDevice(Device):
     def __init__(self, delay: float = 0.05) -> None:
         self.to_device = CopyQueue(delay)
         self.from_device = CopyQueue(delay)
+        self.reached: list[Reached] = []
+        """All points in its compute that were asked for."""
         self._memory: dict[int, torch.Tensor] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -123,6 +141,7 @@ class LateDevice(Device):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> LateCopy:
         assert destination.dtype == source.dtype == torch.uint8 and destination.numel() == source.numel()
+        assert after is not DONE, "a copy after another thread's compute needs the point that this has reached"
         queue = self.from_device if self.is_host(destination) else self.to_device
         return queue.add(self._alias(destination), self._alias(source), after)
 
@@ -134,4 +153,10 @@ class LateDevice(Device):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def await_copy(self, transfer: Transfer) -> None:
+        in_collective = threading.current_thread().name.startswith("infinity-comm")
+        assert not in_collective or isinstance(transfer, Reached), "a collective follows the model's compute"
         transfer.wait()
+
+    def compute_reached(self) -> Reached:
+        self.reached.append(Reached())
+        return self.reached[-1]

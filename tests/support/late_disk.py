@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from infinity import assembly
+from infinity.tiers.base import Tier, Window
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.placement import Extent
+from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import Transfer
 
 
@@ -49,6 +51,55 @@ class LateNvmeTier(NvmeTier):
             super(LateNvmeTier, self)._write(extent, memory, offset).wait()
 
         return LateTransfer(write)
+
+
+class LateSlab(Tier):
+    """A tier in memory that is as late, for parts that are tested without an engine."""
+
+    name = "nvme"
+    on_device = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.slab = torch.zeros(nbytes, dtype=torch.uint8)
+        self.failing: set[tuple[str, int]] = set()
+        """("read" or "write", byte offset in the tier) that fail, once."""
+
+    def _strikes(self, kind: str, start: int) -> bool:
+        strikes = (kind, start) in self.failing
+        self.failing.discard((kind, start))
+        return strikes
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        start = extent.offset + offset
+        then = self.slab[start : start + destination.numel()].clone()
+        destination.fill_(0xFF)
+
+        def arrive() -> None:
+            if self._strikes("read", start):
+                raise OSError(5, f"Input/output error: {destination.numel()} bytes at {start}", "swap")
+            destination.copy_(then)
+
+        return LateTransfer(arrive)
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        start = extent.offset + offset
+
+        def write() -> None:
+            if self._strikes("write", start):
+                raise OSError(28, f"No space left on device: {source.numel()} bytes at {start}", "swap")
+            self.slab[start : start + source.numel()] = source
+
+        return LateTransfer(write)
+
+    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        lease = pool.try_lease(nbytes)
+        if lease is None:
+            return None
+        return Window(lease.tensor, self.read(extent, lease.tensor, offset), extent, offset, lease)
+
+    def store(self, window: Window) -> Transfer:
+        return self.write(window.extent, window.tensor, window.offset)
 
 
 def use_late_disks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,3 +123,20 @@ def test_host_memory_is_of_exact_size_and_aligned() -> None:
         memory = host_tensor(nbytes)
         assert memory.numel() == nbytes and memory.dtype == torch.uint8
         assert nbytes == 0 or (memory.data_ptr() % 4096 == 0 and not memory.any())
+
+
+def test_one_thread_at_a_time_takes_buffers() -> None:
+    """Of two threads that see the last buffer free, both would take it."""
+    made, took = pool({64: 1}), threading.Event()
+
+    def take() -> None:
+        assert made.try_lease(64) is None
+        took.set()
+
+    other = threading.Thread(target=take)
+    with made._changed:  # as another thread that is about to take the buffer it saw
+        other.start()
+        assert not took.wait(0.2)
+        lease = made._take(64, 64)
+    other.join(60)
+    assert took.is_set() and lease is not None

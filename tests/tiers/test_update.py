@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -16,74 +17,27 @@ from infinity.optim.grad_dtypes import grad_dtypes
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.kernels import squared_norm, update_run
 from infinity.optim.update import Places, UpdatePipeline
-from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Extent, Policy, State, place
+from infinity.tiers.placement import Policy, State, place
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
-from infinity.tiers.transfer import DONE, Promise, Transfer
+from infinity.tiers.transfer import DONE, Promise, Promised, Transfer
 from infinity.units.layout import layout_unit
-from support.late_disk import LateTransfer
+from support.late_disk import LateSlab
 
 TILE = 4096
 NUMEL = 3 * TILE + 2048
 HYPER = Hyper(lr=0.01)
 
 
-class LateSlab(Tier):
-    """A tier in memory with the manners of a late disk."""
-
-    name = "nvme"
-    on_device = False
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.slab = torch.zeros(nbytes, dtype=torch.uint8)
-        self.failing: set[tuple[str, int]] = set()
-        """("read" or "write", byte offset in the tier) that fail, once."""
-
-    def _strikes(self, kind: str, start: int) -> bool:
-        strikes = (kind, start) in self.failing
-        self.failing.discard((kind, start))
-        return strikes
-
-    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        start = extent.offset + offset
-        then = self.slab[start : start + destination.numel()].clone()
-        destination.fill_(0xFF)
-
-        def arrive() -> None:
-            if self._strikes("read", start):
-                raise OSError(5, f"Input/output error: {destination.numel()} bytes at {start}", "swap")
-            destination.copy_(then)
-
-        return LateTransfer(arrive)
-
-    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
-        start = extent.offset + offset
-
-        def write() -> None:
-            if self._strikes("write", start):
-                raise OSError(28, f"No space left on device: {source.numel()} bytes at {start}", "swap")
-            self.slab[start : start + source.numel()] = source
-
-        return LateTransfer(write)
-
-    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
-        lease = pool.try_lease(nbytes)
-        if lease is None:
-            return None
-        return Window(lease.tensor, self.read(extent, lease.tensor, offset), extent, offset, lease)
-
-    def store(self, window: Window) -> Transfer:
-        return self.write(window.extent, window.tensor, window.offset)
-
-
 class Bench:
-    """One unit of 14,336 fp32 parameters in four tiles, its tier and a pipeline."""
+    """One unit of 14,336 fp32 parameters in four tiles, its tier and a pipeline.
 
-    def __init__(self, *, late: bool = True) -> None:
+    late: the tier is as a late disk. staged: updates work in host buffers, as where the host cannot address the device.
+    """
+
+    def __init__(self, *, late: bool = True, staged: bool = False) -> None:
         self.layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
         states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
         own = partial(
@@ -109,7 +63,7 @@ class Bench:
             tile_size=TILE,
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
-            param_pool=None,
+            param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=True) if staged else None,
             grads=own,
         )
         self.pipeline = UpdatePipeline(places, update_run)
@@ -283,4 +237,63 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bench: Bench, bad: float,
     assert bench.pipeline.refused == ["unit"]
     assert torch.equal(bench.tier.slab, slab)
     assert torch.equal(bench.buffer, slab[: bench.layout.nbytes].view(torch.float32))
+    bench.assert_all_given_back()
+
+
+def test_an_update_begins_once_it_may(bench: Bench) -> None:
+    """A save that still has to read the states is not overtaken, though nothing else is under way."""
+    before: list[torch.Tensor] = []
+    released: Future[None] = Future()
+
+    def release() -> None:
+        before.append(bench.tier.slab.clone())
+        released.set_result(None)
+
+    threading.Timer(0.2, release).start()
+    job = bench.job(1, gradients(1, bench.layout.numel)[0])
+    job.after = Promised(released)
+    bench.pipeline.submit(job)
+    job.done.wait()
+    assert not before[0].any() and bench.tier.slab.any()
+    bench.assert_all_given_back()
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
+def test_parameters_that_arrive_after_another_units_update(staged: bool) -> None:
+    """They are gathered behind those of a unit that is being updated: the pipeline does not sleep until they are there,
+    with that update in its own hands.
+    """
+    bench = Bench(staged=staged)
+    first, second = (bench.job(1, gradient) for gradient in gradients(2, bench.layout.numel))
+    second.attach(bench.buffer.view(torch.uint8), first.computed)
+    bench.pipeline.submit(first)
+    bench.pipeline.submit(second)
+    second.done.wait()
+    bench.pipeline.close()
+    bench.assert_all_given_back()
+
+
+def test_parameters_that_arrive_with_the_update_before(bench: Bench) -> None:
+    """A unit that is fetched out of its update, and updated again: the second waits for what is in flight itself."""
+    given = gradients(2, bench.layout.numel)
+    first, second = (bench.job(step, gradient) for step, gradient in enumerate(given, 1))
+    second.attach(bench.buffer.view(torch.uint8), first.computed)
+    second.after = first.done
+    bench.pipeline.submit(first)
+    bench.pipeline.submit(second)
+    second.done.wait()
+    torch.testing.assert_close(bench.buffer, reference(given), rtol=1e-6, atol=1e-7)
+
+
+def test_closing_waits_for_the_updates_that_are_queued(bench: Bench) -> None:
+    """The tiers are closed next."""
+    released: Future[None] = Future()
+    threading.Timer(0.2, lambda: released.set_result(None)).start()
+    gradient = gradients(1, bench.layout.numel)[0]
+    job = bench.job(1, gradient)
+    job.after = Promised(released)
+    bench.pipeline.submit(job)
+    bench.pipeline.close()
+    assert job.done.done()
+    assert torch.equal(bench.tier.slab[: bench.layout.nbytes].view(torch.float32), bench.buffer)
     bench.assert_all_given_back()

@@ -1,0 +1,155 @@
+"""`make mutants`: remove each guard in turn, run its tests, and print which of them noticed.
+
+The exit status is 1 if a mutant survives that `justified.toml` gives no reason for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from mutants.sites import Mutant, find
+from mutants.table import Cache, Justified, Selections, key_of, matches
+from mutants.trial import Result, end_all, run
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "infinity"
+_TEST_TIMEOUT = 60
+"""Seconds for one test: a guard that is missing often shows as a hang."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    selections, justified = Selections.read(), Justified.read()
+    every = find(PACKAGE, selections.files(PACKAGE))
+    if options.show:
+        return _show(every, options.show)
+    chosen = [mutant for mutant in every if not options.only or any(matches(mutant.name, o) for o in options.only)]
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.name}  (line {mutant.line})  {mutant.change()}")
+        print(f"{len(chosen)} mutants; {', '.join(f'{n} {kind}' for kind, n in _kinds(chosen).most_common())}")
+        return 0
+    for pattern in justified.stale(mutant.name for mutant in every):
+        print(f"justified.toml: no mutant is called {pattern}; remove it, or give the new name")
+    trials = Trials(selections, Cache(options.cache), fresh=options.fresh, timeout=options.timeout)
+    if not options.trust and not _all_sound(chosen, trials):
+        return 2
+    return _run_all(chosen, trials, justified, options.jobs)
+
+
+class Trials:
+    """Runs mutants, or says what a former run found."""
+
+    def __init__(self, selections: Selections, cache: Cache, *, fresh: bool, timeout: float) -> None:
+        self._selections = selections
+        self._cache = cache
+        self._fresh = fresh
+        self._timeout = timeout
+
+    def result(self, mutant: Mutant) -> Result:
+        tests = self._selections.of(mutant.file)
+        key = key_of(mutant, ROOT, tests)
+        found = None if self._fresh else self._cache.get(key)
+        if found is None:
+            found = self._run(mutant, tests)
+            if found.outcome == "killed" and "::" in found.test and "exit status" not in found.test:
+                again = self._run(mutant, [found.test])
+                if again.outcome == "survived":  # a test that failed for another reason, or sees it now and then
+                    found = replace(found, outcome="chance")
+            self._cache.put(key, found)
+        return found
+
+    def _run(self, mutant: Mutant, tests: Sequence[str]) -> Result:
+        options = [f"--timeout={_TEST_TIMEOUT}"]
+        return run(ROOT, _module(mutant.file), mutant.source, tests, timeout=self._timeout, options=options)
+
+    def check(self, mutant: Mutant) -> Result:
+        """The same tests on the unchanged source."""
+        same = Mutant(mutant.file, f"{mutant.file}:unchanged", 0, mutant.original, mutant.original)
+        return self.result(same)
+
+
+def _all_sound(chosen: Sequence[Mutant], trials: Trials) -> bool:
+    """Whether the tests of all these files pass on the unchanged source: they would kill every mutant else."""
+    for file, mutant in {mutant.file: mutant for mutant in chosen}.items():
+        result = trials.check(mutant)
+        passes = result.outcome == "survived"
+        print(f"{file} as it is: {'passes' if passes else result} in {result.seconds:.0f} s", flush=True)
+        if not passes:
+            return False
+    return True
+
+
+def _run_all(chosen: Sequence[Mutant], trials: Trials, justified: Justified, jobs: int) -> int:
+    bad: list[str] = []
+    counts: Counter[str] = Counter()
+    executor = ThreadPoolExecutor(jobs)
+    try:
+        results = executor.map(_reported(trials, justified), chosen)
+        for mutant, (outcome, line) in zip(chosen, results, strict=True):
+            counts[outcome] += 1
+            print(line, flush=True)
+            if outcome in ("survived", "chance", "unused", "broken"):
+                bad.append(mutant.name)
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        end_all()
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
+    if bad:
+        print(
+            "\nNo test notices that these are missing. Add one, delete the guard as dead, or say in justified.toml why"
+        )
+        print("no test can see it:", *bad, sep="\n  ")
+    return 1 if bad else 0
+
+
+def _reported(trials: Trials, justified: Justified) -> Callable[[Mutant], tuple[str, str]]:
+    def report(mutant: Mutant) -> tuple[str, str]:
+        result = trials.result(mutant)
+        outcome: str = result.outcome
+        said = result.test
+        if outcome in ("survived", "chance") and (reason := justified.reason(mutant.name)):
+            outcome, said = "justified", reason
+        return outcome, f"{outcome:<9} {result.seconds:4.0f} s  {mutant.name}  {said}".rstrip()
+
+    return report
+
+
+def _show(every: Sequence[Mutant], name: str) -> int:
+    found = [mutant for mutant in every if matches(mutant.name, name)]
+    for mutant in found:
+        print(mutant.diff(), "\n")
+    return 0 if found else 1
+
+
+def _module(file: str) -> str:
+    return ".".join([PACKAGE.name, *Path(file).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def _kinds(mutants: Sequence[Mutant]) -> Counter[str]:
+    return Counter(mutant.name.split(":")[-1].split("#")[0] for mutant in mutants)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument("--only", action="append", metavar="NAME", help="a file, file:function or a whole name; * fits")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    parser.add_argument("--show", metavar="NAME", help="print what differs in a mutant")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at once (2)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of one mutant (600)")
+    parser.add_argument("--trust", action="store_true", help="do not run the tests on the unchanged source first")
+    parser.add_argument("--fresh", action="store_true", help="run all again, whatever is known of them")
+    parser.add_argument(
+        "--cache", type=Path, default=ROOT / "build/mutants/results.json", help="where results are kept"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""What is removed, as rules over the syntax tree: they hold for whatever functions and files there are.
+
+| kind | removed |
+|---|---|
+| wait, settle, join | a statement that waits: for a transfer, for all updates, for a thread |
+| after | what a transfer, a collective or an update waits for before it starts |
+| done | a question whether a transfer has ended: the answer is yes |
+| event | the point that compute has reached: it counts as reached |
+| version, generation | a comparison that refuses an edited or an updated tensor; the count of updates |
+| quarantine | a buffer that is still referred to is reused |
+| guard | an operand of a condition in a function that says whether a unit may be updated or evicted |
+| lock | a critical section |
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+_DONE = '__import__("infinity.tiers.transfer", fromlist=["DONE"]).DONE'
+_NO_LOCK = '__import__("contextlib").nullcontext()'
+_WAITS = {
+    "wait": "wait",
+    "await_copy": "wait",
+    "synchronize": "wait",
+    "wait_event": "wait",
+    "wait_stream": "wait",
+    "result": "wait",
+    "exception": "wait",
+    "settle": "settle",
+    "barrier": "wait",
+    "join": "join",
+}
+_WITHOUT_ARGUMENTS = {"result", "exception", "join"}  # as `", ".join(names)` and `logger.exception(text)` have some
+_COUNTERS = re.compile(r"(?:^|_)(version|generation)s?$")
+_LOCKS = re.compile(r"(?:^|_)(lock|mutex|changed|turn|access|condition)$")
+_LIFETIME = re.compile(
+    r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|exposed|pinned|victims"
+    r"|evictable|placeholders)(?:_|$)"
+)
+"""Words in the names of functions that say whether something still needs a unit or its buffer."""
+_NOT_OURS = {"torch", "dist", "os", "nn", "F"}
+
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Text that is replaced: from `start` to `end`, (line, column in bytes), in a function."""
+
+    function: str
+    kind: str
+    start: Position
+    end: Position
+    replacement: str
+    kept: ast.expr | None = None
+    """The node whose text takes the place of "{}"."""
+
+
+def positions_of_after(trees: Iterable[ast.Module]) -> dict[str, int]:
+    """method → which positional argument of a call is its parameter `after`."""
+    found: dict[str, int] = {}
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                names = [argument.arg for argument in node.args.args]
+                if "after" in names and names[0] == "self":
+                    found[node.name] = names.index("after") - 1
+    return found
+
+
+def edits(tree: ast.Module, after: Mapping[str, int]) -> Iterator[Edit]:
+    """Every edit of a module, in no order; some may give the same text."""
+    finder = _Finder(after)
+    finder.visit(tree)
+    return iter(finder.found)
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, after: Mapping[str, int]) -> None:
+        self.found: list[Edit] = []
+        self._after = after
+        self._names: list[str] = []
+        self._guards = 0
+        """Functions around the present node that decide on a unit's lifetime."""
+        self._statements: set[int] = set()
+        """Calls whose result nobody takes."""
+
+    def _add(self, kind: str, node: ast.expr | ast.stmt, replacement: str, kept: ast.expr | None = None) -> None:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        self.found.append(Edit(".".join(self._names) or "<module>", kind, start, end, replacement, kept))
+
+    # -- where we are ------------------------------------------------------------------------------------------------
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._names.append(node.name)
+        self.generic_visit(node)
+        self._names.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        guard = bool(_LIFETIME.search(node.name))
+        self._names.append(node.name)
+        self._guards += guard
+        self.generic_visit(node)
+        self._guards -= guard
+        self._names.pop()
+
+    # -- statements --------------------------------------------------------------------------------------------------
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value
+        self._statements.add(id(call))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            name, receiver = call.func.attr, call.func.value
+            if name in _WAITS and (name not in _WITHOUT_ARGUMENTS or not (call.args or call.keywords)):
+                # Of `tier.write(...).wait()` the write stays.
+                worker = receiver if _has_call(receiver) else next(filter(_has_call, call.args), None)
+                self._add(_WAITS[name], node, "pass" if worker is None else "{}", worker)
+            elif name == "shutdown" and not call.keywords and not call.args:
+                self._add("join", node, "{}(wait=False)", call.func)
+            elif name == "quarantine":
+                self._add("quarantine", call, "{}.release()", receiver)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if match := _COUNTERS.search(_name(node.target)):
+            self._add(match[1], node, "pass")
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if any(isinstance(target, ast.Attribute) and target.attr == "after" for target in node.targets):
+            self._add("after", node, "pass")
+        self.generic_visit(node)
+
+    def visit_With(self, node: ast.With) -> None:
+        for item in node.items:
+            if _LOCKS.search(_name(item.context_expr)):
+                self._add("lock", item.context_expr, _NO_LOCK)
+        self.generic_visit(node)
+
+    # -- expressions -------------------------------------------------------------------------------------------------
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = _name(node.func)
+        for keyword in node.keywords:
+            if keyword.arg == "after" and not _is_done(keyword.value):
+                self._add("after", keyword.value, _DONE)
+        if isinstance(node.func, ast.Attribute) and _name(node.func.value) not in _NOT_OURS:
+            place = self._after.get(name)
+            if place is not None and place < len(node.args) and not _is_done(node.args[place]):
+                self._add("after", node.args[place], _DONE)
+            if name == "done" and not node.args:
+                self._add("done", node, "True")
+            if name == "compute_reached":
+                self._add("event", node, _DONE)
+            if name == "record" and _name(node.func.value) == "event":
+                self._add("event", node, "None")
+        if name == "Both" and len(node.args) == 2:
+            for operand in node.args:
+                self._add("after", node, "{}", operand)
+        if _LIFETIME.search(name) and name not in self._names and id(node) not in self._statements:
+            self._add("guard", node, "False")
+        self.generic_visit(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        body = node.body
+        if isinstance(body, ast.Call) and isinstance(body.func, ast.Attribute) and body.func.attr == "wait":
+            self._add("wait", body, "None")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        parts = [node.left, *node.comparators]
+        matches = [match for part in parts for inner in ast.walk(part) if (match := _COUNTERS.search(_name(inner)))]
+        if matches and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            self._add(matches[0][1], node, str(isinstance(node.ops[0], ast.Eq)))
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        if self._guards:
+            neutral = str(isinstance(node.op, ast.And))
+            for operand in node.values:
+                self._add("guard", operand, neutral)
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        if self._guards and not isinstance(node.test, ast.BoolOp):
+            self._add("guard", node.test, "False")
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        if self._guards:
+            for condition in node.ifs:
+                if not isinstance(condition, ast.BoolOp):
+                    self._add("guard", condition, "True")
+        self.generic_visit(node)
+
+
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _has_call(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Call) for inner in ast.walk(node))
+
+
+def _is_done(node: ast.expr) -> bool:
+    return _name(node) == "DONE" or (isinstance(node, ast.Constant) and node.value is None)

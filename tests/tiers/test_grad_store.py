@@ -1,0 +1,201 @@
+"""Gradients on their way to the update or to their tier, by themselves: what is waited for before bytes are used.
+
+Transfers here happen when they are waited for, on a late tier and a late device. Buffers are NaN until then and again
+once they are given back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.comm.collectives import Ranks
+from infinity.optim.formats import state_format
+from infinity.optim.grad_dtypes import grad_dtypes
+from infinity.optim.grad_store import GradPlaces, GradStore, Sent
+from infinity.tiers.device import CpuDevice, Device
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.placement import Policy, State, place
+from infinity.tiers.pool import Pool
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.units.layout import layout_unit
+from infinity.units.unit import Unit
+from support.late_device import LateDevice
+from support.late_disk import LateSlab, LateTransfer
+
+NUMEL = 4096
+GRADIENTS = list(torch.randn(3, NUMEL, generator=torch.Generator().manual_seed(0)))
+
+
+class Gate:
+    """A transfer that ends a moment after it is asked for, or when it is opened; what it brings is there then."""
+
+    def __init__(self, open_after: float = 0.2) -> None:
+        self._opened = threading.Event()
+        self._timer = threading.Timer(open_after, self._opened.set)
+        self._timer.start()
+
+    def wait(self) -> None:
+        assert self._opened.wait(60)
+
+    def done(self) -> bool:
+        return self._opened.is_set()
+
+
+class Bench:
+    """One unit of 4096 fp32 parameters, its late tier and a store of gradients."""
+
+    def __init__(self, device: Device) -> None:
+        layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
+        own = partial(
+            grad_dtypes, communication=None, accumulation=torch.float32, micro_batches=2, exchanged=False, whole=False
+        )
+        states = partial(state_format, master="remainder", rule="adamw", moments="fp32")
+        self.unit = Unit(layout, [nn.Parameter(torch.empty(NUMEL))], torch.device("cpu"))
+        placement = place([layout], Policy("nvme", "nvme", "nvme", own, states, NUMEL))
+        self.extent = placement.of(0, State.GRAD)
+        self.tier = LateSlab(placement.nbytes["nvme"])
+        make = partial(Pool, poison=True, fifo=True)
+        self.pool = make(device.empty, {layout.nbytes: 2}, name="gradients")
+        self.stored = make(host_tensor, {layout.nbytes: 1}, name="stored gradients")
+        self.host = None if device.host_addressable else make(host_tensor, {layout.nbytes: 2}, name="shards")
+        places = GradPlaces(
+            device=device,
+            tier=self.tier,
+            placement=placement,
+            dtypes=own,
+            pool=self.pool,
+            reduce_pool=None,
+            host_pool=self.host,
+            stored_pool=self.stored,
+            whole=False,
+            threads=1,
+        )
+        self.device = device
+        self.store = GradStore(Ranks(device), places)
+
+    def sent(self, gradient: torch.Tensor, reduced: Transfer = DONE) -> Sent:
+        lease = self.pool.lease(self.unit.layout.nbytes)
+        flat = lease.flat(torch.float32)
+        flat.copy_(gradient)
+        return Sent(self.unit, flat, lease, reduced, self.device.compute_reached(), {0}, None)
+
+    def late(self, gradient: torch.Tensor, which: str) -> Sent:
+        """A gradient that is in its buffer once the transfer `which` has been waited for."""
+        sent = self.sent(torch.full((NUMEL,), torch.nan))
+        flat = sent.flat
+        setattr(sent, which, LateTransfer(lambda: flat.copy_(gradient)))
+        return sent
+
+    @property
+    def in_tier(self) -> torch.Tensor:
+        start = self.extent.offset
+        return self.tier.slab[start : start + 4 * NUMEL].view(torch.float32)
+
+    def assert_all_given_back(self) -> None:
+        for pool in filter(None, (self.pool, self.stored, self.host)):
+            assert sum(map(len, pool._free.values())) == sum(pool._counts.values()), pool.name
+
+
+@pytest.fixture(params=[CpuDevice, LateDevice], ids=["cpu", "late device"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(request.param())
+    yield made
+    made.store.close()
+
+
+@pytest.mark.parametrize("which", ["reduced", "reached"])
+def test_a_gradient_is_stored_once_it_is_there(bench: Bench, which: str) -> None:
+    """reduced: the collective's sum. reached: the compute that made it."""
+    bench.store.keep(bench.late(GRADIENTS[0], which))
+    bench.store.settle()
+    assert torch.equal(bench.in_tier, GRADIENTS[0])
+    assert bench.store.squared_norm() == pytest.approx(GRADIENTS[0].double().square().sum().item(), rel=1e-9)
+    bench.assert_all_given_back()
+
+
+@pytest.mark.parametrize("which", ["reduced", "reached"])
+def test_a_gradient_lands_once_it_is_there(bench: Bench, which: str) -> None:
+    gradient = bench.store.land(bench.late(GRADIENTS[0], which)).result(60)
+    assert torch.equal(gradient.shard, GRADIENTS[0])
+    gradient.release()
+    bench.assert_all_given_back()
+
+
+def test_gradients_are_added_to_those_that_are_stored(bench: Bench) -> None:
+    for gradient in GRADIENTS[:2]:
+        bench.store.keep(bench.sent(gradient))
+    landed = bench.store.land(bench.sent(GRADIENTS[2])).result(60)
+    assert torch.equal(landed.shard, GRADIENTS[0] + GRADIENTS[1] + GRADIENTS[2])
+    landed.release()
+    bench.store.settle()
+    bench.assert_all_given_back()
+
+
+def test_settling_waits_for_what_is_under_way(bench: Bench) -> None:
+    bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
+    bench.store.settle()
+    assert torch.equal(bench.in_tier, GRADIENTS[0])
+
+
+def test_settling_raises_what_went_wrong(bench: Bench) -> None:
+    bench.tier.failing.add(("write", bench.extent.offset))
+    bench.store.keep(bench.sent(GRADIENTS[0]))
+    with pytest.raises(OSError, match="No space left"):
+        bench.store.settle()
+    bench.assert_all_given_back()
+
+
+def test_a_norm_of_gradients_that_failed_is_no_hang(bench: Bench) -> None:
+    """What is added to cannot be read: whoever asks for the norm is told, though it was never taken."""
+    bench.tier.failing.add(("read", bench.extent.offset))
+    for gradient in GRADIENTS[:2]:
+        bench.store.keep(bench.sent(gradient))
+    told: list[str] = []
+
+    def ask() -> None:
+        try:
+            bench.store.squared_norm()
+        except OSError as error:
+            told.append(str(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(20)
+    assert len(told) == 1 and "Input/output error" in told[0]
+    bench.store.discard()
+    bench.assert_all_given_back()
+
+
+def test_reading_waits_for_what_is_under_way(bench: Bench) -> None:
+    bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
+    assert torch.equal(bench.store.read(bench.unit), GRADIENTS[0])
+
+
+def test_what_is_written_is_read(bench: Bench) -> None:
+    bench.store.keep(bench.sent(GRADIENTS[0]))
+    bench.store.settle()
+    bench.store.write(bench.unit, GRADIENTS[1])
+    assert torch.equal(bench.in_tier, GRADIENTS[1])
+    assert torch.equal(bench.store.read(bench.unit), GRADIENTS[1])
+
+
+def test_discarding_waits_for_what_is_under_way(bench: Bench) -> None:
+    """Its buffers are back, and it writes nothing of the step after that."""
+    bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
+    bench.store.discard()
+    bench.assert_all_given_back()
+    assert not bench.store.units
+
+
+def test_closing_waits_for_what_is_under_way(bench: Bench) -> None:
+    """The tier is closed next."""
+    bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
+    bench.store.close()
+    assert torch.equal(bench.in_tier, GRADIENTS[0])
+    bench.assert_all_given_back()

@@ -1,0 +1,86 @@
+"""The nvme tier holds on to memory for as long as the disk may use it, whatever goes wrong meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.tiers.files import open_swap_files
+from infinity.tiers.io import open_engine
+from infinity.tiers.memory import host_tensor, storage_users
+from infinity.tiers.nvme import STAGING_BYTES, NvmeTier, _Request
+from infinity.tiers.placement import Extent
+from infinity.tiers.transfer import Failed, Transfer
+from support.late_device import LateDevice
+from support.late_disk import LateTransfer
+
+PIECES = 3
+NBYTES = PIECES * STAGING_BYTES
+EXTENT = Extent("nvme", 0, NBYTES, "parameters of unit 0")
+
+
+class FirstFails(NvmeTier):
+    """The first transfer fails, the others take place when they are waited for; `free` notes the staging buffers that
+    were free by then.
+    """
+
+    started: int = 0
+    free: list[int]
+
+    def _late(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        self.started += 1
+        if self.started == 1:
+            return Failed(OSError(5, "Input/output error", "swap"))
+        return LateTransfer(lambda: self.free.append(sum(map(len, self._staging._free.values()))))
+
+    _read = _write = _late
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[FirstFails]:
+    engine = open_engine(block_size=1 << 20, queue_depth=4, threads=1)
+    made = FirstFails(open_swap_files([tmp_path], NBYTES, name="x"), NBYTES, engine, LateDevice())
+    made.free = []
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_staging_buffer_is_kept_until_its_transfer_has_ended(tier: FirstFails, kind: str) -> None:
+    """An error of the transfer before ends the whole, but not what the disk does meanwhile with the next buffer."""
+    memory = tier._device.empty(NBYTES)
+    count = sum(tier._staging._counts.values())
+    with pytest.raises(OSError, match="Input/output error"):
+        getattr(tier, kind)(EXTENT, memory).wait()
+    assert tier.started == 2
+    assert tier.free == [count - 1]  # that of the one that failed
+    assert sum(map(len, tier._staging._free.values())) == count
+
+
+class Interrupted:
+    """A native request whose wait is ended by Ctrl-C while it goes on."""
+
+    mismatch = False
+    ended = False
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+    def done(self) -> bool:
+        return self.ended
+
+
+def test_memory_is_kept_while_a_request_goes_on() -> None:
+    memory = host_tensor(4096)
+    alone = storage_users(memory)
+    native = Interrupted()
+    request = _Request(native, memory[:512], EXTENT)  # type: ignore[arg-type]
+    for ended, users in ((False, alone + 1), (True, alone)):
+        native.ended = ended
+        with pytest.raises(KeyboardInterrupt):
+            request.wait()
+        assert request.done() == ended
+        assert storage_users(memory) == users

@@ -1,0 +1,71 @@
+"""Edits of parameters whose update is still being written back: what the disk gets late never hides an edit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from support.configs import engine_config
+from support.late_disk import use_late_disks
+from support.loops import Result, assert_same, open_engine, parameters_of, train
+from support.models import VOCABULARY, Stack, seeded, token_batches
+
+BATCHES = token_batches(6)
+KINDS = pytest.mark.parametrize(
+    ("bf16", "master"), [(False, "fp32"), (True, "remainder"), (True, "fp32")], ids=["fp32", "remainder", "master"]
+)
+
+
+def halve(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.get_parameter("blocks.1.up.weight").mul_(0.5)
+        module.get_parameter("head.weight").clamp_(-0.1, 0.1)
+
+
+class Renormed(Stack):
+    """An embedding that its own forward edits, right after its update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32, max_norm=0.5)
+
+
+@KINDS
+@pytest.mark.parametrize("prefetch", [0, "auto"])
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
+def test_an_edit_right_after_the_step(
+    bf16: bool, master: str, prefetch: int | str, lr: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*, settle: bool) -> Result:
+        options = {"bf16": bf16, "master": master, "prefetch_bytes": prefetch, "lr": lr, "weight_decay": 0.0}
+        with open_engine(seeded(Stack), engine_config(**options)) as engine:
+            losses = train(engine, BATCHES[:2])
+            if settle:
+                engine.settle()
+            halve(engine.module)
+            return Result(losses + train(engine, BATCHES[2:4]), parameters_of(engine))
+
+    expected = run(settle=True)
+    use_late_disks(monkeypatch)
+    assert_same(run(settle=False), expected)
+
+
+@KINDS
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_an_edit_in_the_forward_after_the_step(
+    bf16: bool, master: str, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*, settle: bool) -> Result:
+        options = {"bf16": bf16, "master": master, "prefetch_bytes": 0, "lr": 1e-2, "update": update}
+        with open_engine(seeded(Renormed), engine_config(**options)) as engine:
+            losses = []
+            for batch in BATCHES:
+                losses += train(engine, [batch])
+                if settle:
+                    engine.settle()
+            return Result(losses, parameters_of(engine))
+
+    expected = run(settle=True)
+    use_late_disks(monkeypatch)
+    assert_same(run(settle=False), expected)
