@@ -42,20 +42,6 @@ class Failed:
         return True
 
 
-class Both:
-    """Done when two transfers are; the error of the first one that has any."""
-
-    def __init__(self, one: Transfer, other: Transfer) -> None:
-        self._one, self._other = one, other
-
-    def wait(self) -> None:
-        self._one.wait()
-        self._other.wait()
-
-    def done(self) -> bool:
-        return self._one.done() and self._other.done()
-
-
 class Promised:
     """A transfer that a background thread carries out in steps."""
 

@@ -30,7 +30,7 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE, Both, Transfer
+from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import residents
 from infinity.units.modes import outside_modes
 from infinity.units.scope import Scope
@@ -115,13 +115,12 @@ class UnitStore:
     def finished_with(self, unit: Unit) -> bool:
         """Whether nothing in this step needs the unit's parameters any more, so that its update may start.
 
-        No running forward, no saved tensor, no view and, as far as the trace knows, no recomputation.
+        No saved tensor, no view and, as far as the trace knows, no recomputation.
         """
         resident = unit.residency is Residency.RESIDENT
-        wanted = unit.holds or unit.references
+        wanted = unit.references > 0
         if resident and not wanted and self._ranks.alone:
-            # Non-reentrant recomputation keeps views themselves until backward has used them. Several ranks, which must
-            # decide alike, are sure of that by `passed`.
+            # A view may be read until the step. Several ranks, which must decide alike, go by their trace.
             wanted = unit.is_viewed()
         # How often a unit is used may differ between ranks (experts), in which order units are may not.
         over = self.tracer.finished_with if self._ranks.alone else self.tracer.passed
@@ -235,7 +234,8 @@ class UnitStore:
         unit.pending_job = None
         unit.updated_early = job.gradient is not None
         self.rewritten(unit)
-        job.after = unit.copied if unit.job is None else Both(unit.job.done, unit.copied)
+        # A save evicts every unit before it begins, so a job that is there has waited for it.
+        job.after = unit.copied if unit.job is None else unit.job.done
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
         self.pipeline.submit(job)
