@@ -198,8 +198,9 @@ def _pack(tensor: torch.Tensor) -> Any:
             return reference
         if tensor.is_inference():
             return tensor
-        # Detached: an output saved by the node that made it would keep that node alive for ever.
-        return _Kept(tensor.detach(), tensor._version)
+        # Detached: an output saved by the node that made it would keep that node alive for ever. A leaf stays itself,
+        # as in PyTorch: a subclass may have attributes.
+        return _Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
