@@ -33,6 +33,7 @@ _top = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_CHECKPOINTS = "torch.utils.checkpoint"
 
 
 class _Reference:
@@ -160,6 +161,13 @@ class SavedTensors:
         else:
             _push(_packing_over(*top), self._unpack_hook)
         return True
+
+    def are_covered(self) -> bool:
+        """Whether hooks of the user's are installed over these, and may keep what they are given. Those of checkpoints
+        do not: it is computed anew.
+        """
+        top = _top(True)
+        return top is not None and top[1] is not self._unpack_hook and top[0].__module__ != _CHECKPOINTS
 
     def uninstall(self) -> None:
         """Undo an `install` that returned True, in the same thread."""

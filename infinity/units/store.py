@@ -31,7 +31,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.units import residents
+from infinity.units import released, residents
 from infinity.units.modes import outside_modes
 from infinity.units.scope import Scope
 from infinity.units.unit import Residency, Unit
@@ -78,6 +78,8 @@ class UnitStore:
         """Units that have a buffer, by index."""
         self._kept: dict[int, KeptBuffer] = {}
         """unit → the buffer it was released from while somebody viewed it."""
+        self._viewed: set[int] = set()
+        """Units that somebody viewed when their update of the present step began."""
         for unit in self.units:
             residents.add_parameters(unit, self)
 
@@ -118,7 +120,7 @@ class UnitStore:
         No saved tensor, no view and, as far as the trace knows, no recomputation.
         """
         resident = unit.residency is Residency.RESIDENT
-        wanted = unit.references > 0
+        wanted = unit.references > 0 or unit.exposed
         if resident and not wanted and self._ranks.alone:
             # A view may be read until the step. Several ranks, which must decide alike, go by their trace.
             wanted = unit.is_viewed()
@@ -221,6 +223,8 @@ class UnitStore:
         arrives: Transfer | None = None
         if unit.residency is Residency.RESIDENT:
             arrives = DONE
+            if unit.is_viewed():
+                self._viewed.add(unit.index)
             if self._was_edited(unit):
                 if unit.job is not None:
                     unit.job.done.wait()
@@ -229,6 +233,8 @@ class UnitStore:
             self._leave(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
+        if unit.lease.is_substituted:
+            self._viewed.add(unit.index)
         unit.unbind()
         unit.move(Residency.UPDATING)
         unit.pending_job = None
@@ -254,15 +260,44 @@ class UnitStore:
 
     def rewritten(self, unit: Unit) -> None:
         """The unit's parameters are, or are about to be, others than before: saved references and fingerprints of
-        before are void.
+        before are void. To PyTorch it is an edit in place, which its own check of saved tensors finds.
         """
         unit.generation += 1
         unit.fingerprint = None
+        torch.autograd.graph.increment_version(unit.parameters)
 
     def end_step(self) -> None:
         """The step's updates belong to it now: what they changed may be seen."""
         for unit in self.units:
             unit.updated_early = False
+            if unit.exposed:
+                self._cover(unit)
+
+    def _cover(self, unit: Unit) -> None:
+        """No graph holds the unit's parameters themselves any more: their buffer need not be kept for it."""
+        unit.exposed = False
+        if unit.residency is Residency.RELEASED:
+            unit.unbind()
+
+    def refresh_viewed(self) -> None:
+        """Bring units that somebody views up to date, on all ranks: in a plain loop a view shows what a step made of
+        the parameters as soon as it has ended.
+        """
+        past = {unit.index for unit in self.units if self._shows_past(unit)}
+        self._viewed = set()
+        past = self._ranks.union(past)
+        with self._moving():
+            for index in sorted(past):
+                if self.units[index].residency is not Residency.RESIDENT:
+                    self._arrive(self.units[index])
+
+    def _shows_past(self, unit: Unit) -> bool:
+        """Whether views of the unit show what its parameters were before an update."""
+        kept = self._kept.get(unit.index)
+        if kept is None:
+            return unit.index in self._viewed
+        due = unit.pending_job is not None or kept.generation != unit.generation
+        return due and self._pool.is_referenced(kept.buffer)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +331,10 @@ class UnitStore:
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
-            unit.unbind()
+            if unit.exposed:
+                released.release(unit.parameters)
+            else:
+                unit.unbind()
         self._drop(unit)
 
     def _drop(self, unit: Unit, *, valid: bool = True) -> None:
@@ -304,9 +342,9 @@ class UnitStore:
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
         if unit.lease.is_referenced():
-            self._name_viewer(unit)
             generation, fingerprint = unit.generation if valid else -1, self._fingerprint(unit)
             self._kept[unit.index] = KeptBuffer(self._take(unit).quarantine(), generation, fingerprint)
+            self._name_viewer(unit)  # last, as a user may have made warnings errors
         else:
             self._take(unit).release()
 

@@ -128,7 +128,9 @@ def assert_same_story(
         if not leaks:
             assert_nothing_leaked(engine)
     for name, value in reference.model.named_parameters():
-        torch.testing.assert_close(values[name], value.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            values[name], value.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def assert_like(found: Any, expected: Any, tolerance: float = 2e-5) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.beside import LATE_TOO, MEMORY, NVME, PLACES, assert_same_story, training
+from support.beside import LATE_TOO, PLACES, assert_same_story, training
 from support.models import vector_batches
 
 BATCHES = vector_batches(5)
@@ -245,9 +245,12 @@ def test_in_a_tensor_hook_of_backward(number: int, place: dict[str, Any]) -> Non
     def story(loop: Any) -> Any:
         layers = loop.model.layers
 
+        def edit(bias: torch.Tensor) -> None:
+            bias.data.add_(0.01)
+
         def forward_hook(module: Any, args: Any, out: torch.Tensor) -> None:
             if out.requires_grad:
-                out.register_hook(lambda gradient: layers[5].bias.data.add_(0.01) and None)
+                out.register_hook(lambda gradient: edit(layers[5].bias))
 
         layers[number].register_forward_hook(forward_hook)
         return training(BATCHES, lambda loop, n: layers[5].bias.detach().clone())(loop)
@@ -323,7 +326,8 @@ def test_codebooks(mode: str, place: dict[str, Any]) -> None:
     assert_same_story(lambda: Quantised(mode), training(BATCHES, book), place=place, units=5)
 
 
-@pytest.mark.parametrize("place", [MEMORY, NVME], ids=["memory", "nvme"])
+@PLACES
+@pytest.mark.filterwarnings("ignore:something still refers")
 def test_weights_that_are_normalised_before_and_after_every_step(place: dict[str, Any]) -> None:
     """All parameters at once, by functions that take lists of them."""
 
