@@ -171,7 +171,7 @@ class UnitStore:
 
     def _start(self, unit: Unit, lease: Lease) -> None:
         """RELEASED → FETCHING, by way of the update that is due."""
-        self._give(unit, lease)
+        holds = self._give(unit, lease)
         self.fetches += 1
         if unit.pending_job is not None:
             self.start_update(unit, unit.pending_job)
@@ -180,8 +180,10 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         unit.move(Residency.FETCHING)
-        extent = self._placement.of(unit.index, State.PARAM)
-        read = self._tier.read(extent, unit.shard_bytes(self._ranks.shard_rank))
+        read: Transfer = DONE
+        if not holds:
+            extent = self._placement.of(unit.index, State.PARAM)
+            read = self._tier.read(extent, unit.shard_bytes(self._ranks.shard_rank))
         unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
 
     def _follow_update(self, unit: Unit) -> None:
@@ -355,28 +357,32 @@ class UnitStore:
         del self._leased[unit.index]
         return lease
 
-    def _give(self, unit: Unit, lease: Lease) -> None:
+    def _give(self, unit: Unit, lease: Lease) -> bool:
         """Give a unit a lease, and the buffer that views of it refer to, if there is one.
 
-        Where that still holds the present parameters the unit is RESIDENT at once, and edits made through views count.
-        LifetimeError for edits of parameters that have been written anew since.
+        Where that still holds the present parameters, edits made through views count: the unit is RESIDENT at once, or,
+        if it is sharded, True is returned, and its buffer has this rank's shard. LifetimeError for edits of parameters
+        that have been written anew since, or are about to be.
         """
         unit.lease = lease
         self._leased[unit.index] = unit
         kept = self._kept.pop(unit.index, None) if self._kept else None
         if kept is None or not self._pool.is_referenced(kept.buffer):
-            return
+            return False
         present = kept.generation == unit.generation
         lease.substitute(kept.buffer)
-        if present and self._ranks.alone:
+        if present and self._ranks.shards == 1:
             unit.move(Residency.FETCHING)
             self._land(unit)
+        elif present and unit.pending_job is None:
+            return True
         elif self._fingerprint(unit) != kept.fingerprint:
             self._take(unit).release()
             raise LifetimeError(
                 f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
                 "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
             )
+        return False
 
     def _leave(self, unit: Unit) -> None:
         """The buffer of a resident unit is no longer its parameters' memory."""
