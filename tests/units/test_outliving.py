@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -103,7 +104,7 @@ class UsesKept(Net):
             self.first = [layer.weight for layer in self.layers]
         loss = super().forward(x, targets)
         weights = self.kept if self.since == "init" else self.first
-        for one, other in zip(weights, weights[1:], strict=False):
+        for one, other in itertools.pairwise(weights):
             loss = loss + 0.01 * (one @ other).square().mean() + 0.01 * F.mse_loss(F.linear(x, one), x)
         return loss + 0.001 * torch.stack([w.norm() for w in weights]).sum()
 
@@ -387,7 +388,7 @@ def test_a_second_backward_through_a_graph_that_saved_a_view(update: str, make_e
     outside = F.linear(x, layers[1].weight.detach()).sum()  # saved by no hook of ours
     engine.backward(engine(*BATCHES[0]))
     engine.step()
-    with pytest.raises((InfinityError, RuntimeError), match="modified by an inplace|before they were updated"):
+    with pytest.raises((InfinityError, RuntimeError), match=r"modified by an inplace|before they were updated"):
         outside.backward()
     engine.backward(engine(*BATCHES[1]))
     engine.step()
