@@ -222,7 +222,8 @@ class Engine(Runner):
         parts.store.tracer.end_step()
         if parts.update == "after_backward":
             parts.store.settle()
-        else:
+        parts.store.refresh_viewed()
+        if parts.update != "after_backward":
             parts.store.prefetch()
 
     def _make_due(self) -> bool:

@@ -39,6 +39,7 @@ _DOINGS = (
     "broadcasts",
     "sums numbers",
     "looks at states",
+    "refreshes views",
     "waits for all",
     "gives up",
 )
@@ -317,6 +318,21 @@ class Ranks:
         dist.broadcast(there, group_src=source, group=self._group)
         if there.data_ptr() != flat.data_ptr():
             flat.copy_(there)
+
+    def union(self, members: set[int]) -> set[int]:
+        """The units that any rank names; those that this one does where nothing is sharded."""
+        if self.alone or not self._sharded:
+            return members
+        some = {0} if members else set()
+        self._thread.submit(self._agreed, "refreshes views", (-1, some), lambda: None).result()
+        if not some:
+            return set()
+        flags = [0] * -(-len(self._units) // _FLAGS)
+        for member in members:
+            flags[member // _FLAGS] |= 1 << member % _FLAGS
+        said = self._together("refreshes views", len(flags), lambda: self._pairs.tell(flags))
+        every = range(len(self._units))
+        return {index for index in every if any(words[index // _FLAGS] >> index % _FLAGS & 1 for words in said)}
 
     def sum(self, value: float) -> float:
         """The sum of one fp64 number over ranks, in rank order; every rank gets the same bits."""

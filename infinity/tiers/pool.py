@@ -45,6 +45,10 @@ class Lease:
         """
         return self._pool.is_referenced(self._held(), beyond)
 
+    @property
+    def is_substituted(self) -> bool:
+        return self._substitute is not None
+
     def substitute(self, buffer: torch.Tensor) -> None:
         """Use `buffer`, one that was quarantined, instead of the pool's, which stays with the lease."""
         self._held()

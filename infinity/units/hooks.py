@@ -46,6 +46,8 @@ class UnitParameters(dict[str, Any]):
             return parameter
         if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
             self._store.use(unit)
+        if torch.is_grad_enabled() and self._scope.saved.are_covered():
+            unit.exposed = True
         return parameter
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -33,6 +33,7 @@ _top = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_CHECKPOINTS = "torch.utils.checkpoint"
 
 
 class _Reference:
@@ -161,6 +162,13 @@ class SavedTensors:
             _push(_packing_over(*top), self._unpack_hook)
         return True
 
+    def are_covered(self) -> bool:
+        """Whether hooks of the user's are installed over these, and may keep what they are given. Those of checkpoints
+        do not: it is computed anew.
+        """
+        top = _top(True)
+        return top is not None and top[1] is not self._unpack_hook and top[0].__module__ != _CHECKPOINTS
+
     def uninstall(self) -> None:
         """Undo an `install` that returned True, in the same thread."""
         _pop()
@@ -198,8 +206,9 @@ def _pack(tensor: torch.Tensor) -> Any:
             return reference
         if tensor.is_inference():
             return tensor
-        # Detached: an output saved by the node that made it would keep that node alive for ever.
-        return _Kept(tensor.detach(), tensor._version)
+        # Detached: an output saved by the node that made it would keep that node alive for ever. A leaf stays itself,
+        # as in PyTorch: a subclass may have attributes.
+        return _Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:

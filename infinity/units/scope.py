@@ -29,7 +29,7 @@ class Scope:
         """Scopes entered and not left, one in the other."""
         self.resident: dict[int, Unit] = {}
         """Units whose parameters view their buffer, by index."""
-        self._saved = saved
+        self.saved = saved
         self._thread = 0
         self._autocast_cache = True
 
@@ -52,7 +52,7 @@ class Scope:
                 "the model is running in another thread: an engine's model, backward and step run in any thread, but "
                 "in one at a time. Guard them with a lock."
             )
-        installed = self._saved.install(over_others=over_others)
+        installed = self.saved.install(over_others=over_others)
         # Autocast keeps casts of leaf parameters until its context ends: they would fill the memory, and be stale after
         # an update. Set each time, as a context that the model enters may switch the cache on again.
         torch.set_autocast_cache_enabled(False)
@@ -62,7 +62,7 @@ class Scope:
     def leave(self, installed: bool) -> None:
         self.depth -= 1
         if installed:
-            self._saved.uninstall()
+            self.saved.uninstall()
         if self.depth == 0:
             torch.set_autocast_cache_enabled(self._autocast_cache)
             for unit in self.resident.values():

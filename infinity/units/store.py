@@ -31,7 +31,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.units import residents
+from infinity.units import released, residents
 from infinity.units.modes import outside_modes
 from infinity.units.scope import Scope
 from infinity.units.unit import Residency, Unit
@@ -78,6 +78,8 @@ class UnitStore:
         """Units that have a buffer, by index."""
         self._kept: dict[int, KeptBuffer] = {}
         """unit → the buffer it was released from while somebody viewed it."""
+        self._viewed: set[int] = set()
+        """Units that somebody viewed when their update of the present step began."""
         for unit in self.units:
             residents.add_parameters(unit, self)
 
@@ -118,7 +120,7 @@ class UnitStore:
         No saved tensor, no view and, as far as the trace knows, no recomputation.
         """
         resident = unit.residency is Residency.RESIDENT
-        wanted = unit.references > 0
+        wanted = unit.references > 0 or unit.exposed
         if resident and not wanted and self._ranks.alone:
             # A view may be read until the step. Several ranks, which must decide alike, go by their trace.
             wanted = unit.is_viewed()
@@ -169,7 +171,7 @@ class UnitStore:
 
     def _start(self, unit: Unit, lease: Lease) -> None:
         """RELEASED → FETCHING, by way of the update that is due."""
-        self._give(unit, lease)
+        holds = self._give(unit, lease)
         self.fetches += 1
         if unit.pending_job is not None:
             self.start_update(unit, unit.pending_job)
@@ -178,8 +180,10 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         unit.move(Residency.FETCHING)
-        extent = self._placement.of(unit.index, State.PARAM)
-        read = self._tier.read(extent, unit.shard_bytes(self._ranks.shard_rank))
+        read: Transfer = DONE
+        if not holds:
+            extent = self._placement.of(unit.index, State.PARAM)
+            read = self._tier.read(extent, unit.shard_bytes(self._ranks.shard_rank))
         unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
 
     def _follow_update(self, unit: Unit) -> None:
@@ -221,6 +225,8 @@ class UnitStore:
         arrives: Transfer | None = None
         if unit.residency is Residency.RESIDENT:
             arrives = DONE
+            if unit.is_viewed():
+                self._viewed.add(unit.index)
             if self._was_edited(unit):
                 if unit.job is not None:
                     unit.job.done.wait()
@@ -229,6 +235,8 @@ class UnitStore:
             self._leave(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
+        if unit.lease.is_substituted:
+            self._viewed.add(unit.index)
         unit.unbind()
         unit.move(Residency.UPDATING)
         unit.pending_job = None
@@ -254,15 +262,44 @@ class UnitStore:
 
     def rewritten(self, unit: Unit) -> None:
         """The unit's parameters are, or are about to be, others than before: saved references and fingerprints of
-        before are void.
+        before are void. To PyTorch it is an edit in place, which its own check of saved tensors finds.
         """
         unit.generation += 1
         unit.fingerprint = None
+        torch.autograd.graph.increment_version(unit.parameters)
 
     def end_step(self) -> None:
         """The step's updates belong to it now: what they changed may be seen."""
         for unit in self.units:
             unit.updated_early = False
+            if unit.exposed:
+                self._cover(unit)
+
+    def _cover(self, unit: Unit) -> None:
+        """No graph holds the unit's parameters themselves any more: their buffer need not be kept for it."""
+        unit.exposed = False
+        if unit.residency is Residency.RELEASED:
+            unit.unbind()
+
+    def refresh_viewed(self) -> None:
+        """Bring units that somebody views up to date, on all ranks: in a plain loop a view shows what a step made of
+        the parameters as soon as it has ended.
+        """
+        past = {unit.index for unit in self.units if self._shows_past(unit)}
+        self._viewed = set()
+        past = self._ranks.union(past)
+        with self._moving():
+            for index in sorted(past):
+                if self.units[index].residency is not Residency.RESIDENT:
+                    self._arrive(self.units[index])
+
+    def _shows_past(self, unit: Unit) -> bool:
+        """Whether views of the unit show what its parameters were before an update."""
+        kept = self._kept.get(unit.index)
+        if kept is None:
+            return unit.index in self._viewed
+        due = unit.pending_job is not None or kept.generation != unit.generation
+        return due and self._pool.is_referenced(kept.buffer)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +333,10 @@ class UnitStore:
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
-            unit.unbind()
+            if unit.exposed:
+                released.release(unit.parameters)
+            else:
+                unit.unbind()
         self._drop(unit)
 
     def _drop(self, unit: Unit, *, valid: bool = True) -> None:
@@ -304,9 +344,9 @@ class UnitStore:
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
         if unit.lease.is_referenced():
-            self._name_viewer(unit)
             generation, fingerprint = unit.generation if valid else -1, self._fingerprint(unit)
             self._kept[unit.index] = KeptBuffer(self._take(unit).quarantine(), generation, fingerprint)
+            self._name_viewer(unit)  # last, as a user may have made warnings errors
         else:
             self._take(unit).release()
 
@@ -317,28 +357,32 @@ class UnitStore:
         del self._leased[unit.index]
         return lease
 
-    def _give(self, unit: Unit, lease: Lease) -> None:
+    def _give(self, unit: Unit, lease: Lease) -> bool:
         """Give a unit a lease, and the buffer that views of it refer to, if there is one.
 
-        Where that still holds the present parameters the unit is RESIDENT at once, and edits made through views count.
-        LifetimeError for edits of parameters that have been written anew since.
+        Where that still holds the present parameters, edits made through views count: the unit is RESIDENT at once, or,
+        if it is sharded, True is returned, and its buffer has this rank's shard. LifetimeError for edits of parameters
+        that have been written anew since, or are about to be.
         """
         unit.lease = lease
         self._leased[unit.index] = unit
         kept = self._kept.pop(unit.index, None) if self._kept else None
         if kept is None or not self._pool.is_referenced(kept.buffer):
-            return
+            return False
         present = kept.generation == unit.generation
         lease.substitute(kept.buffer)
-        if present and self._ranks.alone:
+        if present and self._ranks.shards == 1:
             unit.move(Residency.FETCHING)
             self._land(unit)
+        elif present and unit.pending_job is None:
+            return True
         elif self._fingerprint(unit) != kept.fingerprint:
             self._take(unit).release()
             raise LifetimeError(
                 f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
                 "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
             )
+        return False
 
     def _leave(self, unit: Unit) -> None:
         """The buffer of a resident unit is no longer its parameters' memory."""

@@ -86,6 +86,10 @@ class Unit:
         """An update that is due before the next use and has not been started."""
         self.updated_early = False
         """The present step's gradient has changed the parameters already, before `engine.step()`."""
+        self.exposed = False
+        """A graph may hold the parameters themselves and not references to them, through saved-tensor hooks of the
+        user's: until the step ends they stay views of the buffer that they were released from.
+        """
         self.copied: Transfer = DONE
         """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
         self.fingerprint: int | None = None
