@@ -31,6 +31,7 @@ from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
 from infinity.training import TrainingParts, assemble_training
 from infinity.units.added import Additions
+from infinity.units.compiled import eager, own_name, uncompiled
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -59,11 +60,12 @@ class Engine(Runner):
         process_group: Group | None = None,
     ) -> None:
         seam = device or default_device()
+        called, model = model, uncompiled(model)
         ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
         with ranks.making(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
-            names = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+            names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
             parts = assemble_training(model, config, groups, seam, ranks, self.batch.accumulation)
             undo.callback(parts.closer())
             self.optimizer = unit_optimizer(config.optimizer, groups, names, parts.units)
@@ -84,7 +86,7 @@ class Engine(Runner):
         """What units are updated with during the present backward, or by `step`."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
-        super().__init__(model, config, parts)
+        super().__init__(called, config, parts)
         self.optimizer.on_step(self._update, self._zero_grad, TierStates(self, self._failing))
         collector = parts.collector
         if parts.update == "during_backward":
@@ -96,6 +98,7 @@ class Engine(Runner):
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
+    @eager
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of `loss` (a scalar) divided by gradient_accumulation_steps: a step's gradient is the mean over its
         micro-batches. A plain `loss.backward()` is PyTorch's in every dtype: gradients are summed, and you divide the
@@ -122,6 +125,7 @@ class Engine(Runner):
         with self._failing():
             self.scale(loss).backward()
 
+    @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` × the loss scale of fp16, divided by gradient_accumulation_steps: `engine.scale(loss).backward()` is
         `engine.backward(loss)`, for loops that call `backward()` themselves.
@@ -135,6 +139,7 @@ class Engine(Runner):
             return loss
         return self._scaled.watch(loss * (scale / accumulation))
 
+    @eager
     def step(self) -> None:
         """Update the parameters if this was the last micro-batch of the step, and let the lr scheduler go on."""
         self._check_open()

@@ -19,6 +19,7 @@ from infinity.errors import ModelError, UsageError
 from infinity.policy import lay_out, policy
 from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
+from infinity.units.compiled import uncompiled
 
 
 class InferenceEngine(Runner):
@@ -40,6 +41,7 @@ class InferenceEngine(Runner):
         process_group: Group | None = None,
     ) -> None:
         seam = device or default_device()
+        called, model = model, uncompiled(model)
         # What is not sharded is whole on every rank, and nothing is exchanged.
         ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).params, group=process_group)
         with ranks.making(), ExitStack() as undo:
@@ -52,7 +54,7 @@ class InferenceEngine(Runner):
             ranks.barrier()  # where all hear of what failed on one
             undo.pop_all()
         model.eval()
-        super().__init__(model, config, parts)
+        super().__init__(called, config, parts)
 
     def _on_forward(self) -> None:
         self.parts.store.tracer.begin("with gradients" if torch.is_grad_enabled() else "without")

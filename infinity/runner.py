@@ -23,6 +23,7 @@ from infinity.interrupts import ForcedInterrupt
 from infinity.observe.describe import describe
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
+from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
 from infinity.units.hooks import ModelHooks
 from infinity.units.restore import restoring
 from infinity.units.unit import Unit
@@ -40,7 +41,9 @@ class Runner(ABC):
 
     def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
         self._finalizer = weakref.finalize(self, parts.closer())
-        self.module = model
+        self.module = uncompiled(model)
+        """The model, without what `torch.compile(model)` made of it: names are those of its own."""
+        self._called = model
         self.config = config
         self.parts = parts
         self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes)
@@ -48,7 +51,7 @@ class Runner(ABC):
         self._closed = False
         self._process = os.getpid()
         parts.backward.report_to(self._on_backward, self._on_backward_end)
-        self._hooks = ModelHooks(model, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
+        self._hooks = ModelHooks(self.module, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
         access.opened(self)
         show_by_default()
         if parts.ranks.speaks:
@@ -78,7 +81,7 @@ class Runner(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        return self._run(self.module, *args, **kwargs)
+        return self._run(self._called, *args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, as models of transformers have it.
@@ -93,6 +96,7 @@ class Runner(ABC):
             kwargs.setdefault("synced_gpus", True)
         return self._run(generate, *args, **kwargs)
 
+    @breaks_graphs
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         return call(*args, **kwargs)
@@ -139,7 +143,7 @@ class Runner(ABC):
         self.settle()
         names: dict[int, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+            names.setdefault(id(parameter), []).append(own_name(name))
         for unit in self.units:
             flat = self.parts.states.read_param(unit.layout)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
@@ -199,6 +203,7 @@ class Runner(ABC):
             self._broken = str(error)
             raise
 
+    @eager
     def _check_open(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(

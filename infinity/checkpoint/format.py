@@ -16,6 +16,7 @@ from torch import nn
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateKind, moment_kinds
 from infinity.optim.moments import MomentFormat, Rule
+from infinity.units.compiled import own_name
 from infinity.units.layout import Slot
 
 FORMAT = "infinity-checkpoint"
@@ -163,11 +164,11 @@ def find(directory: Path, tag: str | None) -> Path:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name → buffer, of those that a state_dict holds."""
+    """Name → buffer, of those that a state_dict holds. Names as if no module was wrapped by `torch.compile`."""
     kept = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {own_name(name): buffer for name, buffer in model.named_buffers() if name in kept}

@@ -17,6 +17,7 @@ from infinity.checkpoint.format import persistent_buffers
 from infinity.checkpoint.tensors import PART, WEIGHTS, WEIGHTS_INDEX, Spec, read_part, spec_of
 from infinity.errors import CheckpointError, UsageError
 from infinity.observe.log import logger
+from infinity.units.compiled import own_name, uncompiled
 from infinity.units.hooks import UnitParameters
 from infinity.units.init import make_buffers
 from infinity.units.sources import note_loaded, note_source
@@ -105,7 +106,7 @@ _Targets = dict[tuple[str, ...], torch.Tensor]
 def _targets(model: nn.Module) -> _Targets:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(own_name(name))
     targets: _Targets = {tuple(names[id(parameter)]): parameter for parameter in model.parameters()}
     return targets | {(name,): buffer for name, buffer in persistent_buffers(model).items()}
 
@@ -115,14 +116,16 @@ def _load_buffer(model: nn.Module, name: str, buffer: torch.Tensor, tensor: Save
     if buffer.is_meta:
         buffer = torch.empty_like(buffer, device="cpu")
         path, _, own = name.rpartition(".")
-        model.get_submodule(path)._buffers[own] = buffer
+        uncompiled(model.get_submodule(path))._buffers[own] = buffer
     tensor.copy_to(buffer)
     note_loaded(buffer)
 
 
 def _unmatched(model: nn.Module, targets: _Targets, saved: Mapping[str, SavedTensor]) -> Unmatched:
     known = {name for names in targets for name in names}
-    known |= {name for name, _ in model.named_buffers()}  # some folders hold buffers that a state_dict leaves out
+    known |= {
+        own_name(name) for name, _ in model.named_buffers()
+    }  # some folders hold buffers that a state_dict leaves out
     missing = [names[0] for names in targets if not any(name in saved for name in names)]
     return Unmatched(missing, [name for name in saved if name not in known])
 

@@ -12,6 +12,7 @@ from infinity.config import Optimizer
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.optim.cpu_adam import HYPER_KEYS, Hyper
 from infinity.optim.state_dict import RULE_KEYS, hyper_of, torch_keys
+from infinity.units.compiled import eager
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class UnitOptimizer(torch.optim.Optimizer):
         """What `step` and `zero_grad` do, and where `state_dict` finds the states."""
         self._step, self._drop, self._states = step, drop, states
 
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update with the gradients collected since the step before, however many micro-batches that are; without any,
         nothing happens. `engine.step()` calls it when the last micro-batch of a step is in.
@@ -62,6 +64,7 @@ class UnitOptimizer(torch.optim.Optimizer):
         self._step()
         return value
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that is not made. After one there are none left: `step` consumes them.
 

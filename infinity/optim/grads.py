@@ -23,6 +23,7 @@ from infinity.optim.job import Gradient
 from infinity.optim.kernels import receive
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE
+from infinity.units.compiled import eager
 from infinity.units.layout import Slot
 from infinity.units.local import local_gradient
 from infinity.units.unit import Unit
@@ -99,6 +100,7 @@ class GradCollector:
         # Weak: the garbage collector does not see what these hooks refer to, so that a cycle through them would stay.
         collector, index = weakref.ref(self), unit.index
 
+        @eager
         def arrived(parameter: torch.Tensor) -> None:
             alive = collector()
             if alive is not None:

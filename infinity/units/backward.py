@@ -16,6 +16,8 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
+from infinity.units.compiled import eager
+
 
 class BackwardTracker:
     """Follows the backwards of one engine."""
@@ -47,6 +49,7 @@ class BackwardTracker:
         self._ended_inside = False
         Variable._execution_engine.queue_callback(partial(self._task_ended, task))
 
+    @eager
     def _task_ended(self, task: int) -> None:
         self._tasks.discard(task)
         if not self._tasks:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.units.compiled import own_name, uncompiled
 from infinity.units.local import local
 
 # A sibling smaller than this part of `unit_size` is not worth a transfer of its own: it stays with its parent.
@@ -127,7 +128,8 @@ def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[Disco
         kinds.setdefault((entry[1].requires_grad, entry[1].dtype), []).append(entry)
     for position, ((trainable, dtype), entries) in enumerate(kinds.items()):
         suffix = "" if position == 0 else f" ({'trainable' if trainable else 'frozen'} {str(dtype).split('.')[-1]})"
-        yield Discovered((root or "(root)") + suffix, root, tuple(n for n, _ in entries), tuple(p for _, p in entries))
+        names = tuple(own_name(name) for name, _ in entries)
+        yield Discovered(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries))
 
 
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
@@ -135,7 +137,7 @@ def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[s
 
     unit_of: id(parameter) → unit index. roots: for each unit, the path of the module it stands at. A module that
     itself holds a parameter of a unit that stands elsewhere (tied weights) acquires that unit for the time of its own
-    forward only.
+    forward only. A wrapper made by `torch.compile` is left out: the forward of the module in it is called in any case.
     """
     hooked: dict[nn.Module, list[int]] = {}
     stands_at = [model.get_submodule(root) for root in roots]
@@ -151,7 +153,7 @@ def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[s
         units = [unit_of[id(p)] for p in module.parameters(recurse=False) if id(p) in unit_of]
         user = owner if all(stands_at[unit] is owner for unit in units) else module
         for unit in units:
-            needed = hooked.setdefault(user, [])
+            needed = hooked.setdefault(uncompiled(user), [])
             if unit not in needed:
                 needed.append(unit)
         for child in module.children():

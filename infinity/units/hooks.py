@@ -10,10 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
 from infinity.errors import UsageError
 from infinity.units import residents
+from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
@@ -34,21 +36,32 @@ class UnitParameters(dict[str, Any]):
         self._units = {name: owner.unit for name, owner in owners if owner is not None}
         self._managed = {name: parameters[name] for name in self._units}
         self._store = store
+        self._use = eager(store.use)
         self._scope = scope
         self._replaced = replaced
 
+    @runs_as_it_is
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
+        if is_dynamo_compiling():
+            self._check_held(name)
+            return parameter
         if not self._scope.depth:
             return parameter  # which fetches its unit itself
         unit = self._units.get(name)
         if unit is None or parameter is not self._managed[name]:
             return parameter
         if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
-            self._store.use(unit)
+            self._use(unit)
         if torch.is_grad_enabled() and self._scope.saved.are_covered():
             unit.exposed = True
         return parameter
+
+    def _check_held(self, name: str) -> None:
+        """Break the graph that is being traced if it would have a parameter as input that may be released before."""
+        unit = self._units.get(name)
+        if unit is not None and not unit.holds:
+            self._use(unit)
 
     def __setitem__(self, name: str, value: Any) -> None:
         managed = self._managed.get(name)
@@ -144,13 +157,14 @@ class ModelHooks:
         call, scope, store = module.forward, self._scope, self._store
         is_root = module is self._model
 
-        @functools.wraps(call)
+        @wraps(call)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._open:
                 return call(*args, **kwargs)
-            installed = scope.enter(self._enter)
-            held: list[Unit] = []
+            compiling = exchange_callback(None)
+            installed, held = None, list[Unit]()
             try:
+                installed = scope.enter(self._enter)
                 if is_root and scope.depth == 1 and torch._C._current_graph_task_id() == -1:
                     self._on_forward()
                 for unit in units:
@@ -159,17 +173,25 @@ class ModelHooks:
                         held.append(unit)
                         if not unit.layout.trainable:
                             _check_frozen(unit)
-                return _own_outputs(call(*args, **kwargs))
+                exchange_callback(compiling)
+                try:
+                    output = call(*args, **kwargs)
+                finally:
+                    exchange_callback(None)
+                return _own_outputs(output)
             finally:
                 for unit in held:
                     store.unhold(unit)
-                if is_root and scope.depth == 1 and not torch.is_grad_enabled():
-                    # What is used until the next forward is a cycle of its own: `generate` calls an encoder by itself.
-                    store.tracer.begin("outside")
-                scope.leave(installed)
+                if installed is not None:
+                    if is_root and scope.depth == 1 and not torch.is_grad_enabled():
+                        # What is used until the next forward is a cycle of its own: `generate` calls an encoder by
+                        # itself.
+                        store.tracer.begin("outside")
+                    scope.leave(installed)
+                exchange_callback(compiling)
 
         before = module.__dict__.get("forward")
-        module.__dict__["forward"] = forward
+        module.__dict__["forward"] = breaks_graphs(forward)
         self._forwards.append((module, forward, before))
 
     def _enter(self) -> None:

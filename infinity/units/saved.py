@@ -18,6 +18,7 @@ import torch
 
 from infinity.errors import LifetimeError
 from infinity.units import residents
+from infinity.units.compiled import eager
 from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.units.modes import outside_modes
 from infinity.units.released import is_released, version_of
@@ -173,6 +174,7 @@ class SavedTensors:
         """Undo an `install` that returned True, in the same thread."""
         _pop()
 
+    @eager
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
         if isinstance(packed, _Reference):
@@ -199,6 +201,7 @@ def _reference(tensor: torch.Tensor) -> _Reference | None:
     return None if found is None else _Reference(tensor, *found)
 
 
+@eager
 def _pack(tensor: torch.Tensor) -> Any:
     with outside_modes():
         reference = _reference(tensor)
@@ -214,6 +217,7 @@ def _pack(tensor: torch.Tensor) -> Any:
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
     """As `_pack`, where the user's hooks get what is in no unit."""
 
+    @eager
     def over(tensor: torch.Tensor) -> Any:
         with outside_modes():
             reference = _reference(tensor)

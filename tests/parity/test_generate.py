@@ -133,7 +133,7 @@ def test_between_backward_and_step_of_updates_during_backward(tmp_path: Path) ->
             optimizer.zero_grad()
             begun.append(engine.parts.collector.spent)
             if begun[-1]:
-                with pytest.raises(UsageError, match='infinity.update to "next_forward"'):
+                with pytest.raises(UsageError, match=r'infinity\.update to "next_forward"'):
                     say(engine.generate, "greedy")
             else:
                 assert say(engine.generate, "greedy") == before

@@ -1,0 +1,103 @@
+"""The border of `torch.compile`: a module's own forward is compiled, and what an engine does around it runs as it is.
+
+A graph has its parameters as inputs, which are there before it begins. So units are fetched and held outside of graphs:
+they break at every module that holds units, and begin again in its forward.
+
+Dynamo sees frames of a thread through a callback, and passes over functions by their attributes. Both are set here as
+`torch.compiler.disable` does it, but without importing `torch._dynamo`, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+from torch._C._dynamo import eval_frame
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+exchange_callback = eval_frame.set_eval_frame
+"""Make this Dynamo's callback in the present thread (None: compile nothing) and return the one before."""
+
+_REASON = (
+    "an Infinity engine fetches and releases parameters around this call, which is no part of a graph: leave out "
+    "fullgraph=True, or compile modules that are a unit each (infinity.unit_size) before infinity.initialize()"
+)
+
+
+def _pass_over(code: CodeType) -> None:
+    """Never compile frames of `code`; those of functions that it calls are seen as ever."""
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
+    else:  # torch 2.6
+        eval_frame.skip_code(code)  # type: ignore[attr-defined]
+
+
+def runs_as_it_is(function: _F) -> _F:
+    """Never compile the function's own frame. Where Dynamo traces a caller it treats it as any other."""
+    _pass_over(function.__code__)
+    return function
+
+
+def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
+    """Mark a function that is called and never traced. What it calls is compiled where `exchange_callback` allows it.
+
+    `function` is marked in place, and its code with it, which closures share.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = _REASON
+    marked._torchdynamo_disable_recursive = recursive
+    _pass_over(marked.__code__)
+    return function
+
+
+def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function`, called and not traced, with all that it calls."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        callback = exchange_callback(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            exchange_callback(callback)
+
+    return breaks_graphs(run, recursive=True)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` wraps; `module` itself if it is no such wrapper."""
+    while _is_wrapper(module):
+        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return module
+
+
+def own_name(name: str) -> str:
+    """The name that a parameter, buffer or module would have if no module had been wrapped by `torch.compile`."""
+    return name.replace("_orig_mod.", "")
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def wraps(call: Callable[..., Any]) -> Callable[[_F], _F]:
+    """`functools.wraps`, without what `torch.compile` left on `call`: by it the wrapper would be taken for `call`."""
+
+    def update(wrapper: _F) -> _F:
+        functools.update_wrapper(wrapper, call)
+        for name in [name for name in wrapper.__dict__ if name.startswith("_torchdynamo_")]:
+            del wrapper.__dict__[name]
+        return wrapper
+
+    return update
