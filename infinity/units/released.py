@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import UsageError
 from infinity.units.residents import Owner, owner_of
@@ -81,11 +82,12 @@ def _metadata() -> Iterator[Any]:
     for name in _SETTERS:
         yield getattr(torch.Tensor, name).__set__
     yield from (getattr(torch.Tensor, name) for name in _METHODS)
-    # They take tensors to find gradients for, and ask nothing of their values.
-    yield from (torch.autograd.backward, torch.autograd.grad, torch.is_floating_point, torch.is_complex, torch.numel)
+    yield from (torch.is_floating_point, torch.is_complex, torch.numel)
 
 
 _METADATA = frozenset(_metadata())
+_BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
+"""They take tensors to find gradients for, and ask nothing of their values."""
 _WRITES = re.compile(r"(?!__).*_$|__i\w+__$|__[gs]et(item)?__$")
 """Names of operations that write into a tensor, or give access to its attributes."""
 
@@ -105,6 +107,8 @@ class Released:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            return _backward(func, args, kwargs)
         # A checkpoint counts what it saves in forward and in recomputation, where this may be another kind of use: its
         # hooks see every tensor. What other hooks keep must not be the parameter itself, whose memory changes hands.
         recorded = _hooks(True) and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
@@ -116,6 +120,36 @@ class Released:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _whole([_owner(self)]):
             return copy.deepcopy(self, memo)
+
+
+def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` on nodes of the graph in the place of parameters: the backward itself runs the model's code, for
+    recomputations and hooks, in which every parameter has to fetch its unit.
+    """
+    tensors = (args, kwargs.get("inputs"))
+    if any(not parameter.requires_grad for parameter in _released_in(tensors)):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)  # an error of torch's
+    wanted = args[1] if len(args) > 1 else ()
+    args, inputs = tree_map_only(Released, _edge, tensors)
+    kwargs = kwargs if inputs is None else {**kwargs, "inputs": inputs}
+    if not kwargs.get("materialize_grads"):
+        return func(*args, **kwargs)
+    found = func(*args, **{**kwargs, "materialize_grads": False, "allow_unused": True})
+    return tuple(_zeros(p) if g is None else g for p, g in zip(wanted, found, strict=True))
+
+
+def _released_in(values: Any) -> list[Any]:
+    return [value for value in tree_leaves(values) if isinstance(value, Released)]
+
+
+def _edge(parameter: torch.Tensor) -> GradientEdge:
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 @contextmanager

@@ -42,13 +42,17 @@ class Loop:
     backward: str = "engine"
     penalty: str = "none"
     kept: str = "parameters"
-    """What the loop keeps from before the engine, for its penalty and edits."""
+    """What the loop keeps of the model, for its penalty and edits: see `fuzz.trainers`."""
     optimizer: str = "AdamW"
     groups: int = 1
     schedule: str = "none"
     clip: float = 0.0
     thread: str = "main"
     autocast: bool = False
+    dtype: str = "fp32"
+    """Of the parameters; those in 16 bits have an fp32 master."""
+    unsynced: bool = False
+    """Whether micro-batches but the last of a step are in `no_sync`."""
     events: tuple[Event, ...] = ()
 
 
@@ -111,6 +115,9 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "copy": ("after",),
     "grad by hand": ("before", "after"),
     "set lr": ("after",),
+    "save and load": ("after",),
+    "gathered": ("before", "after"),
+    "by hand": ("between",),
 }
 CALLS = ("engine", "engine", "engine", "engine", "module", "parts", "functional", "checkpointed", "two forwards")
 BACKWARDS = ("engine", "engine", "engine", "tensor", "twice", "twice uncounted", "two losses", "autograd")
@@ -120,8 +127,15 @@ PENALTIES = (
     + ("input gradient", "weight gradient", "kept gradient", "sharpness", "maml")
 )
 KEPT = ("parameters", "parameters", "views", "detached", "named", "from first forward")
+KEPT_BEFORE = ("views before", "detached before")
+SHARING = {
+    ("shared memory", variant)
+    for variant in ("two parameters", "buffer", "overlapping", "data of another", "plain tensor", "part of another")
+} | {("kept view", "from init"), ("kept view", "from init detached"), ("complex", "trained")}
+"""Parts that an engine refuses, as a rule because something shares a parameter's memory: drawn rarely."""
 OPTIMIZERS = ("AdamW", "AdamW", "Adam", "SGD", "SGD nesterov", "Adagrad", "Lion")
 SCHEDULES = ("none", "none", "lambda", "by hand", "config")
+DTYPES = ("fp32",) * 14 + ("bf16", "bf16", "fp16")
 THREADS = ("main", "main", "main", "main", "one", "each step", "evaluation")
 
 
@@ -130,6 +144,8 @@ def draw_node(draw: Draw, depth: int) -> Node:
     kinds = WRAPPERS if wrapped else LEAVES
     kind = draw.choice(list(kinds))
     variant = draw.choice(kinds[kind])
+    if (kind, variant) in SHARING and not flag(draw, 6):
+        kind, variant = "kept view", draw.choice(("flat", "detached", "rows", "data"))
     children: tuple[Node, ...] = ()
     if wrapped:
         children = tuple(draw_node(draw, depth - 1) for _ in range(draw.choice((1, 1, 2, 3))))
@@ -148,13 +164,15 @@ def draw_loop(draw: Draw) -> Loop:
         call=draw.choice(CALLS),
         backward=draw.choice(BACKWARDS),
         penalty=draw.choice(PENALTIES),
-        kept=draw.choice(KEPT),
+        kept=draw.choice(KEPT_BEFORE if flag(draw, 40) else KEPT),
         optimizer=draw.choice(OPTIMIZERS),
         groups=draw.choice((1, 1, 2)),
         schedule=draw.choice(SCHEDULES),
         clip=draw.choice((0.0, 0.0, 0.3)),
         thread=draw.choice(THREADS),
         autocast=flag(draw, 12),
+        dtype=draw.choice(DTYPES),
+        unsynced=flag(draw, 4),
         events=tuple(events),
     )
 
@@ -178,8 +196,10 @@ def draw_setting(draw: Draw, param: str | None = None) -> Setting:
 def draw_case(draw: Draw) -> Case:
     nodes = tuple(draw_node(draw, draw.choice((1, 2, 2, 3))) for _ in range(draw.integer(1, 4)))
     settings = (draw_setting(draw, "nvme"), draw_setting(draw))
-    loop = draw_loop(draw)
-    if loop.clip:  # the norm of all gradients is wanted before the first update
+    loop = _without_what_a_load_changes(draw_loop(draw))
+    if loop.dtype != "fp32":
+        nodes = tuple(_in_16_bits(node) for node in nodes)
+    if loop.clip or loop.dtype == "fp16":  # the norm of all gradients is wanted before the first update
         settings = tuple(_without_live_updates(s) for s in settings)  # type: ignore[assignment]
     head = draw.choice(("plain", "plain", "none", "tied", "shared with first"))
     by_grad = loop.penalty in _BY_GRAD or any(event.kind == "grad by hand" for event in loop.events)
@@ -190,6 +210,41 @@ def draw_case(draw: Draw) -> Case:
     return Case(nodes, loop, settings, head, draw.integer(0, 999))
 
 
+def _without_what_a_load_changes(loop: Loop) -> Loop:
+    """What was done to the parameters or the optimizer themselves is no part of a checkpoint."""
+    if all(event.kind != "save and load" for event in loop.events):
+        return loop
+    changes = ("freeze", "unfreeze", "register hook")
+    kept = tuple(event for event in loop.events if event.kind not in changes)
+    return replace(loop, events=kept, schedule="none" if loop.schedule == "lambda" else loop.schedule)
+
+
+def _in_16_bits(node: Node) -> Node:
+    """As it is, or another variant where plain PyTorch has it in fp32 only."""
+    children = tuple(_in_16_bits(child) for child in node.children)
+    if node.kind == "complex":
+        return Node("linear", "gelu")
+    if (node.kind, node.variant) in _FP32_ONLY:
+        return replace(node, children=children, variant={**LEAVES, **WRAPPERS}[node.kind][1])
+    return replace(node, children=children)
+
+
+_FP32_ONLY = {
+    ("edited before use", "numpy"),
+    ("edited after use", "numpy"),
+    ("edited by hook", "numpy"),
+    ("codebook", "moving average"),
+    ("codebook", "restart"),
+    ("shapes", "fp64 frozen"),
+    ("kept view", "numpy"),
+    ("saved hooks", "numpy"),
+    ("functional", "deepcopy in init"),
+    ("mask", "comparison only"),
+    ("normed", "orthogonal"),
+    ("mode", "autocast"),
+}
+
+
 _BY_GRAD = ("input gradient", "weight gradient", "kept gradient", "sharpness", "maml")
 """Penalties that call `torch.autograd.grad`, which torch refuses through reentrant checkpoints."""
 
@@ -198,6 +253,8 @@ def _checkpointed_otherwise(node: Node, *, reentrant: bool) -> Node:
     children = tuple(_checkpointed_otherwise(child, reentrant=reentrant) for child in node.children)
     refused = ("selective",) if reentrant else ("selective", "reentrant", "reentrant each", "late reentrant", "both")
     changed = node.kind == "checkpoint" and node.variant in refused
+    if node.kind == "attention" and not reentrant:  # whose fused kernel has no second derivative
+        return replace(node, variant="mha")
     return replace(node, children=children, variant="nested" if changed else node.variant)
 
 

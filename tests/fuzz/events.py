@@ -196,6 +196,35 @@ def _set_lr(run: Run, target: int) -> None:
         group["lr"] *= 0.5
 
 
+def _gathered(run: Run, target: int) -> None:
+    chosen = [run.model.get_parameter(name) for name in run.names[target % len(run.names) :][:3]]
+    with run.trainer.gathered(chosen), torch.no_grad():
+        for parameter in chosen:
+            run.note("gathered", parameter.double().sum())
+            parameter.mul_(0.97)
+
+
+def _by_hand(run: Run, target: int) -> None:
+    """What loops do with `.grad` between backward and step."""
+    parameters = list(run.model.parameters())
+    how = target % 6
+    if how == 0:
+        nn.utils.clip_grad_norm_(parameters, 0.05)
+    elif how == 1:
+        nn.utils.clip_grad_value_(parameters, 0.001)
+    elif how == 2:
+        run.model.zero_grad()
+    elif how == 3:
+        for parameter in parameters:
+            parameter.grad = None
+    elif how == 4:
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.ones_like(parameter)
+    else:
+        run.note("gradients", sum(float(p.grad.norm()) for p in parameters if p.grad is not None))
+
+
 def _nothing(run: Run, target: int) -> None:
     """Carried out by the loop itself."""
 
@@ -232,4 +261,7 @@ _EVENTS: dict[str, Callable[[Run, int], None]] = {
     "copy": _copy,
     "grad by hand": _grad_by_hand,
     "set lr": _set_lr,
+    "save and load": lambda run, target: run.resume(),
+    "gathered": _gathered,
+    "by hand": _by_hand,
 }

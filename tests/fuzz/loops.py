@@ -22,16 +22,16 @@ from fuzz.trainers import Trainer
 class Run:
     """One training of a case by `trainer`. values: everything that the loop read, losses first of all, in order."""
 
-    def __init__(self, case: Case, trainer: Trainer, kept: list[torch.Tensor]) -> None:
+    def __init__(self, case: Case, trainer: Trainer) -> None:
         self.case, self.loop, self.trainer = case, case.loop, trainer
         self.model: Net = trainer.model
-        self.kept = kept
+        self.kept = trainer.keep(self.loop.kept)
         self.values: list[tuple[str, float]] = []
         self.undo: list[Callable[[], None]] = []
         """Carried out after the next backward."""
         self.step = 0
         self.skip_step = False
-        names = [(n, p) for n, p in self.model.named_parameters() if p.dtype == torch.float32 and p.numel()]
+        names = [(n, p) for n, p in self.model.named_parameters() if p.dtype == self.model.dtype and p.numel()]
         self.names = [name for name, _ in names]
         self.trained = [name for name, p in names if p.requires_grad]
         self.frozen = [name for name, p in names if not p.requires_grad]
@@ -79,7 +79,9 @@ class Run:
             torch.default_generator.manual_seed(number)
             loss = self.loss(Batch(self.case, number), raises)
             self.note(f"loss of micro-batch {micro}", loss.detach())
-            self.backward(loss)
+            apart = self.loop.unsynced and micro < micro_batches - 1
+            with self.trainer.no_sync() if apart else nullcontext():
+                self.backward(loss)
             del loss
             while self.undo:
                 self.undo.pop()()
@@ -103,6 +105,12 @@ class Run:
                     in_thread(lambda event=event: happen(self, event))  # type: ignore[misc]
                 else:
                     happen(self, event)
+
+    def resume(self) -> None:
+        """Go on from a checkpoint."""
+        self.trainer.resume()
+        self.model = self.trainer.model
+        self.kept = self.trainer.keep(self.loop.kept)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +158,7 @@ class Run:
 
     def usable(self) -> list[torch.Tensor]:
         """A few of the tensors that were kept."""
-        return [kept for kept in self.kept if kept.dtype == torch.float32 and kept.numel()][:6]
+        return [kept for kept in self.kept if kept.dtype == self.model.dtype and kept.numel()][:6]
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +216,7 @@ def _kept_norm(run: Run, loss: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def _kept_pair(run: Run, loss: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Two weights tied by hand."""
-    square = [kept for kept in run.kept if kept.numel() == WIDTH * WIDTH and kept.dtype == torch.float32]
+    square = [kept for kept in run.kept if kept.numel() == WIDTH * WIDTH and kept.dtype == run.model.dtype]
     return loss + 0.01 * (square[0] - square[-1]).square().sum()
 
 
@@ -272,14 +280,3 @@ PENALTIES: dict[str, Callable[[Run, torch.Tensor, Batch], torch.Tensor]] = {
     "sharpness": _sharpness,
     "maml": _maml,
 }
-
-
-def keep(model: Net, how: str) -> list[torch.Tensor]:
-    """What the loop keeps of the model before an engine takes it."""
-    if how == "views":
-        return [p.view(-1) for p in model.parameters() if p.is_contiguous()]
-    if how == "detached":
-        return [p.detach() for p in model.parameters()]
-    if how == "named":
-        return list(dict(model.named_parameters()).values())
-    return [] if how == "from first forward" else list(model.parameters())

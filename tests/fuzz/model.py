@@ -10,6 +10,8 @@ from fuzz.case import Case, Node
 from fuzz.parts import BATCH, LENGTH, VOCABULARY, WIDTH, Context, Part
 from fuzz.registry import make_part
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class Net(nn.Module):
     """The parts one after the other, then a head: (batch, length, width) → mean squared error with the targets."""
@@ -17,6 +19,7 @@ class Net(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self._number = 0
+        self.dtype = torch.float32
         self.parts = nn.ModuleList(self._make(node) for node in case.nodes)
         self.head_kind = case.head
         if case.head != "none":
@@ -40,7 +43,7 @@ class Net(nn.Module):
         return part
 
     def begin(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inputs(x)
+        out: torch.Tensor = self.inputs(x.to(self.dtype))
         return out
 
     def end(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -49,6 +52,14 @@ class Net(nn.Module):
         elif self.head_kind != "none":
             x = self.head(x)
         return F.mse_loss(x.float(), target)
+
+    def in_dtype(self, dtype: torch.dtype) -> Net:
+        """The model with its fp32 values in `dtype`."""
+        self.dtype = dtype
+        for values in (*self.parameters(), *self.buffers()):
+            if values.dtype == torch.float32 != dtype:
+                values.data = values.data.to(dtype)
+        return self
 
     def forward(self, x: torch.Tensor, target: torch.Tensor, context: Context) -> torch.Tensor:
         x = self.begin(x)
@@ -60,7 +71,7 @@ class Net(nn.Module):
 def build(case: Case) -> Net:
     """The same values for the same case."""
     torch.default_generator.manual_seed(case.seed)
-    return Net(case)
+    return Net(case).in_dtype(DTYPES[case.loop.dtype])
 
 
 class Batch:

@@ -72,6 +72,41 @@ class Kernels(torch.optim.Optimizer):
         p.copy_(flat.view(p.shape))
 
 
+class Masters:
+    """fp32 masters of a model's 16-bit parameters, as a loop in mixed precision keeps them."""
+
+    def __init__(self, model: torch.nn.Module, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+        self._masters = {p: p.detach().float().requires_grad_(p.requires_grad) for p in model.parameters()}
+
+    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._masters[parameter]  # type: ignore[index]
+
+    def collect(self) -> None:
+        """Add what backward left to the masters' gradients."""
+        for parameter, master in self._masters.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float() / self._loss_scale
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Elements that the model's code has changed are what it changed them to."""
+        for parameter, master in self._masters.items():
+            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for parameter, master in self._masters.items():
+            if parameter.is_floating_point() and master.requires_grad:
+                parameter.copy_(master)
+
+    def drop(self) -> None:
+        for master in self._masters.values():
+            master.grad = None
+
+
 def plain_optimizer(kind: str, groups: Iterable[Any], clip: float, *, exact: bool) -> torch.optim.Optimizer:
     """torch's optimizer of this kind, or with `exact` the kernels that the engine uses, clipping included."""
     params = PARAMS[kind]

@@ -125,7 +125,19 @@ def kinds_of(case: Case) -> Iterator[str]:
         yield from walk(node)
     for event in case.loop.events:
         yield f"event {event.kind}/{event.place}"
-    for name in ("call", "backward", "penalty", "kept", "optimizer", "schedule", "thread", "accumulation", "autocast"):
+    for name in (
+        "call",
+        "backward",
+        "penalty",
+        "kept",
+        "optimizer",
+        "schedule",
+        "thread",
+        "accumulation",
+        "autocast",
+        "dtype",
+        "unsynced",
+    ):
         yield f"loop {name}/{getattr(case.loop, name)}"
     for setting in case.settings:
         for name in ("param", "optim", "stage", "update", "prefetch", "unit_size", "late", "debug"):
@@ -163,7 +175,7 @@ def main() -> int:
         counts[verdict.kind] += 1
         quarantines += verdict.quarantines
         drawn.update(set(kinds_of(case_of(seed))))
-        if verdict.kind in ("refused", "not finite", "void"):
+        if verdict.kind in ("refused", "void"):
             texts[f"{verdict.kind}: {verdict.text}"] += 1
         if verdict.failed:
             print(

@@ -92,7 +92,7 @@ class Kept(Part):
 
 
 @leaf(
-    "kept view", "flat", "detached", "from init", "from init detached", "transposed", "rows", "unbound", "data",
+    "kept view", "flat", "detached", "from init", "from init detached", "transposed", "rows", "data",
     "numpy", "expanded", "every forward",
 )  # fmt: skip
 class KeptView(Part):
@@ -113,15 +113,12 @@ class KeptView(Part):
                 "detached": lambda: w.detach().view(-1),
                 "transposed": lambda: w.t(),
                 "rows": lambda: w[2:4],
-                "unbound": lambda: w.unbind(0),
                 "data": lambda: w.data,
                 "numpy": lambda: w.detach().numpy(),
                 "expanded": lambda: w[:1].expand(WIDTH, WIDTH),
             }[self.variant]()
         if self.variant == "rows":
             used = torch.cat([self.flat, w[2:]])
-        elif self.variant == "unbound":
-            used = torch.stack([*self.flat[:4], *w[4:]])
         elif self.variant == "numpy":
             used = w + torch.from_numpy(self.flat.copy())
         elif self.variant == "expanded":
@@ -291,7 +288,6 @@ SAVED_HOOKS: dict[str, Any] = {
     "numpy": lambda: saved_tensors_hooks(lambda t: t.detach().numpy(), torch.from_numpy),
     "detach": lambda: saved_tensors_hooks(lambda t: t.detach(), lambda t: t),
     "half": lambda: saved_tensors_hooks(lambda t: (t.half(), t.dtype), lambda packed: packed[0].to(packed[1])),
-    "allow mutation": lambda: torch.autograd.graph.allow_mutation_on_saved_tensors(),
     "closure": lambda: saved_tensors_hooks(lambda t: lambda: t, lambda packed: packed()),
     "view": lambda: saved_tensors_hooks(lambda t: t.view(-1) if t.is_contiguous() else t, lambda t: t),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from fuzz.case import Case, Loop, Setting
-from fuzz.model import Net
-from fuzz.optimizers import PARAMS, plain_optimizer
+from fuzz.model import Net, build
+from fuzz.optimizers import PARAMS, Masters, plain_optimizer
 from infinity import assembly
 from infinity.config import Config
 from infinity.engine import Engine
@@ -23,6 +23,8 @@ from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier
 
 WARMUP = 4
+LOSS_SCALE = 256.0
+"""Of fp16."""
 
 
 class Trainer(Protocol):
@@ -38,6 +40,33 @@ class Trainer(Protocol):
     def drop(self) -> None: ...
     def master(self, parameter: nn.Parameter) -> torch.Tensor: ...
     def state(self) -> dict[str, torch.Tensor]: ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
+    def gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]: ...
+    def resume(self) -> None:
+        """Go on from a checkpoint, in what the next process would make."""
+        ...
+
+    def keep(self, how: str) -> list[torch.Tensor]:
+        """What the loop keeps of the model, taken before an engine has it and after."""
+        ...
+
+
+def keep_before(model: nn.Module, how: str) -> list[torch.Tensor]:
+    """What is kept from before an engine."""
+    if how == "views before":
+        return [p.view(-1) for p in model.parameters() if p.is_contiguous()]
+    if how == "detached before":
+        return [p.detach() for p in model.parameters()]
+    if how == "named":
+        return list(dict(model.named_parameters()).values())
+    return list(model.parameters()) if how == "parameters" else []
+
+
+def keep_after(model: nn.Module, how: str) -> list[torch.Tensor]:
+    """What is kept of a model that an engine has."""
+    if how == "views":
+        return [p.view(-1) for p in model.parameters() if p.is_contiguous()]
+    return [p.detach() for p in model.parameters()] if how == "detached" else []
 
 
 def backwards_per_step(loop: Loop) -> int:
@@ -58,15 +87,19 @@ def parameter_groups(model: nn.Module, loop: Loop) -> list[dict[str, Any]]:
 
 
 class PlainTrainer:
-    """Plain PyTorch. exact: with the engine's update kernels in place of torch's optimizer."""
+    """Plain PyTorch, with fp32 masters of 16-bit parameters. exact: with the engine's update kernels in place of
+    torch's optimizer.
+    """
 
     def __init__(self, model: Net, case: Case, *, exact: bool = False) -> None:
         loop = case.loop
         self.model, self.exact, self.clip = model, exact, loop.clip
-        self.factor = 1.0 / backwards_per_step(loop)
+        self.loss_scale = LOSS_SCALE if loop.dtype == "fp16" else 1.0
+        self.masters = Masters(model, self.loss_scale) if loop.dtype != "fp32" else None
+        self.factor = self.loss_scale / backwards_per_step(loop)
         self.wanted, self.backwards = backwards_per_step(loop), 0
         trained = [
-            {**group, "params": [p for p in group["params"] if p.is_floating_point() and p.dtype == torch.float32]}
+            {**group, "params": [self._trained(p) for p in group["params"] if p.dtype == model.dtype]}
             for group in parameter_groups(model, loop)
         ]
         self.optimizer = plain_optimizer(loop.optimizer, trained, loop.clip, exact=exact)
@@ -74,12 +107,17 @@ class PlainTrainer:
         if loop.schedule == "config":  # as WarmupLR, linear
             self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, step / WARMUP))
 
+    def _trained(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self.masters[parameter] if self.masters is not None else parameter
+
     def forward(self, *args: Any) -> torch.Tensor:
         out: torch.Tensor = self.model(*args)
         return out
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         self.backwards += 1
+        if self.masters is not None:
+            self.masters.collect()
         return loss if self.factor == 1.0 else loss * self.factor
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -88,9 +126,14 @@ class PlainTrainer:
     def step(self) -> None:
         if self.backwards < self.wanted:
             return
+        if self.masters is not None:
+            self.masters.collect()
+            self.masters.adopt()
         if self.clip and not self.exact:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            nn.utils.clip_grad_norm_([p for group in self.optimizer.param_groups for p in group["params"]], self.clip)
         self.optimizer.step()
+        if self.masters is not None:
+            self.masters.publish()
         if self.scheduler is not None:
             self.scheduler.step()
         self.drop()
@@ -98,22 +141,60 @@ class PlainTrainer:
     def drop(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
+        if self.masters is not None:
+            self.masters.drop()
         self.backwards = 0
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
+        if self.masters is not None and parameter.requires_grad:
+            self.masters.adopt()
+            return self.masters[parameter].detach()
         return parameter.detach().float()
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def resume(self) -> None:
+        """Plain training goes on."""
+
+    def keep(self, how: str) -> list[torch.Tensor]:
+        return keep_before(self.model, how) or keep_after(self.model, how)
+
 
 class EngineTrainer:
-    """The engine, as a user calls it."""
+    """The engine, as a user calls it. To be closed."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.model: Any = engine.module
-        self.optimizer = engine.optimizer
+    def __init__(self, case: Case, setting: Setting, folder: Path) -> None:
+        self._case, self._setting, self._folder = case, setting, folder
+        self._open()
+
+    def _open(self) -> None:
+        self.model = build(self._case)
+        self._kept = keep_before(self.model, self._case.loop.kept)
+        self.engine = open_engine(self.model, self._case, self._setting, self._folder)
+        self.optimizer: torch.optim.Optimizer = self.engine.optimizer
+        self._kept = self._kept or keep_after(self.model, self._case.loop.kept)
+
+    def keep(self, how: str) -> list[torch.Tensor]:
+        return self._kept
+
+    def resume(self) -> None:
+        self.engine.save_checkpoint(self._folder / "checkpoints")
+        self.engine.close()
+        self._open()
+        self.engine.load_checkpoint(self._folder / "checkpoints")
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.engine.no_sync()
+
+    def gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        return infinity.GatheredParameters(parameters, modifier_rank=0)
 
     def forward(self, *args: Any) -> torch.Tensor:
         out: torch.Tensor = self.engine(*args)
@@ -146,6 +227,8 @@ def config_of(case: Case, setting: Setting, folder: Path) -> Config:
         "gradient_accumulation_steps": backwards_per_step(loop),
         "gradient_clipping": loop.clip,
         "steps_per_print": 0,
+        "bf16": {"enabled": loop.dtype == "bf16"},
+        "fp16": {"enabled": loop.dtype == "fp16", "loss_scale": LOSS_SCALE},
         "optimizer": {"type": loop.optimizer.split()[0], "params": PARAMS[loop.optimizer]},
         "zero_optimization": {
             "stage": setting.stage,
@@ -168,8 +251,7 @@ def config_of(case: Case, setting: Setting, folder: Path) -> Config:
     return Config.load(given)
 
 
-@contextmanager
-def opened(model: Net, case: Case, setting: Setting, folder: Path) -> Iterator[Engine]:
+def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> Engine:
     """An engine for the case, with slow devices where the setting asks for them."""
     device = LateDevice(delay=0.01) if setting.late in ("device", "both") else CpuDevice()
     tier = assembly.NvmeTier
@@ -177,8 +259,16 @@ def opened(model: Net, case: Case, setting: Setting, folder: Path) -> Iterator[E
         assembly.NvmeTier = LateNvmeTier  # type: ignore[misc]
     try:
         groups = parameter_groups(model, case.loop) if case.loop.groups > 1 else None
-        engine = Engine(model, config_of(case, setting, folder), groups, device=device)
+        return Engine(model, config_of(case, setting, folder), groups, device=device)
     finally:
         assembly.NvmeTier = tier  # type: ignore[misc]
-    with engine:
-        yield engine
+
+
+@contextmanager
+def opened(case: Case, setting: Setting, folder: Path) -> Iterator[EngineTrainer]:
+    """An engine's trainer, which is closed at the end."""
+    trainer = EngineTrainer(case, setting, folder)
+    try:
+        yield trainer
+    finally:
+        trainer.engine.close()
