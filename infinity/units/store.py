@@ -150,8 +150,12 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         assert unit.transfer is not None
-        transfer, unit.transfer = unit.transfer, None
         began = time.perf_counter()
+        if unit.job is not None and unit.layout.dtype != torch.float32:
+            # Which elements of 16-bit parameters a user edits is told from what the tier has, where masters are kept
+            # beside them: the write of the update must not take edits along.
+            unit.job.done.wait()
+        transfer, unit.transfer = unit.transfer, None
         try:
             self._device.await_copy(transfer)
         except BaseException:
@@ -187,15 +191,10 @@ class UnitStore:
         unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
 
     def _follow_update(self, unit: Unit) -> None:
-        """UPDATING → FETCHING: what the update leaves in the buffer is the unit, once the other shards are gathered.
-
-        And, where masters are kept beside 16-bit parameters, once it is written back: which elements a user edits in
-        the buffer is told from what the tier has, so the write must not take edits along.
-        """
+        """UPDATING → FETCHING: what the update leaves in the buffer is the unit, once the other shards are gathered."""
         assert unit.job is not None
         unit.move(Residency.FETCHING)
-        ready = unit.job.computed if unit.layout.dtype == torch.float32 else unit.job.done
-        unit.transfer = self._ranks.all_gather(unit.flat(), ready, unit.index)
+        unit.transfer = self._ranks.all_gather(unit.flat(), unit.job.computed, unit.index)
 
     def prefetch(self) -> None:
         """Start to fetch the units that the trace says come next, as far as `prefetch_bytes` and the pool reach."""
