@@ -87,7 +87,7 @@ def test_training_goes_on(grad: bool, install: str, place: dict[str, Any], make_
         marks.append(footprint(engine))
     assert marks[2:] == marks[2:3] * 18
     assert marks[-1]["depth"] == 0 and not any(marks[-1]["holds"]) and marks[-1]["hooks"] is None
-    seen += training(BATCHES[3:], evaluated)(loop)
+    seen += training(BATCHES[3:], lambda loop, number: evaluated(loop, number + 3))(loop)
     assert_like(seen, expected)
     assert_like(parameters_of(engine), {n: p.detach() for n, p in reference.model.named_parameters()})
     assert_nothing_leaked(engine)
