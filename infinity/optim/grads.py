@@ -65,7 +65,10 @@ class GradCollector:
         self._store = store
         self._open: dict[int, _Open] = {}
         self._arrivals: dict[int, int] = {}
-        self._expected: dict[int, int] = {}
+        self._trained: dict[int, list[bool]] = {}
+        """unit → which of its parameters required a gradient when the first one arrived in this backward."""
+        self._expected: dict[int, tuple[int, list[bool]]] = {}
+        """unit → arrivals in the backward before, and what it trained: a user may freeze and unfreeze parameters."""
         self._passed: set[int] = set()
         """Units that backward has used for the last time; with several ranks."""
         self._late: set[int] = set()
@@ -126,11 +129,13 @@ class GradCollector:
         squares = collecting.squares
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1
+        if index not in self._trained:
+            self._trained[index] = unit.trained()
         if index in self._passed:
             self._late.add(index)
-        complete = self._arrivals[index] == self._expected.get(index, len(unit.parameters))
-        if complete and self._sends and self._ranks.alone:
-            self._send(unit, complete=True)
+        expected, trained = self._expected.get(index, (len(unit.parameters), None))
+        if self._arrivals[index] == expected and self._sends and self._ranks.alone:
+            self._send(unit, complete=trained == self._trained[index])
 
     @uninterrupted()
     def moved_on(self, to: Unit, finished: Callable[[int], bool]) -> None:
@@ -199,7 +204,8 @@ class GradCollector:
             return False
         if self._sends:
             self.send_all()
-        self._expected, self._arrivals = self._arrivals, {}
+        self._expected = {index: (number, self._trained[index]) for index, number in self._arrivals.items()}
+        self._arrivals, self._trained = {}, {}
         self._punctual |= self._passed
         self._punctual -= self._late
         self._passed = set()
@@ -283,7 +289,7 @@ class GradCollector:
         for collecting in self._open.values():
             collecting.lease.release()
         self._open = {}
-        self._arrivals = {}
+        self._arrivals, self._trained = {}, {}
         self._passed = set()
         self._store.discard()
         self._sent_live = set()

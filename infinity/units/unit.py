@@ -106,6 +106,11 @@ class Unit:
             self.steps[slot] += 1
         return {slot: self.steps[slot] for slot in slots}
 
+    def trained(self) -> list[bool]:
+        """By slot, whether the parameter requires a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter.requires_grad for parameter in self.parameters]
+
     @property
     def references(self) -> int:
         """Tensors that autograd saved out of the unit and may still ask for.

@@ -96,7 +96,7 @@ def test_training_goes_on(grad: bool, install: str, place: dict[str, Any], make_
 def evaluated(loop: Any, number: int) -> Any:
     """A loss without gradients, an edit, and what was edited."""
     with torch.no_grad():
-        found = loop.model(*BATCHES[number]).item()
+        found = loop.model(*BATCHES[0]).item()
         loop.model.layers[4].weight.clamp_(-0.17, 0.17)
     return found, loop.model.layers[4].weight.detach().clone()
 
