@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 from infinity.errors import UsageError
 from infinity.units import residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
+from infinity.units.local import unwrapped
+from infinity.units.modes import transformed
 from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
@@ -72,6 +74,8 @@ class UnitParameters(dict[str, Any]):
                 f"{name}.data, or edit it in place."
             )
         if managed is not None:
+            if value is not managed and isinstance(value, torch.Tensor) and residents.owner_of(unwrapped(value)):
+                raise transformed(name)  # the wrapper has taken what the parameter was while released
             index = self._units[name].index
             self._replaced[index] += (self.get(name) is managed) - (value is managed)
             if not self._replaced[index]:

@@ -66,9 +66,16 @@ def of_spec(values: torch.Tensor, spec: Any) -> torch.Tensor:
     return whole
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a wrapper of torch.func's, whose type is torch.Tensor too; any other as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether `tensor` has memory of its own, and is no wrapper around others that have."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
         return False
     return type(tensor) in _PLAIN or not (
         is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor)

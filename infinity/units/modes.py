@@ -10,7 +10,26 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from infinity.errors import UsageError
+
 _NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def in_derivative() -> bool:
+    """Whether a transform of torch.func but vmap is active: its graphs are its own, without saved-tensor hooks."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def transformed(name: str) -> UsageError:
+    """name: of a unit whose parameters a derivative of torch.func needs."""
+    return UsageError(
+        f"a derivative by torch.func (grad, vjp, jvp, jacrev, hessian) needs the parameters of {name}, whose memory an "
+        "engine lends to other units before it is finished. Use torch.autograd.grad or torch.autograd.functional, or "
+        "give torch.func.functional_call tensors of your own for all parameters (p.detach().clone())."
+    )
 
 
 def outside_modes() -> AbstractContextManager[object]:

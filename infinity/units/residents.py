@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from infinity.units.local import has_storage, local
+from infinity.units.local import has_storage, local, unwrapped
 
 if TYPE_CHECKING:
     from infinity.units.store import UnitStore
@@ -66,7 +66,7 @@ def remove_buffer(unit: Unit) -> None:
 
 def behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
     """The resident unit whose buffer `tensor` views, and its store."""
-    values = local(tensor)
+    values = unwrapped(local(tensor))
     found = _buffers.get(values.untyped_storage().data_ptr()) if has_storage(values) else None
     if found is None:
         return None

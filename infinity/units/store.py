@@ -32,7 +32,7 @@ from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import released, residents
-from infinity.units.modes import outside_modes
+from infinity.units.modes import in_derivative, outside_modes, transformed
 from infinity.units.scope import Scope
 from infinity.units.unit import Residency, Unit
 from infinity.units.views import KeptBuffer
@@ -97,6 +97,8 @@ class UnitStore:
                 "overwritten the parameters of before. Call engine.step() first, or set infinity.update to "
                 '"next_forward", which changes nothing before engine.step().'
             )
+        if in_derivative():
+            raise transformed(unit.name)
         news = self.tracer.touch(unit.index)
         if news:
             self.on_move(unit, self.tracer.passed)
