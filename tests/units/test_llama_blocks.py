@@ -92,16 +92,7 @@ BATCHES = [
     [
         pytest.param(False, None, id="fp32-plain"),
         pytest.param(False, True, id="fp32-reentrant"),
-        pytest.param(
-            False,
-            False,
-            id="fp32-non-reentrant",
-            marks=pytest.mark.xfail(
-                raises=UserWarning,
-                strict=False,
-                reason="Recomputation keeps views of all units of a block: now and then a buffer is given up.",
-            ),
-        ),
+        pytest.param(False, False, id="fp32-non-reentrant"),
         pytest.param(True, None, id="bf16-plain"),
         pytest.param(True, True, id="bf16-reentrant"),
         pytest.param(True, False, id="bf16-non-reentrant"),
