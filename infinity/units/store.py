@@ -295,10 +295,12 @@ class UnitStore:
                     self._arrive(self.units[index])
 
     def _shows_past(self, unit: Unit) -> bool:
-        """Whether views of the unit show what its parameters were before an update."""
+        """Whether views of the unit show what its parameters, or other ranks' shards of them, were before an update."""
+        if unit.index in self._viewed:
+            return True
         kept = self._kept.get(unit.index)
         if kept is None:
-            return unit.index in self._viewed
+            return False
         due = unit.pending_job is not None or kept.generation != unit.generation
         return due and self._pool.is_referenced(kept.buffer)
 

@@ -1,0 +1,186 @@
+"""Parameters and views that somebody keeps, and edits of them: what runs in the processes of a `support.ranks.Group`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from multirank.cases import SAMPLES
+from support.configs import engine_config
+from support.lifetime import assert_nothing_leaked
+from support.loops import open_engine, parameters_of
+from support.models import seeded, vector_batches
+
+STEPS = 5
+
+
+class Layer(nn.Module):
+    """hooks: installed around the product. edit: of the weight, in each forward."""
+
+    def __init__(self, edit: Callable[[torch.Tensor], None] | None = None, hooks: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+        self.edit, self.hooks = edit, hooks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.edit is not None:
+            self.edit(self.weight)
+        if self.hooks:
+            with saved_tensors_hooks(lambda t: t, lambda t: t):
+                return x + 0.3 * torch.tanh(F.linear(x, self.weight))
+        return x + 0.3 * torch.tanh(F.linear(x, self.weight))
+
+
+class Net(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(**options) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, targets)
+
+
+def clamp(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.3, 0.3)
+
+
+def shrink_data(weight: torch.Tensor) -> None:
+    weight.data.mul_(0.98)
+
+
+def shrink_numpy(weight: torch.Tensor) -> None:
+    weight.detach().numpy()[...] *= 0.98
+
+
+EDITS: dict[str, Callable[[torch.Tensor], None]] = {
+    "in place": clamp,
+    "data": shrink_data,
+    "numpy": shrink_numpy,
+}
+
+After = Callable[[Any, int], Any]
+
+
+def views_of(model: Any) -> list[Any]:
+    layers = model.layers
+    return [layers[0].weight.data, layers[2].weight.detach()[3], layers[4].weight.detach().numpy()]
+
+
+def story_of(name: str, model: Any, rank: int) -> After:
+    """What is done after each step, which is the same on all ranks but for who keeps views."""
+    kept = [layer.weight for layer in model.layers]
+    taken: list[Any] = []
+
+    def views(model: Any, number: int) -> Any:
+        if number == 0:
+            taken.extend(views_of(model))
+        return [float(view.sum()) for view in taken]
+
+    def views_of_one_rank(model: Any, number: int) -> Any:
+        if number == 1:
+            taken.extend(views_of(model) if rank == 1 else [float(view.sum()) for view in views_of(model)])
+        return [float(view.sum()) for view in taken] if rank == 1 else None
+
+    def edited_views(model: Any, number: int) -> Any:
+        if number == 0:
+            taken.extend(views_of(model))
+        taken[0].mul_(0.98)
+        taken[1].zero_()
+        taken[2][...] *= 0.97
+        return [float(view.sum()) for view in taken]
+
+    def edited_views_later(model: Any, number: int) -> Any:
+        """After a forward without gradients has evicted them."""
+        if number == 0:
+            taken.extend(views_of(model))
+        with torch.no_grad():
+            model(torch.zeros(4, 32), torch.zeros(4, 32))
+        return edited_views(model, 1)
+
+    def parameters(model: Any, number: int) -> Any:
+        for weight in kept[1:4]:
+            shrink_data(weight)
+        clamp(kept[number])
+        return [float(weight.detach().sum()) for weight in kept]
+
+    def freezing(model: Any, number: int) -> Any:
+        model.layers[2].requires_grad_(number % 2 == 1)
+        model.layers[0].requires_grad_(number % 3 == 1)
+        return [float(weight.detach().sum()) for weight in kept]
+
+    def nothing(model: Any, number: int) -> None:
+        return None
+
+    stories: dict[str, After] = {
+        "views": views,
+        "views of one rank": views_of_one_rank,
+        "edited views": edited_views,
+        "edited views, later": edited_views_later,
+        "parameters": parameters,
+        "freezing": freezing,
+        "nothing": nothing,
+    }
+    return stories[name]
+
+
+def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return vector_batches(STEPS, batch=SAMPLES, seed=7 + rank)
+
+
+def told(
+    rank: int, *, story: str, folder: str, edit: str = "", hooks: bool = False, leaks: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Losses of this rank, what the story saw and all parameters at the end."""
+    warnings.filterwarnings("ignore", "something still refers")
+    try:
+        config = engine_config(folder=folder, micro=SAMPLES, unit_size=4096, prefetch_bytes=0, **options)
+        with open_engine(seeded(lambda: Net(edit=EDITS.get(edit), hooks=hooks)), config) as engine:
+            after = story_of(story, engine.module, rank)
+            losses, seen = [], []
+            for number, batch in enumerate(batches(rank)):
+                loss = engine(*batch)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                seen.append(after(engine.module, number))
+            del loss
+            values = parameters_of(engine)
+            if not leaks:
+                assert_nothing_leaked(engine)
+        return {"losses": losses, "seen": seen, "values": values}
+    finally:
+        warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
+
+
+def plain(ranks: int, *, story: str, edit: str = "", bf16: bool = False) -> dict[str, Any]:
+    """The same with plain PyTorch: the gradient is the mean over the ranks' batches."""
+    model = seeded(lambda: Net(edit=EDITS.get(edit)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    after = story_of(story, model, 1)
+    losses, seen = [], []
+    every = [batches(rank) for rank in range(ranks)]
+    for number in range(STEPS):
+        # Each rank's forward edits; on one model that is done once.
+        states = [parameter.detach().clone() for parameter in model.parameters()]
+        of_ranks = []
+        for rank in range(ranks):
+            with torch.no_grad():
+                for parameter, state in zip(model.parameters(), states, strict=True):
+                    parameter.copy_(state)
+            loss = model(*every[rank][number])
+            (loss / ranks).backward()
+            of_ranks.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(of_ranks)
+        seen.append(after(model, number))
+    return {"losses": losses, "seen": seen, "values": {n: p.detach() for n, p in model.named_parameters()}}

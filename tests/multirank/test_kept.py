@@ -1,0 +1,64 @@
+"""Kept parameters and views, edits, hooks of the user's and freezing on two ranks, each beside a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multirank import kept_cases
+from support.beside import assert_like
+from support.ranks import Group
+
+STAGES = pytest.mark.parametrize("stage", [0, 2, 3])
+SCHEDULES = pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
+
+
+def assert_like_plain(pair: Group, story: str, stage: int, folder: Path, edit: str = "", **options: Any) -> None:
+    places = {} if stage == 3 else {"param": "none", "optim": "cpu"}
+    found = pair.run(kept_cases.told, story=story, folder=str(folder), edit=edit, stage=stage, **places, **options)
+    expected = kept_cases.plain(2, story=story, edit=edit)
+    assert_like([list(losses) for losses in zip(*(o["losses"] for o in found), strict=True)], expected["losses"])
+    for outcome in found:
+        if story != "views of one rank" or outcome is found[1]:
+            assert_like(outcome["seen"], expected["seen"])
+        assert_like(outcome["values"], expected["values"])
+
+
+@STAGES
+@SCHEDULES
+@pytest.mark.parametrize("story", ["views", "views of one rank"])
+def test_views_show_what_each_step_made(pair: Group, story: str, update: str, stage: int, tmp_path: Path) -> None:
+    assert_like_plain(pair, story, stage, tmp_path, update=update)
+
+
+@STAGES
+@pytest.mark.parametrize("story", ["edited views", "edited views, later"])
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_edits_through_views(pair: Group, story: str, update: str, stage: int, tmp_path: Path) -> None:
+    assert_like_plain(pair, story, stage, tmp_path, update=update)
+
+
+@STAGES
+@SCHEDULES
+def test_edits_through_kept_parameters(pair: Group, update: str, stage: int, tmp_path: Path) -> None:
+    assert_like_plain(pair, "parameters", stage, tmp_path, update=update, leaks=False)
+
+
+@STAGES
+@pytest.mark.parametrize("edit", list(kept_cases.EDITS))
+def test_edits_in_the_forward(pair: Group, edit: str, stage: int, tmp_path: Path) -> None:
+    assert_like_plain(pair, "nothing", stage, tmp_path, edit=edit, leaks=False)
+
+
+@STAGES
+@SCHEDULES
+def test_hooks_around_an_operation(pair: Group, update: str, stage: int, tmp_path: Path) -> None:
+    assert_like_plain(pair, "nothing", stage, tmp_path, hooks=True, update=update)
+
+
+@STAGES
+@SCHEDULES
+def test_freezing(pair: Group, update: str, stage: int, tmp_path: Path) -> None:
+    assert_like_plain(pair, "freezing", stage, tmp_path, update=update, leaks=False)
