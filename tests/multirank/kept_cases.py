@@ -1,4 +1,4 @@
-"""Parameters and views that somebody keeps, and edits of them: what runs in the processes of a `support.ranks.Group`."""
+"""Kept parameters and views, and edits of them: what runs in the processes of a `support.ranks.Group`."""
 
 from __future__ import annotations
 
