@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import UsageError
+from infinity.units.compiled import eager
 from infinity.units.residents import Owner, owner_of
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -100,6 +101,7 @@ class Released:
     """The type that the parameter has while its unit is resident."""
 
     @classmethod
+    @eager
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -117,6 +119,7 @@ class Released:
                 args, kwargs = tree_map_only(nn.Parameter, _alias, (args, kwargs))
             return func(*args, **kwargs)
 
+    @eager
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _whole([_owner(self)]):
             return copy.deepcopy(self, memo)
