@@ -26,6 +26,7 @@ from infinity.tiers.transfer import DONE
 from infinity.units.compiled import eager
 from infinity.units.layout import Slot
 from infinity.units.local import local_gradient
+from infinity.units.released import take_grad
 from infinity.units.unit import Unit
 
 _ZEROED = 16 << 10
@@ -107,9 +108,9 @@ class GradCollector:
         def arrived(parameter: torch.Tensor) -> None:
             alive = collector()
             if alive is not None:
-                gradient, parameter.grad = parameter.grad, None
-                assert gradient is not None
-                alive.arrive(alive._units[index], slot, local_gradient(parameter, gradient))
+                gradient = take_grad(parameter)
+                if gradient is not None:  # else a hook of the user's has taken it
+                    alive.arrive(alive._units[index], slot, local_gradient(parameter, gradient))
 
         return arrived
 
@@ -128,6 +129,7 @@ class GradCollector:
             gradient = gradient.to_dense()
         squares = collecting.squares
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
+        unit.collected.add(slot)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1
         if index not in self._trained:
             self._trained[index] = unit.trained()
@@ -280,8 +282,7 @@ class GradCollector:
     def end_step(self) -> None:
         """Forget the step: its gradients belong to the update now."""
         self._store.forget()
-        self._sent_live = set()
-        self.complete = False
+        self._forget_arrivals()
 
     @uninterrupted()
     def discard(self) -> None:
@@ -292,5 +293,10 @@ class GradCollector:
         self._arrivals, self._trained = {}, {}
         self._passed = set()
         self._store.discard()
+        self._forget_arrivals()
+
+    def _forget_arrivals(self) -> None:
+        for unit in self._units:
+            unit.collected.clear()
         self._sent_live = set()
         self.complete = False

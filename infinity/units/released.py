@@ -34,7 +34,6 @@ _GETTERS = (
     "_version",
     "device",
     "dtype",
-    "grad",
     "grad_dtype",
     "grad_fn",
     "is_cpu",
@@ -55,7 +54,7 @@ _GETTERS = (
     "retains_grad",
     "shape",
 )
-_SETTERS = ("_backward_hooks", "_post_accumulate_grad_hooks", "grad", "requires_grad")
+_SETTERS = ("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
 _METHODS = (
     "__len__",
     "backward",
@@ -87,6 +86,8 @@ def _metadata() -> Iterator[Any]:
 
 
 _METADATA = frozenset(_metadata())
+_grad: Any = torch.Tensor.grad
+_GRAD = (_grad.__get__, _grad.__set__, _grad.__delete__)
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
 """They take tensors to find gradients for, and ask nothing of their values."""
 _WRITES = re.compile(r"(?!__).*_$|__i\w+__$|__[gs]et(item)?__$")
@@ -109,6 +110,10 @@ class Released:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _GRAD:
+            _check_grad(args[0], *(args[1:] if func is not _GRAD[0] else ()))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)
         # A checkpoint counts what it saves in forward and in recomputation, where this may be another kind of use: its
@@ -123,6 +128,34 @@ class Released:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _whole([_owner(self)]):
             return copy.deepcopy(self, memo)
+
+
+def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Empty `parameter.grad`, for the engine."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, parameter.grad = parameter.grad, None
+    return gradient
+
+
+def _check_grad(parameter: Any, *value: Any) -> None:
+    """UsageError where the user's code reads or sets a `.grad` that the engine has taken: clipping by hand would see
+    None, and train otherwise than the loop it is written in. value: what is to be set, if anything.
+    """
+    owner = owner_of(parameter)
+    if owner is None:
+        return
+    name = owner.unit.layout.slots[owner.slot].name
+    if owner.slot in owner.unit.collected:
+        raise UsageError(
+            f"{name}.grad was {'set' if value else 'read'} between backward and engine.step(), and the engine has "
+            'taken the gradient. To clip, set "gradient_clipping"; to read or change it, use infinity.get_full_grad() '
+            "and infinity.set_full_grad(); to drop the gradients of the step, engine.drop_gradients()."
+        )
+    if value and value[0] is not None and torch._C._current_graph_task_id() == -1 and owner.unit.layout.trainable:
+        raise UsageError(
+            f"{name}.grad was set by hand: the engine updates with gradients that a backward leaves. Call backward, "
+            "and then infinity.set_full_grad(), before engine.step()."
+        )
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

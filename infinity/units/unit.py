@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from infinity.errors import LifetimeError, ResidencyError
+from infinity.errors import LifetimeError, ResidencyError, UsageError
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import released
@@ -92,6 +92,8 @@ class Unit:
         """
         self.copied: Transfer = DONE
         """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
+        self.collected: set[int] = set()
+        """Slots whose gradient of the present step the engine has taken from `.grad`."""
         self.fingerprint: int | None = None
         """Of the bytes that the tiers hold, by `Device.fingerprint`; None: unknown, since they were written anew."""
         self.strides = [_strides(slot.shape) for slot in layout.slots]
@@ -164,11 +166,15 @@ class Unit:
     def adopt_assigned(self) -> None:
         """Copy data that a user assigned (`parameter.data = …`) into the buffer, and view it again.
 
-        Raises LifetimeError for data of another shape, which is dropped.
+        The data is dropped, and an error raised: LifetimeError if it is of another shape; UsageError if somebody has a
+        view of the buffer, which in a plain loop would keep what was there before.
         """
         present = self._present_views()
         if present == self._views:
             return
+        assert self.lease is not None
+        unchanged = sum(now == bound for now, bound in zip(present, self._views, strict=True))
+        viewed = self.lease.is_referenced(beyond=unchanged)
         flat = self.flat()
         guarded = released.is_released(self.parameters[0])
         released.restore(self.parameters)
@@ -182,6 +188,12 @@ class Unit:
                     f"{slot.name} was given data of shape {list(assigned.shape)} while an engine has the model, where "
                     f"its shape is {list(view.shape)}: the data was dropped. Close the engine, change the model and "
                     "make a new one."
+                )
+            if viewed:
+                raise UsageError(
+                    f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, "
+                    "a detached tensor or an array that somebody keeps, which would no longer follow them. The data "
+                    f"was dropped. Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
                 )
             view.copy_(assigned.clone())  # which may be a view of the same memory
         if guarded:
