@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
 from infinity.errors import LifetimeError
 from infinity.units import residents
@@ -83,11 +84,12 @@ class _Reference:
         made._of(unit, store, version_of(unit.parameters[slot]))
         return made
 
-    def _of(self, unit: Unit, store: UnitStore, version: int) -> None:
+    def _of(self, unit: Unit, store: UnitStore, version: int | None) -> None:
         self.unit = unit
         self.store = store
         self.generation = unit.generation
         self.version = version
+        """None: an edit since then is right."""
         self.token = unit.token
 
     def view(self) -> torch.Tensor:
@@ -100,7 +102,7 @@ class _Reference:
             )
         self.store.use(unit)
         parameter = unit.parameters[self.slot]
-        if (version := version_of(parameter)) != self.version:
+        if self.version is not None and (version := version_of(parameter)) != self.version:
             raise LifetimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"parameter {unit.layout.slots[self.slot].name} is at version {version}, but version "
@@ -149,6 +151,10 @@ class SavedTensors:
         self._on_unpack = on_unpack
         self._unpack_hook = self._unpack
         """One object, by which the hooks are recognised."""
+
+    def notice(self) -> None:
+        """Something of the model happens, in a backward or not."""
+        self._on_unpack()
 
     def install(self, *, over_others: bool = True) -> bool:
         """Make these the hooks of this thread. False, where they are already, or torch.func forbids hooks, or there are
@@ -215,12 +221,20 @@ def _pack(tensor: torch.Tensor) -> Any:
 
 
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
-    """As `_pack`, where the user's hooks get what is in no unit."""
+    """As `_pack`, where the user's hooks get what is in no unit.
+
+    A checkpoint would compute again what it saves, after any edit: what backward gets are the present values.
+    """
+    recomputed = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
 
     @eager
     def over(tensor: torch.Tensor) -> Any:
         with outside_modes():
             reference = _reference(tensor)
-        return _Passed(unpack, pack(tensor)) if reference is None else reference
+        if reference is None:
+            return _Passed(unpack, pack(tensor))
+        if recomputed:
+            reference.version = None
+        return reference
 
     return over

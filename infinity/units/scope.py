@@ -43,6 +43,9 @@ class Scope:
         if self.depth == 0:
             if on_first is not None:
                 on_first()
+            # A reentrant checkpoint computes again: seen here, in the task of the backward that asks for it. The task
+            # of the checkpoint's own backward alone would not show where the outermost one ends.
+            self.saved.notice()
             self._thread = thread
             self._autocast_cache = torch.is_autocast_cache_enabled()
             for unit in self.resident.values():

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from conftest import OpenEngine
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.lifetime import assert_trains_like_plain
-from support.loops import open_engine, train
+from support.loops import open_engine, parameters_of, train
 from support.models import Block, Stack, seeded, token_batches
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -187,3 +188,100 @@ def test_units_are_updated_during_backward_all_the_same(reentrant: bool) -> None
         engine.backward(engine(*BATCHES[0]))
         assert len(engine.parts.collector._sent_live) >= len(engine.units) - 1
         engine.step()
+
+
+def test_backwards_of_a_reentrant_checkpoint_around_the_engine_are_counted_apart() -> None:
+    """Two that follow each other: the model's code runs in them only as it is computed again."""
+    results = []
+    for reentrant in (True, False):
+        with open_engine(seeded(Stack), engine_config(accumulation=2)) as engine:
+            for tokens, targets in BATCHES:
+                weight = torch.ones((), requires_grad=True)
+                loss = checkpoint(
+                    lambda weight, tokens=tokens, targets=targets: engine(tokens, targets) * weight,
+                    weight,
+                    use_reentrant=reentrant,
+                )
+                engine.scale(loss).backward(retain_graph=True)
+                engine.scale(0.5 * loss).backward()
+                engine.step()
+            assert engine.global_steps == len(BATCHES)
+            results.append(parameters_of(engine))
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name])
+
+
+class EditedEachTime(nn.Module):
+    """Its forward edits a weight in place, and so does its recomputation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = Block(width)
+
+    def edited(self, x: torch.Tensor) -> torch.Tensor:
+        self.block.up.weight.detach().mul_(0.9)
+        out: torch.Tensor = self.block(x)
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.edited, x, use_reentrant=False)
+        return out
+
+
+@SCHEDULES
+def test_an_edit_in_what_is_computed_again(options: dict[str, Any]) -> None:
+    """A checkpoint asks for present values, so that PyTorch has no version to compare."""
+
+    def make() -> Stack:
+        model = Stack()
+        model.blocks = nn.ModuleList(EditedEachTime(32) for _ in range(6))
+        return model
+
+    assert_trains_like_plain(make, BATCHES, units=8, **options)
+
+
+class Statistics(nn.Module):
+    """A frozen parameter, read and edited in a part of a block that is computed again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(width), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return x - self.mean
+
+
+class Centred(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block, self.statistics = Block(width), Statistics(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(lambda x: self.statistics(self.block(x)), x, use_reentrant=False)
+        return out
+
+
+@pytest.mark.parametrize("wanted", [None, "weight", "weight with zeros"])
+def test_gradients_that_are_asked_for_by_parameter(wanted: str | None, make_engine: OpenEngine) -> None:
+    """`torch.autograd.grad(loss, parameter)`: what is computed again in it fetches parameters as any other code."""
+
+    def make() -> Stack:
+        model = Stack()
+        model.blocks = nn.ModuleList(Centred(32) for _ in range(6))
+        return model
+
+    engine, model = make_engine(seeded(make)), seeded(make)
+    for batch in BATCHES[:3]:
+        found = []
+        for module in (engine.module, model):
+            unused = nn.Parameter(torch.ones(3))
+            inputs = {"weight": module.blocks[2].block.up.weight, "head": module.head.weight, "unused": unused}
+            options = {"materialize_grads": True} if wanted == "weight with zeros" else {"allow_unused": True}
+            asked = inputs if wanted is None else list(inputs.values())
+            gradients = torch.autograd.grad(module(*batch), asked, **options)
+            found.append(list(gradients.values()) if isinstance(gradients, dict) else gradients)
+        for one, other in zip(*found, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other)
