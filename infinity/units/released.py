@@ -250,7 +250,7 @@ def _released_type(kind: type) -> type:
 
 
 def is_released(parameter: object) -> bool:
-    """Whether `parameter` is of a released unit and its memory holds no values."""
+    """Whether `parameter` has the type that fetches its unit: always so where its memory holds no values."""
     return isinstance(parameter, Released)
 
 

@@ -42,6 +42,7 @@ class _Reference:
     """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive."""
 
     __slots__ = (
+        "assigned",
         "conj",
         "dtype",
         "generation",
@@ -57,6 +58,9 @@ class _Reference:
         "version",
     )
 
+    assigned: int | None
+    """How often data had been assigned to the parameter; None: later data is right."""
+
     def __init__(self, saved: torch.Tensor, unit: Unit, store: UnitStore) -> None:
         tensor = local(saved)
         self.dtype = tensor.dtype
@@ -69,6 +73,8 @@ class _Reference:
         self.spec = spec_of(saved)
         self.slot = unit.layout.slot_at(self.offset * tensor.element_size() // unit.layout.dtype.itemsize)
         self._of(unit, store, version_of(unit.parameters[self.slot]))
+        # autograd saves a parameter itself, whose new data it finds then, and of anything else the memory.
+        self.assigned = None if saved is unit.parameters[self.slot] else unit.assignments[self.slot]
 
     @classmethod
     def to_released(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
@@ -88,6 +94,7 @@ class _Reference:
         self.unit = unit
         self.store = store
         self.generation = unit.generation
+        self.assigned = None
         self.version = version
         """None: an edit since then is right."""
         self.token = unit.token
@@ -107,6 +114,11 @@ class _Reference:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"parameter {unit.layout.slots[self.slot].name} is at version {version}, but version "
                 f"{self.version} was saved. Edit parameters after backward, under torch.no_grad()."
+            )
+        if self.assigned is not None and unit.assigned(self.slot) != self.assigned:
+            raise LifetimeError(
+                f"{unit.layout.slots[self.slot].name}.data was assigned between forward and backward, which needs the "
+                "values of before: assign before forward or after backward."
             )
         assert unit.lease is not None
         with outside_modes():
@@ -234,7 +246,7 @@ def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
         if reference is None:
             return _Passed(unpack, pack(tensor))
         if recomputed:
-            reference.version = None
+            reference.version = reference.assigned = None
         return reference
 
     return over

@@ -111,6 +111,8 @@ class UnitStore:
 
     def hold(self, unit: Unit) -> None:
         self.use(unit)
+        if not unit.holds:
+            unit.adopt_assigned()  # so that a checkpoint sees the same tensors now and as it computes again
         unit.holds += 1
 
     def unhold(self, unit: Unit) -> None:

@@ -94,6 +94,8 @@ class Unit:
         """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
         self.collected: set[int] = set()
         """Slots whose gradient of the present step the engine has taken from `.grad`."""
+        self.assignments = [0] * len(parameters)
+        """By slot, how often data was assigned to the parameter and taken over."""
         self.fingerprint: int | None = None
         """Of the bytes that the tiers hold, by `Device.fingerprint`; None: unknown, since they were written anew."""
         self.strides = [_strides(slot.shape) for slot in layout.slots]
@@ -173,31 +175,43 @@ class Unit:
         if present == self._views:
             return
         assert self.lease is not None
+        if self.job is not None:
+            self.job.done.wait()  # its write refers to the buffer too
         unchanged = sum(now == bound for now, bound in zip(present, self._views, strict=True))
         viewed = self.lease.is_referenced(beyond=unchanged)
-        flat = self.flat()
-        guarded = released.is_released(self.parameters[0])
+        flat, guarded = self.flat(), released.is_released(self.parameters[0])
         released.restore(self.parameters)
-        for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
-            if present[number] == self._views[number]:
-                continue
-            view, assigned = flat.as_strided(*self._places[number]), local(parameter).data
-            set_local(parameter, view)
-            if assigned.shape != view.shape:
-                raise LifetimeError(
-                    f"{slot.name} was given data of shape {list(assigned.shape)} while an engine has the model, where "
-                    f"its shape is {list(view.shape)}: the data was dropped. Close the engine, change the model and "
-                    "make a new one."
-                )
-            if viewed:
-                raise UsageError(
-                    f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, "
-                    "a detached tensor or an array that somebody keeps, which would no longer follow them. The data "
-                    f"was dropped. Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
-                )
-            view.copy_(assigned.clone())  # which may be a view of the same memory
-        if guarded:
-            released.release(self.parameters)
+        try:
+            for number in (n for n, view in enumerate(self._views) if present[n] != view):
+                self._adopt(number, flat, viewed=viewed)
+        finally:
+            if guarded:
+                released.release(self.parameters)
+
+    def _adopt(self, number: int, flat: torch.Tensor, *, viewed: bool) -> None:
+        parameter, slot = self.parameters[number], self.layout.slots[number]
+        view, assigned = flat.as_strided(*self._places[number]), local(parameter).data
+        set_local(parameter, view)
+        if assigned.shape != view.shape:
+            raise LifetimeError(
+                f"{slot.name} was given data of shape {list(assigned.shape)} while an engine has the model, where its "
+                f"shape is {list(view.shape)}: the data was dropped. Close the engine, change the model and make a new "
+                "one."
+            )
+        if viewed:
+            raise UsageError(
+                f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, a "
+                "detached tensor or an array that somebody keeps, which would no longer follow them. The data was "
+                f"dropped. Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
+            )
+        self.assignments[number] += 1
+        view.copy_(assigned.clone())  # which may be a view of the same memory
+
+    def assigned(self, slot: int) -> int:
+        """How often data was assigned to the parameter of a resident unit, as far as can be told."""
+        with torch._C.DisableTorchFunctionSubclass():
+            pending = local(self.parameters[slot]).data_ptr() != self._views[slot][0]
+        return self.assignments[slot] + pending
 
     def _present_views(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         with torch._C.DisableTorchFunctionSubclass():

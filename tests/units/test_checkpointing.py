@@ -211,33 +211,20 @@ def test_backwards_of_a_reentrant_checkpoint_around_the_engine_are_counted_apart
         torch.testing.assert_close(value, results[1][name])
 
 
-class EditedEachTime(nn.Module):
-    """Its forward edits a weight in place, and so does its recomputation."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.block = Block(width)
-
-    def edited(self, x: torch.Tensor) -> torch.Tensor:
-        self.block.up.weight.detach().mul_(0.9)
-        out: torch.Tensor = self.block(x)
-        return out
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.edited, x, use_reentrant=False)
-        return out
-
-
 @SCHEDULES
 def test_an_edit_in_what_is_computed_again(options: dict[str, Any]) -> None:
     """A checkpoint asks for present values, so that PyTorch has no version to compare."""
 
-    def make() -> Stack:
-        model = Stack()
-        model.blocks = nn.ModuleList(EditedEachTime(32) for _ in range(6))
-        return model
+    def run(block: Block, x: torch.Tensor) -> torch.Tensor:
+        def edited(x: torch.Tensor) -> torch.Tensor:
+            block.up.weight.detach().mul_(0.9)
+            out: torch.Tensor = block(x)
+            return out
 
-    assert_trains_like_plain(make, BATCHES, units=8, **options)
+        out: torch.Tensor = checkpoint(edited, x, use_reentrant=False)
+        return out
+
+    assert_trains_like_plain(lambda: Stack(run=run), BATCHES, units=8, **options)
 
 
 class Statistics(nn.Module):
