@@ -134,7 +134,7 @@ def test_one_thread_at_a_time_takes_buffers() -> None:
         took.set()
 
     other = threading.Thread(target=take)
-    with made._changed:  # as another thread that is about to take the buffer it saw
+    with made._access:  # as another thread that is about to take the buffer it saw
         other.start()
         assert not took.wait(0.2)
         lease = made._take(64, 64)
