@@ -207,6 +207,10 @@ def draw_case(draw: Draw) -> Case:
         loop = replace(loop, call="engine")
     if by_grad or loop.backward.startswith("tw"):  # torch refuses the second pass through a selective checkpoint
         nodes = tuple(_checkpointed_otherwise(node, reentrant=not by_grad) for node in nodes)
+    if loop.penalty == "maml":  # a checkpoint computes again with the parameters, not with what stood for them
+        nodes = tuple(_unchecked(node) for node in nodes)
+    if loop.penalty == "sharpness" and loop.dtype != "fp32":  # an edit that is undone may round the master, or not
+        loop = replace(loop, penalty="none")
     return Case(nodes, loop, settings, head, draw.integer(0, 999))
 
 
@@ -256,6 +260,13 @@ def _checkpointed_otherwise(node: Node, *, reentrant: bool) -> Node:
     if node.kind == "attention" and not reentrant:  # whose fused kernel has no second derivative
         return replace(node, variant="mha")
     return replace(node, children=children, variant="nested" if changed else node.variant)
+
+
+def _unchecked(node: Node) -> Node:
+    children = tuple(_unchecked(child) for child in node.children)
+    if node.kind == "checkpoint":
+        return replace(node, kind="nest", variant="own after", children=children)
+    return replace(node, children=children)
 
 
 def _without_live_updates(setting: Setting) -> Setting:

@@ -146,7 +146,9 @@ def judge(case: Case) -> Verdict:
         if verdict.failed:
             return Verdict(verdict.kind, f"{verdict.text}\n  in {setting}", quarantines)
     if all(outcome.error is None for outcome in outcomes) and plain.error is None:
-        bits = difference(outcomes[1], outcomes[0], exact=True)
+        # Below stage 2 gradients that arrive several times in a micro-batch are summed in another order.
+        alike = len({setting.stage < 2 for setting in case.settings}) == 1
+        bits = difference(outcomes[1], outcomes[0], exact=alike)
         if bits and verdicts[0].kind != "void":
             return Verdict(
                 "placements differ", f"{bits}\n  in {case.settings[1]}\n  and {case.settings[0]}", quarantines
