@@ -36,9 +36,10 @@ double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, s
 double receive(const Kernels& kernels, const void* source, DType source_dtype, void* target, DType target_dtype,
                std::size_t n, bool add, int threads);
 
-// A number that changes, but for a chance of 2^-64, when any of the bytes does: the sum modulo 2^64, over words w[i] of
-// 8 bytes, of low32(x) * high32(x) + rotate(w[i], 32) with x = w[i] ^ (i + 1) * kFingerprintKey. The product is NH's
-// (Black et al. 1999); the rotated word keeps what a factor of zero would hide. nbytes is a multiple of 8.
+// A hash of the bytes: any change of them changes it, except with probability 2^-64. It is the sum modulo 2^64, over
+// words w[i] of 8 bytes, of low32(x) * high32(x) + rotate(w[i], 32) with x = w[i] ^ (i + 1) * kFingerprintKey. The
+// product is NH's (Black et al. 1999); the rotated word keeps a factor of zero from hiding the other factor. nbytes is
+// a multiple of 8.
 std::uint64_t fingerprint(const Kernels& kernels, const void* memory, std::size_t nbytes, int threads);
 
 void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,

@@ -145,7 +145,7 @@ PYBIND11_MODULE(_adam, m) {
           "add"_a = false, "threads"_a = 0, "isa"_a = "auto",
           "target = source, or target += source; returns the sum of squares of the result.");
     m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, "threads"_a = 0, "isa"_a = "auto",
-          "A number of 64 bits that changes with any of the bytes, the same for any number of threads.");
+          "A 64-bit hash of the bytes, the same for any number of threads.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
           "fp32 to bf16 (half away from zero) and the int16 that makes it exact.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",

@@ -120,7 +120,7 @@ void touch(float* words, std::size_t n, bool writes) {
 
 // ---- fingerprints ----
 
-// Independent lanes, so that the compiler can make vectors of them. Unsigned sums modulo 2^64 have no order to keep.
+// Independent lanes let the compiler vectorise the loop. The order of additions modulo 2^64 does not matter.
 template <class V>
 std::uint64_t fingerprint(const std::uint64_t* words, std::size_t first, std::size_t count) {
     constexpr std::size_t kLanes = 32;

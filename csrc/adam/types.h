@@ -83,7 +83,7 @@ inline constexpr std::size_t kSumTile = 4096;
 // fp64 lanes within such a tile: element i is added to lane i % 32, lanes are then added pairwise.
 inline constexpr std::size_t kSumLanes = 32;
 
-// What the number of a word is multiplied by in a fingerprint: 2^64 divided by the golden ratio.
+// Multiplier of a word's number (from 1) in a fingerprint: 2^64 divided by the golden ratio.
 inline constexpr std::uint64_t kFingerprintKey = 0x9E3779B97F4A7C15u;
 
 // [begin, end) of the arrays; begin is a multiple of kBlock.
