@@ -1,7 +1,7 @@
-"""Parameters that a model got after its engine was made: it would neither move nor train nor save them.
+"""Finds parameters added to a model after its engine was made, which the engine would neither train nor save.
 
-torch calls hooks for every registration of a parameter or a module anywhere. They only note that one of the engine's
-modules was changed; what was changed is looked for at the next forward. Where nothing was, that costs one comparison.
+torch calls global hooks whenever a parameter or a module is registered in any module. Ours only set a flag for modules
+of the engine's model; the next forward then searches the model. Without changes a forward costs one comparison.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Additions:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._known = {module: _held(module) for module in model.modules()}
-        """The parameters that the engine has, by the module and the name under which it binds them."""
+        """module → name in it → parameter, for the parameters that the engine manages."""
         self._changed = False
         watch = _Watch(self)
         handles = [register_module_parameter_registration_hook(watch), register_module_module_registration_hook(watch)]
         self._finalizer = weakref.finalize(self, _remove, handles)
 
     def note(self, module: nn.Module) -> None:
-        """Something was registered in `module`, of whatever model."""
+        """Note that something was registered in `module`, which may belong to any model."""
         if module in self._known:
             self._changed = True
 
     def check(self) -> None:
-        """UsageError that names the first parameter which the engine does not have."""
+        """Raise UsageError that names the first parameter which the engine does not manage."""
         if self._changed:
             self._look()
 
@@ -51,17 +51,17 @@ class Additions:
                         "which would neither train nor save it: save a checkpoint if the training so far is wanted, "
                         "close the engine, change the model and make a new one; or take the parameter away again."
                     )
-        for module in self._model.modules():  # those without parameters, which may yet get some
+        for module in self._model.modules():  # modules without parameters may get some later
             self._known.setdefault(module, {})
         self._changed = False
 
     def close(self) -> None:
-        """Idempotent."""
+        """Remove the hooks. Idempotent."""
         self._finalizer()
 
 
 class _Watch:
-    """torch's hook, which must not keep an engine that nobody closed."""
+    """The hook that torch calls. Its weak reference lets an engine be freed without being closed."""
 
     def __init__(self, additions: Additions) -> None:
         self._additions = weakref.ref(additions)
@@ -73,7 +73,7 @@ class _Watch:
 
 
 def _held(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Without its values being fetched, as reading them one by one would."""
+    """Name → parameter of `module` itself. `items()` fetches no unit, unlike reads of single names."""
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 
 

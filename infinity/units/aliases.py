@@ -1,12 +1,12 @@
-"""Find tensors that share memory with a parameter, and would come apart from it.
+"""Finds tensors that share memory with a parameter and would stop following it.
 
-A parameter's values leave its memory for a tier. Another tensor over that memory would keep the first values, while it
-follows the training in a plain loop. Sharing the Parameter object itself (`b.weight = a.weight`) is kept.
+An engine moves a parameter's values from their memory to a tier. Another tensor over that memory would keep the initial
+values, while it follows the training in a plain loop. Sharing the Parameter object (`b.weight = a.weight`) works.
 
-Refused are two parameters or a parameter and a buffer that overlap, every other tensor that the model refers to, and,
-for parameters that are trained, every other tensor of the process. Left alone are tensors elsewhere over frozen
-parameters, which nothing changes, and what only autograd graphs refer to: a graph made before is to have the values of
-its time.
+Three kinds are refused: a parameter that overlaps another parameter or a buffer; any other overlapping tensor that the
+model refers to; for trained parameters, any other overlapping tensor in the process. Two kinds are allowed: tensors
+outside the model over frozen parameters, whose values do not change; tensors that only autograd graphs refer to, since
+such a graph needs the values of the time when it was recorded.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from infinity.units.referrers import describe_holder, find_paths, refresh_locals
 from infinity.units.released import is_released
 
 _NAMED = 3
-"""At most so many are named in one error."""
+"""Most problems listed in one error."""
 
 
 class _Held(NamedTuple):
     """A parameter or a buffer of the model, and the bytes that it spans."""
 
     order: int
-    """In the model: errors name the first."""
+    """Position in the model; problems are reported in this order."""
     name: str
     tensor: torch.Tensor
     values: torch.Tensor
-    """What this rank has of it."""
+    """The local part of `tensor`: all of it, unless it is a DTensor."""
     space: tuple[str, int]
     """Two spans overlap only within one space: the memory of a device, or a storage on the meta device."""
     start: int
@@ -53,16 +53,16 @@ class _Held(NamedTuple):
 
 
 class _Alias(NamedTuple):
-    """A tensor that is not the model's own, and a parameter that it has an element in common with."""
+    """A tensor that is no parameter or buffer of the model, and a parameter that it overlaps."""
 
     tensor: torch.Tensor
     parameter: _Held
 
 
 def check_aliases(model: nn.Module) -> None:
-    """ModelError that names tensors which share memory with a parameter of `model`. Changes nothing."""
+    """Raise ModelError that names tensors which share memory with a parameter of `model`. Changes nothing."""
     if any(isinstance(module._parameters, UnitParameters) for module in model.modules()):
-        return  # `check_values` refuses a model that has an engine, whose buffers the parameters share
+        return  # the model has an engine: `check_values` raises
     held = list(_held(model))
     _check_overlaps(held)
     shared = _with_other_users(held)
@@ -74,10 +74,10 @@ def check_aliases(model: nn.Module) -> None:
 
 
 def _held(model: nn.Module) -> Iterator[_Held]:
-    """Parameters and buffers that have memory, each object once of either kind."""
+    """Yield parameters and buffers that have memory: each Parameter once, each buffer once."""
     for order, (name, tensor) in enumerate(chain(model.named_parameters(), model.named_buffers())):
         if is_released(tensor):
-            continue  # of an engine that was closed, which `check_values` refuses
+            continue  # its engine was closed: `check_values` raises
         values = local(tensor)
         if is_lazy(tensor) or not has_storage(values) or not values.numel():
             continue
@@ -98,7 +98,7 @@ def _span(values: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_overlaps(held: Sequence[_Held]) -> None:
-    """ModelError for two parameters, or a parameter and a buffer, with an element in common."""
+    """Raise ModelError if two parameters, or a parameter and a buffer, have an element in common."""
     problems = [
         _overlap_problem(one, other) for one, other in _overlapping(held) if one.is_parameter or other.is_parameter
     ]
@@ -107,7 +107,7 @@ def _check_overlaps(held: Sequence[_Held]) -> None:
 
 
 def _overlapping(held: Sequence[_Held]) -> Iterator[tuple[_Held, _Held]]:
-    """Pairs, each in the order of the model."""
+    """Yield pairs with an element in common, each pair in the order of the model."""
     reaching: list[_Held] = []
     for each in sorted(held, key=lambda each: (each.space, each.start)):
         reaching = [before for before in reaching if before.space == each.space and before.stop > each.start]
@@ -118,18 +118,18 @@ def _overlapping(held: Sequence[_Held]) -> Iterator[tuple[_Held, _Held]]:
 
 
 def _have_common_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Columns of one matrix are apart, though the bytes that they span overlap."""
+    """True if two tensors with overlapping spans share an element; two columns of one matrix do not."""
     if one.is_contiguous() and other.is_contiguous():
-        return True  # their spans overlap
+        return True  # contiguous: every byte of a span belongs to an element
     return bool(np.shares_memory(_as_array(one), _as_array(other)))
 
 
 class _Layout:
-    """Where the elements of a tensor lie, for NumPy: nothing is read."""
+    """Array interface of a tensor, so that NumPy can compare the positions of elements. No element is read."""
 
     def __init__(self, values: torch.Tensor) -> None:
         strides = tuple(stride * values.itemsize for stride in values.stride())
-        # An address must not be 0, which the meta device has.
+        # Offset: NumPy needs an address other than 0, where tensors on the meta device begin.
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"|V{values.itemsize}",
@@ -161,7 +161,7 @@ def _overlap_problem(one: _Held, other: _Held) -> str:
 
 
 def _with_other_users(held: Sequence[_Held]) -> dict[int, list[_Held]]:
-    """Storages that more tensors refer to than the model's own → its parameters there."""
+    """Return storage → the model's parameters in it, for storages with users other than the model's own tensors."""
     alone = storage_users(torch.empty(1, device="cpu"))
     by_storage: dict[int, list[_Held]] = {}
     for each in held:
@@ -176,11 +176,12 @@ def _with_other_users(held: Sequence[_Held]) -> dict[int, list[_Held]]:
 
 
 def _aliased(model: nn.Module, shared: dict[int, list[_Held]]) -> str:
-    """What to say of tensors besides the model's own that share memory with its parameters; empty: there are none.
+    """Return the error text for foreign tensors that share memory with parameters; empty if there are none.
 
-    A function of its own: an error refers to the frames that it passes, and these must not keep the tensors.
+    This is a function of its own because a raised error keeps the frames that it passes, and these must not keep the
+    tensors alive.
     """
-    gc.collect()  # a cycle that nobody refers to is no user
+    gc.collect()  # tensors in unreachable cycles do not count
     own = (*model.parameters(), *model.buffers(), *_recomputed(model))
     known = {id(each) for tensor in own for each in (tensor, local(tensor))}
     aliases = sorted(_others(shared, known), key=lambda alias: alias.parameter.order)
@@ -199,7 +200,7 @@ def _aliased(model: nn.Module, shared: dict[int, list[_Held]]) -> str:
 
 
 def _recomputed(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Attributes that view a parameter at first, and are computed from it before each forward."""
+    """Yield attributes that view a parameter until the first forward, and are computed anew before each forward."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
@@ -207,7 +208,7 @@ def _recomputed(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _others(shared: dict[int, list[_Held]], known: set[int]) -> Iterator[_Alias]:
-    """Tensors that Python code refers to, besides those with ids in `known`."""
+    """Yield tensors tracked by the garbage collector that overlap a parameter in `shared`, except ids in `known`."""
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]:
             if id(tensor) in known:
@@ -226,7 +227,7 @@ def _others(shared: dict[int, list[_Held]], known: set[int]) -> Iterator[_Alias]
 
 
 def _roots(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Attributes of the model's modules and parameters, with the path of each."""
+    """Yield (path, value) for every attribute of the model's modules and parameters."""
     for name, module in model.named_modules(prefix="model"):
         for attribute, value in vars(module).items():
             if attribute not in ("_parameters", "_buffers", "_modules"):

@@ -1,8 +1,8 @@
-"""Finds where a backward of the model begins and ends, whoever calls it and however deep it is nested.
+"""Detects where a backward of the model begins and ends, for any caller and any depth of nesting.
 
-autograd runs a backward as a graph task. A reentrant checkpoint runs a task of its own inside another one's; gradients
-that arrive there belong to the outermost. A task is noticed when autograd asks for a saved tensor or a gradient
-arrives, and asked to call back when it ends.
+autograd runs a backward as a graph task. A reentrant checkpoint runs a task inside another one; gradients that arrive
+there belong to the outermost task. The tracker sees a task when autograd unpacks a saved tensor or a gradient arrives,
+and queues a callback for its end.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class BackwardTracker:
 
     def __init__(self) -> None:
         self.running = False
-        """Whether a backward has begun and is not known to have ended."""
+        """True if a backward has begun and its end has not been seen."""
         self._on_begin: Callable[[], None] | None = None
         self._on_end: Callable[[], None] | None = None
         self._tasks: set[int] = set()
-        """Graph tasks that will call back."""
+        """Ids of graph tasks with a callback queued."""
         self._ended_inside = False
-        """A task ended well, inside of one that has not been noticed."""
+        """True if a task succeeded inside another task, which the tracker has not seen yet."""
 
     def report_to(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """on_begin: a backward has begun. on_end: its outermost task has ended well. In the thread that runs it."""
+        """Set the callbacks for the begin of a backward and for the success of its outermost task, in its thread."""
         self._on_begin, self._on_end = on_begin, on_end
 
     def notice(self) -> None:
-        """Something of the model's backward happens. Does nothing outside of a graph task."""
+        """Note that a backward of the model is active. Does nothing outside of a graph task."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks or task == -1:
             return
@@ -64,8 +64,9 @@ class BackwardTracker:
         self._on_end()
 
     def conclude(self) -> bool:
-        """To be called outside of any graph task. A backward that is still running then is over: it ended without
-        being noticed again, or an exception cut it short. Returns whether it was cut short; `reset` forgets it.
+        """End a backward whose end was not seen. Call outside of any graph task.
+
+        Returns True if an exception cut it short; call `reset` then.
         """
         if self.running and self._ended_inside and not self._tasks:
             self._end()
@@ -78,10 +79,10 @@ class BackwardTracker:
 
 
 def _is_nested() -> bool:
-    """Whether the graph task that is ending runs inside of another one.
+    """True if the graph task that is ending runs inside another one.
 
-    Every backward starts in one function of torch's. Threads of autograd's own, which compute on devices, do not have
-    the outermost one's on their stack.
+    Each task has a frame of `_engine_run_backward` on its thread's stack. In autograd's device threads the frame of the
+    outermost task is missing, since it is on the caller's stack.
     """
     depth, frame = 0, sys._getframe()
     while frame is not None:

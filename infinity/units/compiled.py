@@ -1,10 +1,10 @@
-"""The border of `torch.compile`: a module's own forward is compiled, and what an engine does around it runs as it is.
+"""Keeps the engine's code out of `torch.compile`: modules' own forwards are compiled, the code around them is not.
 
-A graph has its parameters as inputs, which are there before it begins. So units are fetched and held outside of graphs:
-they break at every module that holds units, and begin again in its forward.
+A graph's parameters are its inputs, so they must be resident before it starts. Units are therefore fetched and held
+outside of graphs: a graph breaks at every module that holds units, and a new one starts in its forward.
 
-Dynamo sees frames of a thread through a callback, and passes over functions by their attributes. Both are set here as
-`torch.compiler.disable` does it, but without importing `torch._dynamo`, which takes seconds.
+Dynamo intercepts the frames of a thread through a callback and skips functions with certain attributes. This module
+sets both as `torch.compiler.disable` does, but without importing `torch._dynamo`, which takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 exchange_callback = eval_frame.set_eval_frame
-"""Make this Dynamo's callback in the present thread (None: compile nothing) and return the one before."""
+"""Set Dynamo's callback of the present thread (None: compile nothing) and return the former one."""
 
 _REASON = (
     "an Infinity engine fetches and releases parameters around this call, which is no part of a graph: leave out "
@@ -32,7 +32,7 @@ _REASON = (
 
 
 def _pass_over(code: CodeType) -> None:
-    """Never compile frames of `code`; those of functions that it calls are seen as ever."""
+    """Never compile frames of `code`. Frames of functions that it calls are compiled as usual."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
@@ -42,15 +42,15 @@ def _pass_over(code: CodeType) -> None:
 
 
 def runs_as_it_is(function: _F) -> _F:
-    """Never compile the function's own frame. Where Dynamo traces a caller it treats it as any other."""
+    """Never compile the function's own frame. Dynamo may still trace it as part of a caller."""
     _pass_over(function.__code__)
     return function
 
 
 def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
-    """Mark a function that is called and never traced. What it calls is compiled where `exchange_callback` allows it.
+    """Make Dynamo call `function` without tracing it. Its callees are compiled if `exchange_callback` allows it.
 
-    `function` is marked in place, and its code with it, which closures share.
+    `function` is marked in place, with its code object, which closures share.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -61,7 +61,7 @@ def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, called and not traced, with all that it calls."""
+    """Wrap `function` so that Dynamo traces neither it nor its callees."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -92,7 +92,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def wraps(call: Callable[..., Any]) -> Callable[[_F], _F]:
-    """`functools.wraps`, without what `torch.compile` left on `call`: by it the wrapper would be taken for `call`."""
+    """`functools.wraps` without Dynamo's attributes of `call`, by which it would take the wrapper for `call`."""
 
     def update(wrapper: _F) -> _F:
         functools.update_wrapper(wrapper, call)

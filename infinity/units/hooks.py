@@ -28,8 +28,8 @@ _REGISTER = nn.Module.register_parameter.__code__
 class UnitParameters(dict[str, Any]):
     """A module's `_parameters` that fetches the unit of a parameter when the model's code reads it.
 
-    Models read weights outside the module that owns them (DeBERTa, Mamba, tied heads); no registration is asked for.
-    torch.func.functional_call puts tensors in the place of parameters for a time: these are what is read then.
+    Models read weights outside the module that owns them (DeBERTa, Mamba, tied heads); users register nothing.
+    torch.func.functional_call replaces parameters by tensors for a time; reads return these tensors then.
     """
 
     def __init__(self, parameters: dict[str, Any], store: UnitStore, scope: Scope, replaced: Counter[int]) -> None:
@@ -49,7 +49,7 @@ class UnitParameters(dict[str, Any]):
             self._check_held(name)
             return parameter
         if not self._scope.depth:
-            return parameter  # which fetches its unit itself
+            return parameter  # its type fetches the unit
         unit = self._units.get(name)
         if unit is None or parameter is not self._managed[name]:
             return parameter
@@ -60,7 +60,7 @@ class UnitParameters(dict[str, Any]):
         return parameter
 
     def _check_held(self, name: str) -> None:
-        """Break the graph that is being traced if it would have a parameter as input that may be released before."""
+        """Break the graph being traced if the unit is not held: inputs of a graph must stay resident while it runs."""
         unit = self._units.get(name)
         if unit is not None and not unit.holds:
             self._use(unit)
@@ -75,7 +75,7 @@ class UnitParameters(dict[str, Any]):
             )
         if managed is not None:
             if value is not managed and isinstance(value, torch.Tensor) and residents.owner_of(unwrapped(value)):
-                raise transformed(name)  # the wrapper has taken what the parameter was while released
+                raise transformed(name)  # a torch.func wrapper has captured the placeholder
             index = self._units[name].index
             self._replaced[index] += (self.get(name) is managed) - (value is managed)
             if not self._replaced[index]:
@@ -99,8 +99,8 @@ def _refuse(what: str) -> NoReturn:
 class ModelHooks:
     """Installs all hooks on a model; `remove` takes them away again.
 
-    on_forward: the root's forward begins. on_entry: that of any module which holds units, the root included. Both are
-    called for forwards that code outside of the model calls, and outside of any backward.
+    on_forward: called when a forward of the root begins. on_entry: called when a forward of any module that holds units
+    begins, the root included. Both are called for outermost forwards only, and outside of any backward.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class ModelHooks:
         self._on_forward = on_forward
         self._on_entry = on_entry
         self._replaced: Counter[int] = Counter()
-        """unit → how many of its parameters something else stands for now."""
+        """unit → number of its parameters that are replaced by other tensors now."""
         self._members: Counter[int] = Counter()
-        """unit → names that its parameters have in modules."""
+        """unit → number of names that modules have for its parameters."""
         self._open = True
         self._handles: list[Any] = []
         self._wrapped = [module for module in model.modules() if module._parameters]
@@ -142,7 +142,7 @@ class ModelHooks:
         for module in self._wrapped:
             module.__dict__["_parameters"] = dict(module._parameters.items())
         for module, ours, before in self._forwards:
-            if module.__dict__.get("forward") is ours:  # else somebody has wrapped it, and calls through
+            if module.__dict__.get("forward") is ours:  # else another wrapper is on top and calls ours
                 if before is None:
                     del module.__dict__["forward"]
                 else:
@@ -153,10 +153,10 @@ class ModelHooks:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _wrap_forward(self, module: nn.Module, units: list[Unit]) -> None:
-        """Have `module.forward` hold `units` while it runs.
+        """Wrap `module.forward` so that it holds `units` while it runs.
 
-        Not by hooks before and after it: where the one before is not reached, as another one raised, the one after
-        is called all the same.
+        Forward hooks would not do: if another pre-hook raises before ours, PyTorch still calls our hook after the
+        forward.
         """
         call, scope, store = module.forward, self._scope, self._store
         is_root = module is self._model
@@ -188,8 +188,8 @@ class ModelHooks:
                     store.unhold(unit)
                 if installed is not None:
                     if is_root and scope.depth == 1 and not torch.is_grad_enabled():
-                        # What is used until the next forward is a cycle of its own: `generate` calls an encoder by
-                        # itself.
+                        # Uses before the next forward are a cycle of their own: `generate` calls an encoder
+                        # directly.
                         store.tracer.begin("outside")
                     scope.leave(installed)
                 exchange_callback(compiling)
@@ -203,7 +203,10 @@ class ModelHooks:
             self._on_entry()
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """`module._apply`, which `.to()`, `.half()` and `.cuda()` call: buffers follow, parameters must stay."""
+        """`module._apply`, which `.to()`, `.half()` and `.cuda()` call: applies `fn` to buffers only.
+
+        Raises UsageError, before anything is changed, if `fn` would change dtype or device of a managed parameter.
+        """
         for parameter in module.parameters(recurse):
             if residents.owner_of(parameter) is not None:
                 before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -222,7 +225,7 @@ class ModelHooks:
 
 
 def _check_frozen(unit: Unit) -> None:
-    """UsageError for parameters that were frozen when the engine was made, and are not now."""
+    """Raise UsageError if a parameter requires a gradient that was frozen when the engine was made."""
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         if parameter.requires_grad:
             raise UsageError(
@@ -233,11 +236,11 @@ def _check_frozen(unit: Unit) -> None:
 
 
 def _own_state(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """`state_dict()` of a module: copies of its parameters' values, as their memory is only lent to the module."""
+    """Clone parameters in the result of `state_dict()`: their buffer is reused once the unit is released."""
     for name in module._parameters:
         key = prefix + name
         value = state.get(key)
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # those are for keep_vars=True
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # Parameters: keep_vars=True
             state[key] = value.detach().clone()
 
 
@@ -249,7 +252,7 @@ def _refuse_state(module: nn.Module, *_: Any) -> None:
 
 
 def _own_outputs(output: Any) -> Any:
-    """The output, with every tensor that is a view of a unit's buffer cloned."""
+    """Return the output with every view of a unit's buffer cloned."""
     changed = False
 
     def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,8 @@ from infinity.units.unit import placeholder
 
 
 def check_values(model: nn.Module) -> None:
-    """ModelError for values that are not there and cannot be made: parameters that an engine took, a buffer on the meta
-    device, a module that no rule fills, a parameter whose rule is not known to give what the model's own code gave it.
+    """Raise ModelError if values are missing and cannot be made: parameters of another engine, a buffer on the meta
+    device, a module without a rule, or a parameter whose rule may not reproduce what the model's own code gave it.
     """
     for module in model.modules():
         if isinstance(module._parameters, UnitParameters):
@@ -66,7 +66,7 @@ def check_values(model: nn.Module) -> None:
 
 
 def _drawn(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The parameters that rules are to initialise, and their names."""
+    """Return the parameters that rules will initialise → their names."""
     return {p: name for name, p in model.named_parameters() if p.is_meta and source_of(p) is None}
 
 
@@ -191,12 +191,12 @@ class Materializer:
             _seeded(rule, module, seed)
             held = {name: p for name, p in module._parameters.items() if p is not None}
             left = {name for name, parameter in held.items() if name not in others and not _is_set(parameter)}
-            if left and rule is not reset:  # it leaves them as the module's constructor made them
+            if left and rule is not reset:  # the rule keeps the values of the constructor
                 with _aside(module, held.keys() - left, set(module._buffers)):
                     _seeded(reset, module, seed)
 
     def _reach(self, parameter: nn.Parameter, made: nn.Parameter) -> None:
-        """Apply the rules of the modules around that edit this parameter, wherever their own are, to it alone."""
+        """Apply the rules of enclosing modules that edit this parameter. Stand-ins replace all other parameters."""
         for module in self._reached.get(parameter, ()):
             with stand_ins(module.modules(), keep=made):
                 _seeded(self._rules.of(module), module, self._seed_of(self._paths[module], self._names[parameter]))
@@ -217,7 +217,7 @@ class Materializer:
 
 
 def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter on the host, without values: NaN where a rule is to set it, so that it shows what a rule leaves."""
+    """Return an uninitialised copy on the host. It is NaN if a rule will set it, which reveals values left unset."""
     value = torch.empty_like(parameter, device="cpu")
     if source_of(parameter) is None and value.is_floating_point():
         value.fill_(math.nan)
@@ -225,7 +225,7 @@ def _unset(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _is_set(parameter: nn.Parameter) -> bool:
-    """A rule may set infinities, whose sum may be NaN as well."""
+    """True if no value is NaN. The sum is a quick test only: infinities that a rule sets may sum to NaN as well."""
     value = parameter.data
     if not value.is_floating_point() or not value.sum(dtype=torch.float32).isnan():
         return True

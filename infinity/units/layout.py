@@ -108,7 +108,7 @@ class UnitLayout:
         before it; slots of no group (-1) are left out.
         """
         low, high = self.shard_range(rank)
-        found: list[list[int]] = []  # a Run's fields each: there may be many slots, and few runs
+        found: list[list[int]] = []  # the fields of each Run; there may be many slots but few runs
         last = [-1, -1, -1, -1]
         ends = [slot.offset for slot in self.slots[1:]] + [self.numel]
         for number, (slot, end) in enumerate(zip(self.slots, ends, strict=True)):

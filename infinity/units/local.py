@@ -17,7 +17,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is of no subclass, and its values are its memory's and no more."""
+    """True if `tensor` is a torch.Tensor or an nn.Parameter, not of a subclass that may carry more than its memory."""
     return type(tensor) in _PLAIN
 
 
@@ -67,7 +67,7 @@ def of_spec(values: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a wrapper of torch.func's, whose type is torch.Tensor too; any other as it is."""
+    """Return the tensor inside wrappers of torch.func, whose type is torch.Tensor too; other tensors unchanged."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

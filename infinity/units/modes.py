@@ -1,6 +1,8 @@
-"""Modes of the user's code (dispatch and inference modes, `torch.device(...)` contexts, torch.func transforms) see the
-model's operations and must not see ours: selective checkpointing would count them, vmap would wrap our buffers, and
-tensors that move buffers outlive an inference mode.
+"""Shields the engine's operations from modes of the user's code.
+
+Dispatch and inference modes, `torch.device(...)` contexts and torch.func transforms apply to the model's operations
+only. Otherwise selective checkpointing would count the engine's operations, vmap would wrap its buffers, and tensors
+created for transfers would still be inference tensors after an inference mode has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def in_derivative() -> bool:
-    """Whether a transform of torch.func but vmap is active: its graphs are its own, without saved-tensor hooks."""
+    """True if a torch.func transform other than vmap is active: its graphs do not use saved-tensor hooks."""
     if not torch._C._are_functorch_transforms_active():
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
@@ -24,7 +26,7 @@ def in_derivative() -> bool:
 
 
 def transformed(name: str) -> UsageError:
-    """name: of a unit whose parameters a derivative of torch.func needs."""
+    """Error for a torch.func derivative that needs parameters of the unit `name`."""
     return UsageError(
         f"a derivative by torch.func (grad, vjp, jvp, jacrev, hessian) needs the parameters of {name}, whose memory an "
         "engine lends to other units before it is finished. Use torch.autograd.grad or torch.autograd.functional, or "
@@ -33,7 +35,7 @@ def transformed(name: str) -> UsageError:
 
 
 def outside_modes() -> AbstractContextManager[object]:
-    """Suspend every mode of this thread in the block; nothing, at the cost of a microsecond, where there is none."""
+    """Suspend every mode of this thread in the block. Without any mode it costs a microsecond."""
     dispatch, function = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     transforms, inference = torch._C._are_functorch_transforms_active(), torch.is_inference_mode_enabled()
     if not (dispatch or function or transforms or inference):

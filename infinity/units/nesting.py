@@ -1,4 +1,4 @@
-"""Which units are held at once: a module holds its units while the modules below it run. Pure."""
+"""Finds the units held at once: a module holds its units while the modules below it run. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import nn
 
 
 def held_together(model: nn.Module, needed: Mapping[nn.Module, Sequence[int]]) -> set[frozenset[int]]:
-    """The units on each path from `model` down to a module without children.
+    """Return the set of unit indices on each path from `model` down to a module without children.
 
-    needed: a module → the units that its forward acquires, as `modules_to_hook` gives them. A module that calls another
-    which is not below it in the tree holds its units for longer; that is not seen here.
+    needed: module → units that its forward acquires, from `modules_to_hook`. Calls to modules that are not below the
+    caller in the tree are not covered.
     """
     found: set[frozenset[int]] = set()
     seen: set[tuple[nn.Module, frozenset[int]]] = set()
 
     def visit(module: nn.Module, above: frozenset[int]) -> None:
-        if (module, above) in seen:  # a shared module, met on another path with the same units
+        if (module, above) in seen:  # a shared module, reached before with the same units held
             return
         seen.add((module, above))
         held = above.union(needed.get(module, ()))

@@ -1,4 +1,4 @@
-"""Say where an object is referred to from: by the path of attributes and items that leads to it."""
+"""Finds the path of attributes and items that leads to an object, for error messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Method
 from typing import Any
 
 _OBJECTS_AT_MOST = 300_000
-"""That are looked at; what is further away is not found."""
+"""Most objects visited by a search; targets further away are not found."""
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
 
 
 def find_paths(roots: Iterable[tuple[str, object]], targets: Collection[int]) -> dict[int, str]:
-    """id of an object → a shortest path to it from `roots`, (path, object) pairs, for those ids of `targets` that are
-    reached through containers, attributes, closures and partials.
+    """Return id → a shortest path from `roots`, for ids in `targets` reached through containers, attributes, closures
+    and partials.
+
+    roots: (path, object) pairs. targets: ids of objects.
     """
     found: dict[int, str] = {}
     seen: set[int] = set()
@@ -38,7 +40,7 @@ def find_paths(roots: Iterable[tuple[str, object]], targets: Collection[int]) ->
 
 
 def _children(value: Any) -> Iterator[tuple[str, object]]:
-    """What `value` refers to. Runs no code of its class: that may have effects."""
+    """Yield (path step, object) for everything that `value` refers to. Runs no code of its class."""
     kind = type(value)
     if issubclass(kind, dict):
         for key, item in list(dict.items(value)):
@@ -72,8 +74,9 @@ def _cell(name: str, cell: Any) -> Iterator[tuple[str, object]]:
 
 
 def describe_holder(value: object, besides: object) -> str:
-    """Who refers to `value`, for an error: the path from a variable, else the kinds of what refers to it, but for
-    `besides`.
+    """Describe what refers to `value`, for an error: the path from a variable, else the types of the referrers.
+
+    besides: a referrer to leave out.
     """
     path = find_paths(_variables(), {id(value)}).get(id(value))
     if path:
@@ -85,7 +88,7 @@ def describe_holder(value: object, besides: object) -> str:
 
 
 def _variables() -> Iterator[tuple[str, object]]:
-    """Local variables of all functions that are running, the innermost first, then those of their modules."""
+    """Yield (path, value) of local variables in all running functions, innermost first, then of their modules."""
     frames = list(_callers())
     for frame in frames:
         if frame.f_code.co_name != "<module>":
@@ -98,7 +101,7 @@ def _variables() -> Iterator[tuple[str, object]]:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Frames of the running thread that are not ours, the innermost first."""
+    """Yield frames of the present thread outside of this package, innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__")).split(".")[0] != "infinity":
@@ -107,8 +110,8 @@ def _callers() -> Iterator[FrameType]:
 
 
 def refresh_locals() -> None:
-    """Before Python 3.13 a frame keeps what its variables were when they were last listed, as `describe_holder` does:
-    variables that were deleted since are let go.
+    """Drop references to deleted local variables. Before Python 3.13 a frame caches its locals whenever they are
+    listed, as `describe_holder` does, and keeps variables that were deleted since.
     """
     for frame in _callers():
         frame.f_locals  # noqa: B018

@@ -1,10 +1,9 @@
 """Parameter objects that fetch their unit when an operation asks for their values.
 
-Anyone may keep a Parameter: a custom function (`ctx.w = w`), a list made in `__init__`, the training loop. While its
+Any code may keep a Parameter: a custom function (`ctx.w = w`), a list made in `__init__`, the training loop. While its
 unit is released, and always outside of the model's forward, its type is a subclass whose `__torch_function__` makes the
-unit resident before the operation runs. So every holder sees the present values. In the model's forward a resident
-parameter has its own type and costs nothing. Operations that look at metadata only (shape, dtype, hooks, `.grad`) fetch
-nothing.
+unit resident before the operation runs. So all code reads the present values. In the model's forward a resident
+parameter has its own type and no overhead. Operations on metadata (shape, dtype, hooks, `.grad`) fetch nothing.
 
 PyTorch changes the type of a parameter in the same way (`UninitializedParameter.materialize`).
 """
@@ -89,9 +88,9 @@ _METADATA = frozenset(_metadata())
 _grad: Any = torch.Tensor.grad
 _GRAD = (_grad.__get__, _grad.__set__, _grad.__delete__)
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
-"""They take tensors to find gradients for, and ask nothing of their values."""
+"""Functions that take parameters as inputs of a derivative and do not read their values."""
 _WRITES = re.compile(r"(?!__).*_$|__i\w+__$|__[gs]et(item)?__$")
-"""Names of operations that write into a tensor, or give access to its attributes."""
+"""Names of operations that write into a tensor or access its attributes."""
 
 
 class Released:
@@ -116,8 +115,8 @@ class Released:
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)
-        # A checkpoint counts what it saves in forward and in recomputation, where this may be another kind of use: its
-        # hooks see every tensor. What other hooks keep must not be the parameter itself, whose memory changes hands.
+        # The user's hooks get every tensor that this operation saves (`over_others=False`): a checkpoint compares their
+        # number with its recomputation's. They get views: hooks may keep them, and the parameter's memory is reused.
         recorded = _hooks(True) and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         with _whole(_owners((args, kwargs))):
             if recorded and not _WRITES.match(func.__name__):
@@ -131,15 +130,15 @@ class Released:
 
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Empty `parameter.grad`, for the engine."""
+    """Return `parameter.grad` and set it to None."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
     return gradient
 
 
 def _check_grad(parameter: Any, *value: Any) -> None:
-    """UsageError where the user's code reads or sets a `.grad` that the engine has taken: clipping by hand would see
-    None, and train otherwise than the loop it is written in. value: what is to be set, if anything.
+    """Raise UsageError if the user's code reads or sets a `.grad` that the engine has taken: clipping by hand would see
+    None and silently skip it. value: the value to set; absent for a read.
     """
     owner = owner_of(parameter)
     if owner is None:
@@ -159,13 +158,13 @@ def _check_grad(parameter: Any, *value: Any) -> None:
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` on nodes of the graph in the place of parameters: the backward itself runs the model's code, for
-    recomputations and hooks, in which every parameter has to fetch its unit.
+    """Call `func` with graph edges in place of parameters, so that Python dispatch stays enabled: the backward may run
+    the model's code (recomputation, hooks), in which each parameter must fetch its unit.
     """
     tensors = (args, kwargs.get("inputs"))
     if any(not parameter.requires_grad for parameter in _released_in(tensors)):
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)  # an error of torch's
+            return func(*args, **kwargs)  # raises torch's error
     wanted = args[1] if len(args) > 1 else ()
     args, inputs = tree_map_only(Released, _edge, tensors)
     kwargs = kwargs if inputs is None else {**kwargs, "inputs": inputs}
@@ -190,7 +189,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _whole(owners: Iterable[Owner]) -> Iterator[None]:
-    """In the block these parameters have their values and their own types."""
+    """Hold the units of these parameters in the block, where they have their values and their own types."""
     with ExitStack() as undo:
         for unit, store, _ in owners:
             undo.callback(store.scope.leave, store.scope.enter(over_others=False))
@@ -204,8 +203,8 @@ def _alias(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _owners(values: Any) -> Iterator[Owner]:
-    """The owners of all managed parameters among the arguments of an operation, resident ones too: fetching one unit
-    must not evict another.
+    """Yield the owners of all managed parameters in the arguments of an operation. Resident ones are included, since
+    fetching one unit must not evict another.
     """
     if isinstance(values, torch.Tensor):
         if isinstance(values, Released):
@@ -233,7 +232,7 @@ def _owner(parameter: Any) -> Owner:
 
 
 def version_of(parameter: nn.Parameter) -> int:
-    """How often `parameter` was edited in place, as far as PyTorch notices."""
+    """Return PyTorch's count of in-place edits of `parameter`, without a fetch."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
 
@@ -250,12 +249,12 @@ def _released_type(kind: type) -> type:
 
 
 def is_released(parameter: object) -> bool:
-    """Whether `parameter` has the type that fetches its unit: always so where its memory holds no values."""
+    """True if `parameter` has the type that fetches its unit, as every parameter without values does."""
     return isinstance(parameter, Released)
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
-    """Make every use of these parameters from now on fetch their unit first."""
+    """Change the types of these parameters so that every use of their values fetches the unit first."""
     for parameter in parameters:
         kind = type(parameter)
         if not issubclass(kind, Released):
@@ -263,7 +262,7 @@ def release(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def restore(parameters: Iterable[nn.Parameter]) -> None:
-    """Undo `release`: the parameters have values, or are about to, and keep them while they are used."""
+    """Undo `release`: give these parameters their own types. The caller keeps their values resident."""
     for parameter in parameters:
         kind = type(parameter)
         if issubclass(kind, Released):

@@ -1,8 +1,8 @@
-"""Whether the rules of a model on the meta device give what the model's own code would have given.
+"""Checks that initialisation rules reproduce the values a model on the meta device would have got from its own code.
 
-A tensor on the meta device has no values, but it counts the edits in place that were made to it (`_version`), those of
-`torch.nn.init` too. The rules are replayed on stand-ins: a parameter that was made by its module's constructor and its
-rules, and by nothing else, was edited as often. [Note: construction on the meta device, docs/design.md]
+A tensor on the meta device has no values, but it counts its in-place edits (`_version`), including those by
+`torch.nn.init`. The rules are replayed on stand-ins. A parameter that only its constructor and its rules have edited
+has the same count as its stand-in. [Note: construction on the meta device, docs/design.md]
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FIX = (
 
 
 def check_reproducible(model: nn.Module, rules: Rules, drawn: Mapping[nn.Parameter, str]) -> None:
-    """ModelError that names the first parameter of `drawn` whose rules are not known to reproduce it.
+    """Raise ModelError that names the first parameter of `drawn` which its rules may not reproduce.
 
-    drawn: parameters on the meta device that rules are to initialise, and their names.
+    drawn: parameters on the meta device that rules will initialise → their names.
     """
     if not drawn:
         return
@@ -47,7 +47,7 @@ def check_reproducible(model: nn.Module, rules: Rules, drawn: Mapping[nn.Paramet
 
 
 def name_of(rule: Rule) -> str:
-    """As error messages call it."""
+    """Return the name of a rule for error messages."""
     if rule is reset:
         return "reset_parameters()"
     owner = getattr(rule, "__self__", None)
@@ -55,30 +55,30 @@ def name_of(rule: Rule) -> str:
 
 
 class Replay:
-    """How often constructors and rules edit each parameter of a model."""
+    """Counts the in-place edits of each parameter by constructors and rules."""
 
     def __init__(self, model: nn.Module, rules: Rules, drawn: Mapping[nn.Parameter, str]) -> None:
         self.owner: dict[nn.Parameter, nn.Module] = {}
-        """The first module to hold it."""
+        """parameter → the first module that holds it."""
         self._built: Counter[nn.Parameter] = Counter()
-        """Edits by `reset_parameters`, as constructors call it."""
+        """Edits by `reset_parameters()`, which constructors call."""
         self._ruled: Counter[nn.Parameter] = Counter()
-        """Edits by the rules that are no `reset_parameters`, where each is applied once."""
+        """Edits by the model's rules (not `reset_parameters`), counted once if modules share the parameter."""
         self._ruled_all: Counter[nn.Parameter] = Counter()
-        """The same where modules that share a parameter are all visited."""
+        """The same edits, counted for each module that shares the parameter."""
         self.reached: dict[nn.Parameter, list[nn.Module]] = {}
-        """Parameters → the modules around theirs whose rules edit them too, inner ones first."""
+        """parameter → enclosing modules whose rules edit it too, innermost first."""
         self._rules = rules
         self._paths = {module: path for path, module in model.named_modules()}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self.owner.setdefault(parameter, module)
-        # With random numbers of its own, which the caller does not miss.
+        # Forked: rules draw random numbers, and the caller's generator must not advance.
         with stand_ins(model.modules()) as made, torch.random.fork_rng(devices=[]):
             self._visit(model, set(), {made[parameter]: parameter for parameter in drawn})
 
     def _visit(self, module: nn.Module, seen: set[nn.Module], drawn: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Children before parents, as `Module.apply` goes."""
+        """Replay the rules of `module` and of all below it, children before parents as in `Module.apply`."""
         if module in seen:
             return
         seen.add(module)
@@ -110,12 +110,12 @@ class Replay:
                     self._ruled_all[parameter] += edits
 
     def problem(self, parameter: nn.Parameter) -> str | None:
-        """What happened to the parameter besides."""
+        """Return the problem, for an error, if the parameter has other edits than rules make; None if it has not."""
         built, owner = self._built[parameter], self.owner[parameter]
         ruled = {self._ruled[parameter], self._ruled_all[parameter]} if self._applied(owner) else {0}
         expected = {built + edits for edits in ruled}
         if not _resets_as_torch(owner):
-            # A rule that the user wrote may stand for values that a constructor makes out of place (torch.ones).
+            # The user's own reset_parameters() may match a constructor that makes values out of place (torch.ones).
             expected |= {0, self._ruled[parameter]}
         if parameter._version in expected:
             return None
@@ -125,7 +125,10 @@ class Replay:
         )
 
     def doubt(self, parameter: nn.Parameter) -> str | None:
-        """A module that was added has as many edits as a rule makes, if it was edited that often for itself."""
+        """Return the problem if edit counts cannot tell an added module from the model's own; else None.
+
+        An adapter's own code may happen to edit its parameters as often as the model's rule does.
+        """
         owner = self.owner[parameter]
         if not (self._ruled[parameter] and self._applied(owner)):
             return None
@@ -135,16 +138,17 @@ class Replay:
         )
 
     def _applied(self, owner: nn.Module) -> bool:
-        """Whether the model's rule, if it is no `reset_parameters`, has been applied to the module already.
+        """True if the model's rule has been applied to the module already.
 
-        transformers marks the modules that it was applied to, and leaves those on the meta device out since 5.21.
+        transformers marks modules when it applies its rule, and skips modules on the meta device since 5.21. Other
+        rules count as applied.
         """
         holder = getattr(self._rules.of(owner), "__self__", None)
         return not of_transformers(holder) or bool(getattr(owner, "_is_hf_initialized", False))
 
 
 def _resets_as_torch(module: nn.Module) -> bool:
-    """Whether its `reset_parameters` is torch's, which its constructor calls."""
+    """True if the `reset_parameters` of `module` is torch's own, which torch's constructors call."""
     own = getattr(type(module), "reset_parameters", None)
     return callable(own) and str(inspect.unwrap(own).__module__).startswith("torch.")
 
@@ -153,9 +157,9 @@ def _resets_as_torch(module: nn.Module) -> bool:
 def stand_ins(
     modules: Iterable[nn.Module], keep: nn.Parameter | None = None
 ) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """In the block, parameters and buffers of `modules` are others on the meta device, which were never edited.
+    """Replace parameters and buffers of `modules` in the block by fresh ones on the meta device, without edits.
 
-    keep: a parameter that stays. Parameters that are shared stay shared.
+    Yields parameter → its stand-in. Shared parameters share a stand-in. keep: a parameter that is not replaced.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     held = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
@@ -179,8 +183,9 @@ def stand_ins(
 
 
 class Twins:
-    """Models of transformers, which their config builds once more: what a twin lacks was added, what was edited more
-    often was edited after construction.
+    """Compares transformers models with twins, which their config builds a second time.
+
+    A parameter that the twin lacks was added. One with another count of edits was edited after construction.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -193,11 +198,11 @@ class Twins:
         return self._problems.get(parameter)
 
     def know(self, parameter: nn.Parameter) -> bool:
-        """Whether a twin has it as it is."""
+        """True if a twin has the parameter with the same shape and as many edits."""
         return parameter in self._known
 
     def vouch_for(self, parameter: nn.Parameter) -> bool:
-        """Whether the library built all around it, whose `_init_weights` gives what its constructors give."""
+        """True if its whole model consists of transformers' and torch's modules, whose `_init_weights` is trusted."""
         return parameter in self._vouched
 
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
@@ -215,7 +220,7 @@ class Twins:
             if other is None or other.shape != parameter.shape or not _alike(module.get_submodule(path), modules[path]):
                 self._problems[parameter] = (
                     f"is no part of the {type(module).__name__} that its config describes: it was added or moved, "
-                    "and initialising it anew would not give what it was made with"
+                    "and initialising it anew would not give its values"
                 )
             elif other._version != parameter._version:
                 self._problems[parameter] = (
@@ -229,7 +234,10 @@ class Twins:
 
 
 def _alike(module: nn.Module, other: nn.Module) -> bool:
-    """The same class (by name: a parametrization makes one for each module), and transformers' mark or none."""
+    """True if both have the same class name and transformers' mark, or neither has the mark.
+
+    Classes are compared by name, since a parametrization makes a new class for each module.
+    """
     classes = [(type(each).__module__, type(each).__qualname__) for each in (module, other)]
     marks = [bool(getattr(each, "_is_hf_initialized", False)) for each in (module, other)]
     return classes[0] == classes[1] and marks[0] == marks[1]
@@ -243,7 +251,7 @@ def of_transformers(module: object) -> bool:
 
 
 def _twin(module: nn.Module) -> nn.Module | None:
-    """The same model once more, on the meta device; None where its config does not make one."""
+    """Build the model again from its config, on the meta device; None if its class cannot do so."""
     maker: Any = type(module)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

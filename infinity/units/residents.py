@@ -24,7 +24,7 @@ class Owner(NamedTuple):
     slot: int
 
 
-# Weak, so that an engine that is dropped without being closed can end.
+# Weak references: an engine that is dropped without `close` can be freed.
 _References = tuple["weakref.ref[Unit]", "weakref.ref[UnitStore]"]
 _buffers: dict[int, _References] = {}
 _parameters: dict[int, tuple[weakref.ref[Unit], weakref.ref[UnitStore], int]] = {}
@@ -49,7 +49,7 @@ def owner_of(parameter: object) -> Owner | None:
         return None
     unit, store, slot = found[0](), found[1](), found[2]
     if unit is None or store is None or unit.parameters[slot] is not parameter:
-        return None  # the engine was dropped, and the address may be another object's by now
+        return None  # the engine was dropped, and `id` may belong to another object
     return Owner(unit, store, slot)
 
 
@@ -79,7 +79,7 @@ def is_managed(parameter: nn.Parameter) -> bool:
 
 
 def _leave_to_parent() -> None:
-    """A forked child has none of the parent's buffers (MADV_DONTFORK): any use there must be an error, not SIGSEGV."""
+    """Forget all registrations in a forked child. Buffers are MADV_DONTFORK, so that any use would be a SIGSEGV."""
     for references in _buffers.values():
         unit = references[0]()
         if unit is not None:

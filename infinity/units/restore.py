@@ -1,4 +1,4 @@
-"""Gives a model its parameters back when its engine is closed."""
+"""Returns parameters to a model when its engine is closed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def restoring(parts: Parts, *, everything: bool) -> Callable[[], None]:
-    """Read the parameters out of their tiers; the returned function hands them to the model.
+    """Read the parameters from their tiers. Call the returned function, which assigns them, after the engine has
+    removed its hooks and buffers.
 
-    It is to be called when the engine's hooks and buffers are gone. everything: also what lies on nvme or is sharded
-    over ranks, which all take part then; OutOfMemoryError if it does not fit. By default, what does not fit is left.
+    everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
+    memory; all ranks must call it then. Otherwise parameters are assigned only if they are whole in memory and fit.
     """
     kept = parts.policy.param_tier != "nvme" and parts.ranks.shards == 1
     if not (everything or kept):

@@ -1,4 +1,4 @@
-"""How a module on the meta device is initialised: by its model's rule, or by its own `reset_parameters`."""
+"""Selects the rule that initialises a module on the meta device: its model's, or its own `reset_parameters`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Rule = Callable[[nn.Module], None]
 class Rules:
     """The rule of every module of `model`.
 
-    `initialize_module(module)` of the outermost module that has one speaks for all below it. Else `_init_weights` of
-    the nearest module around does, as transformers applies them to models within models; else the module's own
-    `reset_parameters()`.
+    `initialize_module(module)` of the outermost module that defines it applies to all modules below. Otherwise
+    `_init_weights` of the nearest enclosing module applies, as in transformers for nested models; otherwise the
+    module's own `reset_parameters()`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,14 +37,14 @@ class Rules:
 
 
 def reset(module: nn.Module) -> None:
-    """The module's own rule."""
+    """Call `reset_parameters()` of `module`, if it has one."""
     own = _method(module, "reset_parameters")
     if own is not None:
         own()
 
 
 def resets(module: nn.Module) -> bool:
-    """Whether it has one."""
+    """True if `module` has a `reset_parameters()`."""
     return _method(module, "reset_parameters") is not None
 
 

@@ -1,12 +1,12 @@
 """Autograd saves a reference, not bytes.
 
-PyTorch's saved-tensor hooks replace every tensor that autograd saves out of a unit's buffer by (unit, offset, size,
-stride, version), views such as `weight.t()` included, and give back a view on the buffer the unit is in when backward
-asks, fetching it if need be. So buffers are reused freely between forward and backward.
+PyTorch's saved-tensor hooks replace every tensor that autograd saves from a unit's buffer, views such as `weight.t()`
+included, by (unit, offset, size, stride, version). When backward unpacks it, they fetch the unit if necessary and
+return a view of its present buffer. So buffers can be reused between forward and backward.
 
-The hooks follow the forward: they are installed while a module of the model runs, in whatever thread that is, on top of
-hooks of the user's (non-reentrant checkpoints, `save_on_cpu`), which get everything but the unit's parameters. They
-switch off PyTorch's check for in-place edits, so they make it themselves.
+The hooks are installed while a module of the model runs, in its thread, on top of the user's hooks (non-reentrant
+checkpoints, `save_on_cpu`), which get all tensors outside of units. Hooks disable PyTorch's check for in-place edits,
+so these make the check themselves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Reference:
     )
 
     assigned: int | None
-    """How often data had been assigned to the parameter; None: later data is right."""
+    """Count of `.data` assignments to the parameter when it was saved; None: backward may use data assigned later."""
 
     def __init__(self, saved: torch.Tensor, unit: Unit, store: UnitStore) -> None:
         tensor = local(saved)
@@ -67,13 +67,13 @@ class _Reference:
         self.offset = tensor.storage_offset()
         self.size = tensor.size()
         self.stride = tensor.stride()
-        # Lazy bits of the view, which are no part of the memory.
+        # Lazy bits of the view, which its memory does not show.
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.spec = spec_of(saved)
         self.slot = unit.layout.slot_at(self.offset * tensor.element_size() // unit.layout.dtype.itemsize)
         self._of(unit, store, version_of(unit.parameters[self.slot]))
-        # autograd saves a parameter itself, whose new data it finds then, and of anything else the memory.
+        # Plain PyTorch saves a parameter itself, so backward sees data assigned later; for a view it keeps the memory.
         self.assigned = None if saved is unit.parameters[self.slot] else unit.assignments[self.slot]
 
     @classmethod
@@ -96,11 +96,11 @@ class _Reference:
         self.generation = unit.generation
         self.assigned = None
         self.version = version
-        """None: an edit since then is right."""
+        """Version of the parameter when it was saved; None: backward may use values edited later."""
         self.token = unit.token
 
     def view(self) -> torch.Tensor:
-        """The tensor on the buffer that the unit is in now."""
+        """Fetch the unit and return the tensor as a view of its present buffer. Raises LifetimeError if it changed."""
         unit = self.unit
         if unit.generation != self.generation:
             raise LifetimeError(
@@ -134,7 +134,7 @@ class _Reference:
 
 
 class _Kept(NamedTuple):
-    """A tensor that is in no unit's buffer, and its version."""
+    """A saved tensor outside of units, and its version."""
 
     tensor: torch.Tensor
     version: int
@@ -150,7 +150,7 @@ class _Kept(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """What the user's hooks made of a tensor, and the one that undoes it."""
+    """The result of the user's pack hook, and the unpack hook that belongs to it."""
 
     unpack: _Unpack
     packed: Any
@@ -162,15 +162,17 @@ class SavedTensors:
     def __init__(self, on_unpack: Callable[[], None]) -> None:
         self._on_unpack = on_unpack
         self._unpack_hook = self._unpack
-        """One object, by which the hooks are recognised."""
+        """The bound method as one object: `install` compares it by identity."""
 
     def notice(self) -> None:
-        """Something of the model happens, in a backward or not."""
+        """Report that code of the model runs, in a backward or not."""
         self._on_unpack()
 
     def install(self, *, over_others: bool = True) -> bool:
-        """Make these the hooks of this thread. False, where they are already, or torch.func forbids hooks, or there are
-        the user's and they are not to go over them: nothing is to be undone then.
+        """Install the hooks in this thread. Returns True if `uninstall` must undo it.
+
+        Returns False, and installs nothing, if these hooks are on top already, if torch.func forbids hooks, or if the
+        user's hooks are on top and over_others is False.
         """
         top = _top(True)
         if not _are_allowed() or (top is not None and (top[1] is self._unpack_hook or not over_others)):
@@ -182,8 +184,8 @@ class SavedTensors:
         return True
 
     def are_covered(self) -> bool:
-        """Whether hooks of the user's are installed over these, and may keep what they are given. Those of checkpoints
-        do not: it is computed anew.
+        """True if hooks of the user's are on top of these and may keep tensors. Hooks of checkpoints keep none: they
+        recompute.
         """
         top = _top(True)
         return top is not None and top[1] is not self._unpack_hook and top[0].__module__ != _CHECKPOINTS
@@ -197,7 +199,7 @@ class SavedTensors:
         self._on_unpack()
         if isinstance(packed, _Reference):
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-                # A graph of this backward is being recorded. autograd restores the thread's hooks after each node.
+                # create_graph=True: autograd records this backward. It restores the thread's hooks after each node.
                 self.install()
             return packed.view()
         if isinstance(packed, _Kept):
@@ -209,7 +211,7 @@ class SavedTensors:
 
 
 def _reference(tensor: torch.Tensor) -> _Reference | None:
-    """A reference that restores `tensor` faithfully; None where there is none."""
+    """Return a reference that rebuilds `tensor`; None if it is in no unit, or of an unsupported subclass."""
     if is_released(tensor):
         owner = residents.owner_of(tensor)
         return None if owner is None else _Reference.to_released(tensor, owner)
@@ -227,15 +229,15 @@ def _pack(tensor: torch.Tensor) -> Any:
             return reference
         if tensor.is_inference():
             return tensor
-        # Detached: an output saved by the node that made it would keep that node alive for ever. A leaf stays itself,
-        # as in PyTorch: a subclass may have attributes.
+        # Detached: a node that saves its own output would be in a reference cycle. A leaf is kept as it is, as in
+        # PyTorch, since a subclass may have attributes.
         return _Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
-    """As `_pack`, where the user's hooks get what is in no unit.
+    """Return a pack hook that passes tensors outside of units to the user's hooks.
 
-    A checkpoint would compute again what it saves, after any edit: what backward gets are the present values.
+    Under a checkpoint references carry no version: its recomputation would read the present values too.
     """
     recomputed = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
 

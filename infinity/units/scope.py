@@ -1,8 +1,7 @@
-"""The scope of the model's code: in it autograd saves references, and resident parameters are of their own type.
+"""The scope of the model's code. Inside, autograd saves references, and resident parameters have their own type.
 
-Outside, every parameter has the type that fetches its unit for each operation (`infinity.units.released`), and such an
-operation is a scope of its own. So no operation on a parameter is saved by autograd as the parameter itself, whose
-memory changes hands.
+Outside, every parameter has the type that fetches its unit for each operation (`infinity.units.released`), and each
+such operation opens a scope. So autograd never saves a parameter itself, whose memory is reused.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """One engine's. Any thread may enter it, one at a time. saved: the hooks that are installed within."""
+    """The scope of one engine. Any thread may enter it, one at a time. saved: the hooks to install in it."""
 
     def __init__(self, saved: SavedTensors) -> None:
         self.depth = 0
-        """Scopes entered and not left, one in the other."""
+        """Number of scopes entered and not left; scopes nest."""
         self.resident: dict[int, Unit] = {}
-        """Units whose parameters view their buffer, by index."""
+        """index → unit, for units whose parameters view their buffer."""
         self.saved = saved
         self._thread = 0
         self._autocast_cache = True
 
     def enter(self, on_first: Callable[[], None] | None = None, *, over_others: bool = True) -> bool:
-        """Returns what `leave` is to be given.
+        """Enter a scope. Returns the argument for `leave`.
 
         on_first: called if no scope is open, before anything is changed. over_others: install the saved-tensor hooks
-        where the user has some, which get then what is in no unit.
+        over the user's, which then get only tensors outside of units. Raises UsageError if another thread is inside.
         """
         thread = threading.get_ident()
         if self.depth == 0:
             if on_first is not None:
                 on_first()
-            # A reentrant checkpoint computes again: seen here, in the task of the backward that asks for it. The task
-            # of the checkpoint's own backward alone would not show where the outermost one ends.
+            # A reentrant checkpoint recomputes in the graph task of the outer backward, which is noticed here. The
+            # task of the checkpoint's own backward alone would not show where the outermost one ends.
             self.saved.notice()
             self._thread = thread
             self._autocast_cache = torch.is_autocast_cache_enabled()
@@ -56,8 +55,8 @@ class Scope:
                 "in one at a time. Guard them with a lock."
             )
         installed = self.saved.install(over_others=over_others)
-        # Autocast keeps casts of leaf parameters until its context ends: they would fill the memory, and be stale after
-        # an update. Set each time, as a context that the model enters may switch the cache on again.
+        # Autocast caches casts of leaf parameters until its context ends: they would fill memory and be stale after an
+        # update. Set each time, since a context that the model enters may enable the cache again.
         torch.set_autocast_cache_enabled(False)
         self.depth += 1
         return installed
@@ -72,7 +71,7 @@ class Scope:
                 released.release(unit.parameters)
 
     def add(self, unit: Unit) -> None:
-        """The parameters of `unit` view its buffer now."""
+        """Register `unit`, whose parameters view its buffer now, as resident."""
         self.resident[unit.index] = unit
         if self.depth == 0:
             released.release(unit.parameters)

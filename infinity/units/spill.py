@@ -150,7 +150,7 @@ class Spill:
         """Whether it was moved to a file just now."""
         parameter = noted.parameter
         if is_released(parameter) or not _is_plain(parameter):
-            return False  # an engine has it, or it is none that can be moved
+            return False  # managed by an engine, or of a kind that cannot be moved
         storage = parameter.untyped_storage()
         if storage.nbytes() < PAGE or any(file.let_go(storage) for file in self._files):
             return False

@@ -3,11 +3,11 @@
 Device buffers are a fixed pool. A unit that is wanted takes a free buffer, or the buffer of the resident unit whose
 next use is furthest away (Belady's rule over the recorded trace; least recently used while there is none). Nothing is
 released before its buffer is needed, and nothing is released that is held by a running forward or still being written.
-A unit that somebody views goes last; its buffer is kept for it, so that the view shows its values again once the unit
-is fetched (`infinity.units.views`).
+Units with live views are evicted last. Their buffer is kept, and the unit is fetched into it again, so that views show
+its values (`infinity.units.views`).
 
-An edit of a parameter is found by comparing fingerprints of the buffer when the unit leaves it, however the edit was
-made: `.data`, `.detach().numpy()` and custom kernels leave no version.
+The store finds edits of parameters by fingerprints of the buffer, compared when the unit leaves it. PyTorch's version
+counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
 """
 
 from __future__ import annotations
@@ -73,23 +73,22 @@ class UnitStore:
         self._ranks = ranks
         self._prefetch_bytes = prefetch_bytes
         self._sizes = [pool.size_class(unit.layout.nbytes) for unit in self.units]
-        """Of the buffer that each unit takes."""
+        """Size in bytes of the buffer that each unit takes, by index."""
         self._leased: dict[int, Unit] = {}
-        """Units that have a buffer, by index."""
+        """index → unit, for units with a leased buffer."""
         self._kept: dict[int, KeptBuffer] = {}
-        """unit → the buffer it was released from while somebody viewed it."""
+        """unit → the buffer it was released from while views of it were alive."""
         self._viewed: set[int] = set()
-        """Units that somebody viewed when their update of the present step began."""
+        """Units with live views when their update of the present step began."""
         for unit in self.units:
             residents.add_parameters(unit, self)
 
     # -- use ---------------------------------------------------------------------------------------------------------
 
     def use(self, unit: Unit) -> None:
-        """The unit's parameters are needed now: wait until they are resident, and start what the trace says comes
-        next.
+        """Make the unit's parameters resident, and start to prefetch the units that follow in the trace.
 
-        UsageError if the present step's gradient has changed them already: what was there before is gone.
+        Raises UsageError if the present step has updated them already, which overwrote the values of before.
         """
         if unit.updated_early:
             raise UsageError(
@@ -112,16 +111,16 @@ class UnitStore:
     def hold(self, unit: Unit) -> None:
         self.use(unit)
         if not unit.holds:
-            unit.adopt_assigned()  # so that a checkpoint sees the same tensors now and as it computes again
+            unit.adopt_assigned()  # now, so that a checkpoint's recomputation sees the same tensors
         unit.holds += 1
 
     def unhold(self, unit: Unit) -> None:
         unit.holds -= 1
 
     def finished_with(self, unit: Unit) -> bool:
-        """Whether nothing in this step needs the unit's parameters any more, so that its update may start.
+        """True if nothing in this step needs the unit's parameters any more, so that its update may start.
 
-        No saved tensor, no view and, as far as the trace knows, no recomputation.
+        Saved tensors and views are counted; uses to come, such as recomputation, are taken from the trace.
         """
         resident = unit.residency is Residency.RESIDENT
         wanted = unit.references > 0 or unit.exposed
@@ -156,8 +155,8 @@ class UnitStore:
         assert unit.transfer is not None
         began = time.perf_counter()
         if unit.job is not None and unit.layout.dtype != torch.float32:
-            # Which elements of 16-bit parameters a user edits is told from what the tier has, where masters are kept
-            # beside them: the write of the update must not take edits along.
+            # With masters, edited elements of 16-bit parameters are found by comparing with the tier. The write
+            # of the update must end before the user can edit the buffer.
             unit.job.done.wait()
         transfer, unit.transfer = unit.transfer, None
         try:
@@ -169,7 +168,7 @@ class UnitStore:
         self._land(unit)
 
     def _land(self, unit: Unit) -> None:
-        """FETCHING → RESIDENT."""
+        """Make the fetched parameters resident: FETCHING → RESIDENT."""
         unit.move(Residency.RESIDENT)
         unit.bind()
         residents.add_buffer(unit, self)
@@ -245,7 +244,7 @@ class UnitStore:
         unit.pending_job = None
         unit.updated_early = job.gradient is not None
         self.rewritten(unit)
-        # A save evicts every unit before it begins, so a job that is there has waited for it.
+        # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
         job.after = unit.copied if unit.job is None else unit.job.done
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
@@ -264,29 +263,30 @@ class UnitStore:
                     unit.job.done.wait()
 
     def rewritten(self, unit: Unit) -> None:
-        """The unit's parameters are, or are about to be, others than before: saved references and fingerprints of
-        before are void. To PyTorch it is an edit in place, which its own check of saved tensors finds.
+        """Invalidate saved references and the fingerprint, because the parameters have been or will be overwritten.
+
+        Bumps their versions too, so that PyTorch's own check of saved tensors finds the change.
         """
         unit.generation += 1
         unit.fingerprint = None
         torch.autograd.graph.increment_version(unit.parameters)
 
     def end_step(self) -> None:
-        """The step's updates belong to it now: what they changed may be seen."""
+        """End the step: parameters that it updated early may be read again."""
         for unit in self.units:
             unit.updated_early = False
             if unit.exposed:
                 self._cover(unit)
 
     def _cover(self, unit: Unit) -> None:
-        """No graph holds the unit's parameters themselves any more: their buffer need not be kept for it."""
+        """Note that no graph holds the unit's parameters themselves any more, and make released ones placeholders."""
         unit.exposed = False
         if unit.residency is Residency.RELEASED:
             unit.unbind()
 
     def refresh_viewed(self) -> None:
-        """Bring units that somebody views up to date, on all ranks: in a plain loop a view shows what a step made of
-        the parameters as soon as it has ended.
+        """Fetch units whose live views show old values, on all ranks. In a plain loop, views show the new parameters
+        as soon as a step has ended.
         """
         past = {unit.index for unit in self.units if self._shows_past(unit)}
         self._viewed = set()
@@ -297,7 +297,7 @@ class UnitStore:
                     self._arrive(self.units[index])
 
     def _shows_past(self, unit: Unit) -> bool:
-        """Whether views of the unit show what its parameters, or other ranks' shards of them, were before an update."""
+        """True if live views show values of before an update, of this rank's shard or of another rank's."""
         if unit.index in self._viewed:
             return True
         kept = self._kept.get(unit.index)
@@ -345,29 +345,30 @@ class UnitStore:
         self._drop(unit)
 
     def _drop(self, unit: Unit, *, valid: bool = True) -> None:
-        """→ RELEASED. valid: the buffer holds the unit's parameters."""
+        """Give up the unit's buffer: → RELEASED. valid: the buffer holds the unit's present parameters."""
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
         if unit.lease.is_referenced():
             generation, fingerprint = unit.generation if valid else -1, self._fingerprint(unit)
             self._kept[unit.index] = KeptBuffer(self._take(unit).quarantine(), generation, fingerprint)
-            self._name_viewer(unit)  # last, as a user may have made warnings errors
+            self._name_viewer(unit)  # last, since warnings may be set to raise
         else:
             self._take(unit).release()
 
     def _take(self, unit: Unit) -> Lease:
-        """Take the unit's lease away."""
+        """Remove and return the unit's lease."""
         lease, unit.lease = unit.lease, None
         assert lease is not None
         del self._leased[unit.index]
         return lease
 
     def _give(self, unit: Unit, lease: Lease) -> bool:
-        """Give a unit a lease, and the buffer that views of it refer to, if there is one.
+        """Give a unit a lease, with its kept buffer in place of the pool's if views of that are alive.
 
-        Where that still holds the present parameters, edits made through views count: the unit is RESIDENT at once, or,
-        if it is sharded, True is returned, and its buffer has this rank's shard. LifetimeError for edits of parameters
-        that have been written anew since, or are about to be.
+        If the kept buffer holds the present parameters, edits made through views stay: an unsharded unit becomes
+        RESIDENT at once; a sharded one without a pending update returns True, since the buffer has this rank's shard.
+        Otherwise returns False. Raises LifetimeError if a view was edited and the parameters have been overwritten
+        since, or will be by a pending update.
         """
         unit.lease = lease
         self._leased[unit.index] = unit
@@ -390,12 +391,12 @@ class UnitStore:
         return False
 
     def _leave(self, unit: Unit) -> None:
-        """The buffer of a resident unit is no longer its parameters' memory."""
+        """Deregister the buffer of a resident unit as its parameters' memory."""
         residents.remove_buffer(unit)
         self.scope.remove(unit)
 
     def _was_edited(self, unit: Unit) -> bool:
-        """Whether the buffer of a resident unit differs from what its tier has; takes over data that was assigned."""
+        """Copy assigned data into the buffer; return True if the buffer of the resident unit differs from its tier."""
         unit.adopt_assigned()
         return self._fingerprint(unit) != unit.fingerprint
 
@@ -408,7 +409,7 @@ class UnitStore:
         self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
 
     def _name_viewer(self, unit: Unit) -> None:
-        handling = sys.exc_info()[0] is not None  # then its traceback refers to whatever its frames did
+        handling = sys.exc_info()[0] is not None  # its traceback keeps references of its frames
         if unit.index not in self.quarantined and not handling:
             self.quarantined.add(unit.index)
             warnings.warn(
@@ -447,7 +448,7 @@ class UnitStore:
         if lease is not None:
             return lease
         victims = [victim for _, victim in self._victims(unit)]
-        if self._ranks.alone:  # in the order of what they cost: nothing, waiting, a buffer more
+        if self._ranks.alone:  # by rising cost: nothing, a wait, one more buffer
             viewed = {victim.index for victim in victims if self._is_viewed(victim)}
             victims.sort(key=lambda victim: 2 if victim.index in viewed else _busy(victim))
         for victim in victims:
@@ -464,7 +465,7 @@ class UnitStore:
         )
 
     def _victims(self, unit: Unit) -> list[tuple[float, Unit]]:
-        """Units whose buffer `unit` could take, and how far their next use is, the furthest first."""
+        """Return (distance of next use, unit) for units whose buffer `unit` could take, furthest first."""
         size, last, next_use = self._sizes[unit.index], self.tracer.last, self.tracer.next_use
         found = [
             (next_use(index), index)

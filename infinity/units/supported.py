@@ -1,4 +1,4 @@
-"""Refuse what cannot be trained as a model: wrappers, scripts, modules without shapes, and what is no module."""
+"""Refuses models that an engine cannot take: wrappers, scripts, lazy modules, and objects that are no nn.Module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.errors import ModelError
 
 
 def check_model(model: Any) -> None:
-    """ModelError for anything but an `nn.Module` whose parameters an engine can take."""
+    """Raise ModelError unless `model` is an `nn.Module` whose parameters an engine can take."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ModelError(f"model is the class {model.__name__}: pass an instance of it, {model.__name__}(…)")
     if not isinstance(model, nn.Module):

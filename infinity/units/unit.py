@@ -53,8 +53,8 @@ _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 @lru_cache(maxsize=4096)
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks
-    them. Its values reach nobody who asks through PyTorch's Python interface (`infinity.units.released`).
+    """Return one NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks
+    them. Operations through PyTorch's Python interface never read its values (`infinity.units.released`).
     """
     key = (dtype, device)
     if key not in _placeholders:
@@ -85,24 +85,24 @@ class Unit:
         self.pending_job: UpdateJob | None = None
         """An update that is due before the next use and has not been started."""
         self.updated_early = False
-        """The present step's gradient has changed the parameters already, before `engine.step()`."""
+        """True if the present step has updated the parameters already, before `engine.step()`."""
         self.exposed = False
-        """A graph may hold the parameters themselves and not references to them, through saved-tensor hooks of the
-        user's: until the step ends they stay views of the buffer that they were released from.
+        """True if a graph may hold the parameters themselves instead of references, through the user's saved-tensor
+        hooks. Until the step ends they then stay views of the buffer that they were released from.
         """
         self.copied: Transfer = DONE
         """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
         self.collected: set[int] = set()
-        """Slots whose gradient of the present step the engine has taken from `.grad`."""
+        """Slots whose `.grad` the engine has taken in the present step."""
         self.assignments = [0] * len(parameters)
-        """By slot, how often data was assigned to the parameter and taken over."""
+        """Number of `.data` assignments that the engine has adopted, by slot."""
         self.fingerprint: int | None = None
-        """Of the bytes that the tiers hold, by `Device.fingerprint`; None: unknown, since they were written anew."""
+        """Fingerprint of the bytes in the tiers (`Device.fingerprint`); None: unknown, since they were overwritten."""
         self.strides = [_strides(slot.shape) for slot in layout.slots]
-        """By slot, of the parameter in the unit's flat tensor."""
+        """Strides of each parameter in the unit's flat tensor, by slot."""
         self._places = [(slot.shape, self.strides[n], slot.offset) for n, slot in enumerate(layout.slots)]
         self._views: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        """Address, shape and stride of each parameter, as `bind` left it."""
+        """Address, shape and strides that `bind` gave each parameter, by slot."""
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
         """Count one more update of these slots; slot → its number, from 1."""
@@ -111,7 +111,7 @@ class Unit:
         return {slot: self.steps[slot] for slot in slots}
 
     def trained(self) -> list[bool]:
-        """By slot, whether the parameter requires a gradient now."""
+        """Return the present requires_grad of each parameter, by slot."""
         with torch._C.DisableTorchFunctionSubclass():
             return [parameter.requires_grad for parameter in self.parameters]
 
@@ -159,24 +159,24 @@ class Unit:
         ]
 
     def unbind(self) -> None:
-        """Make the parameters placeholders, which fetch the unit when they are used."""
+        """Make the parameters placeholders, whose type fetches the unit when they are used."""
         released.restore(self.parameters)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             set_local(parameter, placeholder(slot.shape, self.layout.dtype, self.device))
         released.release(self.parameters)
 
     def adopt_assigned(self) -> None:
-        """Copy data that a user assigned (`parameter.data = …`) into the buffer, and view it again.
+        """Copy data that a user assigned (`parameter.data = …`) into the buffer, and make the parameter view it again.
 
-        The data is dropped, and an error raised: LifetimeError if it is of another shape; UsageError if somebody has a
-        view of the buffer, which in a plain loop would keep what was there before.
+        Drops the data and raises LifetimeError if its shape differs, and UsageError if other tensors view the buffer:
+        in a plain loop these would keep the former values.
         """
         present = self._present_views()
         if present == self._views:
             return
         assert self.lease is not None
         if self.job is not None:
-            self.job.done.wait()  # its write refers to the buffer too
+            self.job.done.wait()  # a write under way also refers to the buffer
         unchanged = sum(now == bound for now, bound in zip(present, self._views, strict=True))
         viewed = self.lease.is_referenced(beyond=unchanged)
         flat, guarded = self.flat(), released.is_released(self.parameters[0])
@@ -205,10 +205,13 @@ class Unit:
                 f"dropped. Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
             )
         self.assignments[number] += 1
-        view.copy_(assigned.clone())  # which may be a view of the same memory
+        view.copy_(assigned.clone())  # clone: it may view the same memory
 
     def assigned(self, slot: int) -> int:
-        """How often data was assigned to the parameter of a resident unit, as far as can be told."""
+        """Return the number of `.data` assignments to the parameter of a resident unit, a pending one included.
+
+        Several assignments in a row without an adoption count as one.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             pending = local(self.parameters[slot]).data_ptr() != self._views[slot][0]
         return self.assignments[slot] + pending
@@ -218,13 +221,13 @@ class Unit:
             return [(p.data_ptr(), p.shape, p.stride()) for p in map(local, self.parameters)]
 
     def is_viewed(self) -> bool:
-        """Whether anything but the unit's parameters refers to its buffer."""
+        """Return True if anything other than the unit's parameters refers to its buffer."""
         assert self.lease is not None
         return self.lease.is_referenced(beyond=len(self.parameters))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor of this shape."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)

@@ -1,8 +1,8 @@
-"""Buffers of released units that somebody still views.
+"""Buffers of released units with live views.
 
 In a plain loop a view of a parameter (`self.flat = self.weight.view(-1)`, `p.data` in a list) shows the values that
-the optimizer writes. So the buffer that it refers to is kept with the unit and used again when the unit is fetched; the
-pool gets a fresh one in its place.
+the optimizer writes. So the unit keeps the buffer behind the view and is fetched into it again. The pool gets a fresh
+buffer instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class KeptBuffer:
-    """buffer: uint8, viewed by somebody. generation, fingerprint: those of the unit when it was released."""
+    """buffer: uint8 (nbytes,), with live views. generation, fingerprint: the unit's values when it was released."""
 
     buffer: torch.Tensor
     generation: int
