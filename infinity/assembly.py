@@ -42,7 +42,7 @@ from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 
-# Held at least: the unit that computes and its parent's.
+# Units held at least: the one that computes, and its parent's.
 _HELD = 2
 _UPDATED = 1
 
@@ -266,8 +266,8 @@ class _Assembly:
         )
 
     def _reach(self, hooked: Mapping[nn.Module, Sequence[int]]) -> tuple[int, dict[int, int]]:
-        """Bytes of units that are fetched ahead, and the sizes and counts of device buffers: for the units that nested
-        modules hold at once, those that are fetched ahead or cached, and one whose update is being written.
+        """Return the bytes of units to fetch ahead, and device buffers as size → count. Buffers suffice for the units
+        that nested modules hold at once, those fetched ahead or cached, and one whose update is being written.
         """
         sizes = [layout.nbytes for layout in self.layouts]
         if self.rules.resident:

@@ -83,7 +83,7 @@ class Engine(Runner):
         self.loss_scale = LossScale.of(config.fp16)
         self._scaled = ScaledBackwards()
         self._hypers: Sequence[Hyper] = ()
-        """What units are updated with during the present backward, or by `step`."""
+        """Hyper-parameters, by param_group, for updates during the present backward or by `step`."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(called, config, parts)
@@ -100,12 +100,11 @@ class Engine(Runner):
 
     @eager
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of `loss` (a scalar) divided by gradient_accumulation_steps: a step's gradient is the mean over its
-        micro-batches. A plain `loss.backward()` is PyTorch's in every dtype: gradients are summed, and you divide the
-        loss; see `scale`.
+        """Run backward on `loss` (a scalar) divided by gradient_accumulation_steps. A step's gradient is then the mean
+        over its micro-batches. A plain `loss.backward()` sums over them in every dtype, as in PyTorch; see `scale`.
 
-        Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite; in fp16 that
-        is an overflow as any other, and the step is skipped.
+        Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite. In fp16 that
+        counts as an overflow, and the step is skipped.
         """
         self._check_open()
         self._conclude_backward()
@@ -127,12 +126,12 @@ class Engine(Runner):
 
     @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` × the loss scale of fp16, divided by gradient_accumulation_steps: `engine.scale(loss).backward()` is
-        `engine.backward(loss)`, for loops that call `backward()` themselves.
+        """Return `loss` × the fp16 loss scale / gradient_accumulation_steps, for loops that call `backward()`
+        themselves. `engine.scale(loss).backward()` leaves the gradients that `engine.backward(loss)` does.
 
         Without it a plain `loss.backward()` sums the gradients of micro-batches, as in PyTorch. fp16 requires it:
-        `step` raises UsageError for gradients that lack their loss scale. To sum there, scale the loss times
-        gradient_accumulation_steps.
+        `step` raises UsageError for gradients that lack the loss scale. To sum in fp16, pass
+        `loss * gradient_accumulation_steps`.
         """
         scale, accumulation = self.loss_scale.value, self.batch.accumulation
         if scale == accumulation == 1:
@@ -202,7 +201,7 @@ class Engine(Runner):
         self.drop_gradients()
 
     def _end_step(self) -> None:
-        """The step's gradients belong to the updates now, or were refused."""
+        """Reset what belongs to the step: its gradients were handed to the updates, or dropped after an overflow."""
         self.parts.collector.end_step()
         self.parts.store.end_step()
         self._scaled.forget()
@@ -358,7 +357,7 @@ class Engine(Runner):
         self._scaled.end(counts=counts)
 
     def _conclude_backward(self) -> None:
-        """A backward that did not end: its gradients, and those accumulated before it, are dropped."""
+        """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""
         if not self.parts.backward.conclude():
             return
         if self.parts.collector.spent:
@@ -368,7 +367,7 @@ class Engine(Runner):
         self._check_open()
 
     def _check_readable(self, what: str) -> None:
-        """UsageError where backward has updated units already: what they were before the step is gone."""
+        """Raise UsageError if backward has already updated units: their values of before the step are overwritten."""
         if self.parts.collector.spent:
             raise step_order.read_during_update(what)
 
@@ -393,7 +392,7 @@ class Engine(Runner):
     def settle(self) -> None:
         """Carry out updates that are due and wait until every state is in its tier.
 
-        UsageError between backward and step, where backward has updated units already.
+        Raises UsageError between backward and step if backward has already updated units.
         """
         self._check_open()
         self._conclude_backward()
@@ -461,24 +460,24 @@ class Engine(Runner):
         return load(self, directory, tag, verify=verify, load_rng=load_rng)
 
     def drop_gradients(self) -> None:
-        """Forget what backward has collected since the last step. UsageError where units were updated with it."""
+        """Drop the gradients collected since the last step. Raises UsageError if units were updated with them."""
         self._check_unspent("engine.drop_gradients()")
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Forget the step, whatever was updated in it: the caller replaces every state, or stops the engine."""
+        """Drop the step's gradients, even spent ones: the caller then replaces every state or stops the engine."""
         self.parts.collector.discard()
         self.parts.store.end_step()
         self._scaled.forget()
         self.micro_steps = 0
 
     def settle_between_steps(self, what: str) -> None:
-        """As `settle`; UsageError between backward and step, where `what`, which holds no gradients, has no meaning."""
+        """Call `settle`. Raises UsageError between backward and step, since `what` would lack the step's gradients."""
         self._check_between_steps(what)
         self.settle()
 
     def _check_between_steps(self, what: str) -> None:
-        """`what`: a noun, the beginning of the error."""
+        """Raise UsageError between backward and step. what: a noun that begins the error's text."""
         spent = self.parts.collector.spent
         if self.micro_steps or spent:
             raise step_order.before_the_step(what, self.micro_steps, self.batch.accumulation, spent=spent)
@@ -500,7 +499,7 @@ class Engine(Runner):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
-        """As `infinity.init_inference`'s engines; a checkpoint in the background is finished first."""
+        """Finish a checkpoint that is being written in the background, then close as `Runner.close` describes."""
         if os.getpid() != self._process:
             return
         for handle in self._watches:

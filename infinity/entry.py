@@ -44,9 +44,9 @@ def initialize(
     CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units are sharded, as a
     ProcessGroup or a DeviceMesh of one dimension; by default all ranks.
 
-    dist_init_required: whether to call torch.distributed.init_process_group (NCCL with CUDA, else gloo); by default
-    where torchrun started several ranks and the script has not; False: never. The group is left open when the engine
-    is closed, for what comes after it.
+    dist_init_required: None: call torch.distributed.init_process_group (NCCL with CUDA, else gloo) if torchrun started
+    several ranks and the script has not called it; True: call it for one rank too; False: never. The group stays open
+    when the engine is closed.
 
     Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError before
     anything is trained; nothing is left behind then.
@@ -100,7 +100,7 @@ def init_inference(
 
 @contextmanager
 def _telling(group: Group | None) -> Iterator[None]:
-    """Other ranks are told of an error in the block: they are making their engines already."""
+    """Report an error in the block to the other ranks, which are constructing their engines already."""
     try:
         yield
     except InfinityError as error:
@@ -118,7 +118,7 @@ def _check(model: nn.Module, maker: str) -> None:
 
 
 def _parameters(given: ParamGroups | None) -> ParamGroups | None:
-    """`model_parameters`, of which what can be read only once has been read. ConfigError for what holds nothing."""
+    """Return `model_parameters` with iterators read into lists. Raises ConfigError for a wrong type or no entries."""
     if given is None:
         return None
     if isinstance(given, torch.optim.Optimizer):

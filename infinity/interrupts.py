@@ -7,7 +7,7 @@ A second Ctrl-C does not wait: the engine then ends without settling what was un
 
 from __future__ import annotations
 
-# The wrappers in `signal` make enums of all that they return, which takes ten times as long as the calls themselves.
+# The wrappers in `signal` convert every result to an enum, which takes ten times as long as the call itself.
 import _signal  # type: ignore[import-not-found]
 import sys
 import threading
@@ -28,7 +28,7 @@ class ForcedInterrupt(KeyboardInterrupt):
 
 
 class uninterrupted:
-    """Put SIGINT off to the end of the block; also usable as a decorator. Costs about a microsecond.
+    """Defer SIGINT to the end of the block; also usable as a decorator. Costs about a microsecond.
 
     Only the main thread receives signals; elsewhere, and where SIGINT has no Python handler, this does nothing.
     """
@@ -46,7 +46,7 @@ class uninterrupted:
         handler = _signal.getsignal(_SIGINT)
         if not callable(handler):
             return
-        # Noted before it is replaced: an interrupt in between finds nothing to be undone.
+        # Recorded before the handler is replaced: an interrupt in between has nothing to undo.
         self._handler = handler
         _signal.signal(_SIGINT, self._put_off)
         _active = True

@@ -42,7 +42,7 @@ class Runner(ABC):
     def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
         self._finalizer = weakref.finalize(self, parts.closer())
         self.module = uncompiled(model)
-        """The model, without what `torch.compile(model)` made of it: names are those of its own."""
+        """The model without the wrapper of `torch.compile(model)`, so that parameters have its own names."""
         self._called = model
         self.config = config
         self.parts = parts
@@ -59,15 +59,15 @@ class Runner(ABC):
 
     @abstractmethod
     def _on_forward(self) -> None:
-        """The model is called, outside of its forward and of any backward."""
+        """Called when a forward of the root begins, outside of any other forward and of any backward."""
 
     def _on_entry(self) -> None:
-        """The model, or a part of it that holds units, is called, outside of its forward and of any backward."""
+        """Called when a forward of any module that holds units begins, outside of any other and of any backward."""
         self._check_open()
         self._conclude_backward()
 
     def _conclude_backward(self) -> None:
-        """To be called outside of any backward: forget one that an exception cut short."""
+        """Forget a backward that an exception cut short. Call outside of any backward."""
         if self.parts.backward.conclude():
             self.parts.backward.reset()
             self.parts.store.tracer.forget()
@@ -162,9 +162,9 @@ class Runner(ABC):
     def close(self, *, restore: bool = False) -> None:
         """Finish what is under way, remove hooks, release threads, memory and disk. Idempotent. From any thread.
 
-        The model keeps its parameters' values where they were in memory, whole and on this rank (`offload_param.device`
-        none or cpu, one rank or a stage below 3), and there is room for them. Elsewhere any use of a parameter raises
-        UsageError. restore: bring all of them back; every rank calls it then. OutOfMemoryError if they do not fit;
+        The model keeps its parameters' values if they were whole in this rank's memory (`offload_param.device` none or
+        cpu; one rank or a stage below 3) and fit once more. Otherwise any use of a parameter raises UsageError.
+        restore: bring all values back; every rank must call `close` then. Raises OutOfMemoryError if they do not fit;
         everything is released all the same.
         """
         if self._closed or os.getpid() != self._process:  # a forked child has nothing to release

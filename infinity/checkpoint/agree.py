@@ -1,4 +1,4 @@
-"""Ranks that save or load one checkpoint: all of them name the same one, or all of them raise."""
+"""Checks that all ranks save or load the same checkpoint; otherwise all of them raise."""
 
 from __future__ import annotations
 
@@ -18,34 +18,38 @@ _SAVE, _LOAD = "saves", "loads"
 
 @dataclass(frozen=True)
 class _Call:
-    """What one rank was asked for."""
+    """The arguments of one rank's save or load, and its error."""
 
     does: str
     tag: str
     directory: str
-    """Absolute, as it was given."""
+    """The path that the caller gave, made absolute."""
     resolved: str
-    """Without symbolic links: two names of one folder are one, and so is one name that machines link differently."""
+    """The same path with symbolic links resolved. Ranks agree if either `directory` or this is equal on all of them."""
     content: int = 0
-    """The CRC-32 of the index of what is loaded, which machines that share no file system could have two of."""
+    """CRC-32 of the index to load, which may differ between machines. 0: a save, or the index cannot be read."""
     background: bool = False
     error: str = ""
-    """Why this rank cannot go on."""
+    """Text of this rank's CheckpointError; empty if there is none."""
 
     def __str__(self) -> str:
         return f"{self.does} tag {self.tag!r} in {self.directory}" + (f" ({self.error})" if self.error else "")
 
 
 def target_of(ranks: Ranks, directory: str | Path, tag: str, background: bool) -> Path:
-    """The folder that is to be written, checked and the same on all ranks, which all call this.
+    """Return the folder to write, the same on all ranks. All ranks call it; nothing is changed.
 
-    RanksError where they name several, CheckpointError where nobody may write there; nothing has been changed.
+    Raises RanksError if the ranks differ in directory, tag or `background`, and CheckpointError if directory or tag
+    cannot name a checkpoint.
     """
     return _agreed(ranks, _SAVE, directory, tag, lambda: _writable(directory, tag), background)
 
 
 def folder_of(ranks: Ranks, directory: str | Path, tag: str | None) -> Path:
-    """The folder that is to be read, the same on all ranks, which all call this. tag: None is what `latest` names."""
+    """Return the folder to read, the same on all ranks. All ranks call it. tag: None means the one `latest` names.
+
+    Raises RanksError if the ranks differ in directory, tag or index, and CheckpointError if there is no checkpoint.
+    """
     return _agreed(ranks, _LOAD, directory, tag, lambda: _readable(directory, tag), False)
 
 
@@ -102,11 +106,11 @@ def _content(folder: Path) -> int:
     try:
         return zlib.crc32((folder / INDEX).read_bytes())
     except OSError:
-        return 0  # `read_index` says what is wrong with it
+        return 0  # `read_index` raises the error
 
 
 def _difference(calls: list[_Call]) -> str | None:
-    """What keeps the ranks from doing this together, the same text on all of them."""
+    """The error text if the calls of all ranks differ, identical on all of them; None if they agree."""
     one_place = len({call.directory for call in calls}) == 1 or len({call.resolved for call in calls}) == 1
     if not one_place or len({(call.does, call.tag, bool(call.error)) for call in calls}) > 1:
         who = "; ".join(f"{ranks} {said}" for said, ranks in by_value([str(call) for call in calls]).items())

@@ -84,9 +84,9 @@ _UNPICKLER = re.compile(r"WeightsUnpickler error:\s*(.+?)(?: was not an allowed 
 
 
 def reason(error: BaseException) -> str:
-    """What `torch.save` or `torch.load` failed for, in one line of plain text.
+    """Return the cause of a failed `torch.save` or `torch.load` in one line of plain text.
 
-    `torch.load(weights_only=True)` raises a page with terminal colours, most of which is advice to trust the file.
+    `torch.load(weights_only=True)` raises a page with terminal colours, most of it advice on trusting the file.
     """
     text = _ANSI.sub("", str(error)).strip()
     found = _UNPICKLER.search(text)
@@ -164,7 +164,7 @@ def find(directory: Path, tag: str | None) -> Path:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name → buffer, of those that a state_dict holds. Names as if no module was wrapped by `torch.compile`."""
+    """Name → buffer, for the buffers in a state_dict. Names leave out the wrappers that `torch.compile` adds."""
     kept = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()

@@ -1,8 +1,8 @@
-"""config.json of an exported folder: it names the dtype of the weights beside it.
+"""Writes the dtype of exported weights into config.json.
 
-`from_pretrained(folder)` casts the weights to that dtype, so a config that names another one computes other values.
-transformers 5 calls the key `dtype`, transformers 4 `torch_dtype`; models made of several have a config for each, which
-names its own.
+`from_pretrained(folder)` casts the weights to the dtype in config.json, so a wrong one would change the outputs of the
+model. transformers 5 calls the key `dtype`, transformers 4 `torch_dtype`. Composite models nest one config per part,
+each with a dtype of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _KEYS = ("dtype", "torch_dtype")
 
 
 def with_dtype(file: Path, dtypes: Mapping[str, torch.dtype]) -> bytes:
-    """The content of `file`, a config.json, that goes with these weights. dtypes: by the names of floating parameters.
+    """Return the content of `file`, a config.json, with the dtype of these weights in it, encoded as UTF-8.
 
-    UsageError if it is no JSON object, or if the weights have several dtypes, of which a config names one.
+    dtypes: name of each floating-point parameter → its dtype. Raises UsageError if `file` holds no JSON object, or if
+    the weights have several dtypes: a config names only one.
     """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -57,7 +58,7 @@ def _set(config: dict[str, Any], dtype: str) -> None:
 
 
 def _is_config(key: str, value: dict[str, Any]) -> bool:
-    """Whether it is the config of a part of the model: other objects (a vocabulary) may have such keys too."""
+    """True if `value` is the config of a part of the model. Other objects (a vocabulary) may hold such keys too."""
     return "model_type" in value or (key.endswith("_config") and key != "quantization_config")
 
 

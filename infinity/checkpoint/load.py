@@ -75,7 +75,10 @@ def load(
 
 
 def load_parameters(engine: Runner, folder: Path, *, verify: bool) -> tuple[Path, dict[str, Any]]:
-    """As `load`, of parameters and buffers alone, in whatever dtype the engine keeps them. folder: `folder_of`."""
+    """Load parameters and buffers only, cast to the dtypes that the engine keeps. Returns folder and client_state.
+
+    folder: from `folder_of`. verify: compare the checksums of all files first. Raises CheckpointError, as `load` does.
+    """
     index = read_index(folder)
     _check_parameters(engine.units, index, folder, trained=False)
     check_files(index, folder)

@@ -320,7 +320,7 @@ class Ranks:
             flat.copy_(there)
 
     def union(self, members: set[int]) -> set[int]:
-        """The units that any rank names; those that this one does where nothing is sharded."""
+        """Union of unit indices over ranks. With one rank or nothing sharded: `members`, without a collective."""
         if self.alone or not self._sharded:
             return members
         some = {0} if members else set()
@@ -355,7 +355,7 @@ class Ranks:
         return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each rank has, a small object: the replicas, and those that hold a model together, in their order."""
+        """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest."""
         if self.alone:
             return self.model.gather(mine)
         found: list[Any] = self._together("looks at states", 1, self._gather_objects, mine)

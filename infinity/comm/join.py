@@ -1,4 +1,4 @@
-"""Join torch's process group, where a launcher started several ranks and the script has not done it."""
+"""Joins torch's process group if a launcher started several ranks and the script has not joined it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from infinity.errors import UsageError
 from infinity.tiers.device import Device
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun gives each rank."""
+"""Environment variables that torchrun sets for each rank."""
 
 
 def join_process_group(required: bool | None, device: Device | None) -> None:
-    """Call `torch.distributed.init_process_group` as the environment says, unless a group exists.
+    """Call `torch.distributed.init_process_group` with the launcher's environment variables, unless a group exists.
 
-    required: None: if WORLD_SIZE is more than 1. True: always. False: never, as the caller did it. device: where the
-    model computes; None: CUDA if there is any. Collectives of CUDA tensors use NCCL, those of host memory gloo. The
-    group outlives every engine: torch has one for a process.
+    required: None: if WORLD_SIZE is more than 1. True: always. False: never, since the caller does it. device: where
+    the model computes; None: CUDA if there is any. Collectives of CUDA tensors use NCCL, those of host memory gloo.
+    The group outlives every engine, because torch has one per process.
 
-    Raises UsageError for several ranks without a group, and for an environment that lacks what it takes to join one.
+    Raises UsageError if there are several ranks, no group, and `required` is False; if the environment lacks one of the
+    launcher's variables; or if this build of torch has no torch.distributed.
     """
     if not dist.is_available():
         if required or _ranks_started() > 1:
@@ -39,7 +40,7 @@ def join_process_group(required: bool | None, device: Device | None) -> None:
     if missing:
         why = "dist_init_required is True" if required else f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
         raise UsageError(
-            f"{why}, but the environment lacks {', '.join(missing)}, which a process group is joined with: start the "
+            f"{why}, but the environment lacks {', '.join(missing)}, which init_process_group() needs: start the "
             "script with torchrun, or call torch.distributed.init_process_group() before"
             + ("" if required else "; to train on one rank alone, unset WORLD_SIZE")
         )
@@ -47,7 +48,7 @@ def join_process_group(required: bool | None, device: Device | None) -> None:
 
 
 def _ranks_started() -> int:
-    """As the launcher says; 1 without any."""
+    """WORLD_SIZE; 1 if it is not set. Raises UsageError if it is not a number."""
     text = os.environ.get("WORLD_SIZE", "") or "1"
     try:
         return int(text)

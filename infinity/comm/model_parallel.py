@@ -100,7 +100,7 @@ class ModelRanks:
         return values
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each of these ranks has, a small object."""
+        """All-gather a small object: one from each of these ranks, in rank order."""
         found = [mine]
         for dim in range(self._mesh.ndim if self._mesh is not None else 0):
             assert self._mesh is not None

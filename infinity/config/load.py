@@ -66,7 +66,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_yaml(path: Path, text: str) -> bool:
-    """Whether text that is no JSON is YAML: it says so, or its first line of content is `key:` or `key: value`."""
+    """True if `path` ends in .yaml or .yml, or the first line of content in `text` is `key:` or `key: value`."""
     if path.suffix.lower() in (".yaml", ".yml"):
         return True
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---")))

@@ -77,7 +77,7 @@ class Hyper:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """As the native kernels take them."""
+        """Hyper-parameters as keyword arguments of the native kernels."""
         return {
             "rule": self.rule,
             "lr": self.lr,
@@ -198,8 +198,9 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, thr
 def receive(target: Tensor, source: Tensor, *, add: bool = False, at: int | None = None, threads: int = 0) -> float:
     """target = source, or target += source; returns `sum_of_squares(target)`, in one pass over memory.
 
-    Both fp32, bf16 or fp16, of any shape. at: the element of `target` that `source` begins at, where it is a part of
-    it; else they are as large. Added in fp32 and rounded to the target's dtype to nearest, ties to even, as torch does.
+    Both are fp32, bf16 or fp16, of any shape. at: offset, in elements of `target`, where `source` begins; None: both
+    have equally many elements. Sums are taken in fp32 and rounded to the target's dtype to nearest, ties to even, as in
+    torch. Raises ValueError if `source` does not fit.
     """
     whole = target.numel()
     n = whole if at is None else source.numel()

@@ -28,8 +28,8 @@ _OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
 class UnitOptimizer(torch.optim.Optimizer):
     """The update of units. Its states live in their tiers: `state` is empty, and `state_dict` reads them.
 
-    param_groups: as in torch.optim: what the rule reads (`HYPER_KEYS`) may differ by group, and parameters are in the
-    order in which they were given.
+    param_groups: as in torch.optim. The rule's hyper-parameters (`HYPER_KEYS`) may differ by group, and parameters keep
+    the order in which they were given.
     """
 
     def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
@@ -45,13 +45,13 @@ class UnitOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {name: getattr(hyper, name) for name in known})
 
     def on_step(self, step: Callable[[], None], drop: Callable[[], None], states: TierStates) -> None:
-        """What `step` and `zero_grad` do, and where `state_dict` finds the states."""
+        """Set the actions of `step` and `zero_grad`, and the states that `state_dict` reads."""
         self._step, self._drop, self._states = step, drop, states
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update with the gradients collected since the step before, however many micro-batches that are; without any,
-        nothing happens. `engine.step()` calls it when the last micro-batch of a step is in.
+        """Update with the gradients collected since the last step, however many micro-batches they come from. Does
+        nothing if there are none. `engine.step()` calls it after the last micro-batch of a step.
 
         closure: called first, with gradients enabled, as in torch.optim; it computes a loss and calls backward, and
             may call zero_grad before that. Its value is returned.
@@ -73,7 +73,7 @@ class UnitOptimizer(torch.optim.Optimizer):
         self._drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """UsageError once the engine is made: it has placed the states of what it trains by then."""
+        """Raise UsageError once the engine is constructed, since all states have been placed by then."""
         if self._step is not None:
             raise UsageError(
                 "optimizer.add_param_group() was called on an engine's optimizer, which trains the parameters that "
@@ -83,10 +83,10 @@ class UnitOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout, which torch.optim's optimizer of the same rule loads (see `infinity.optim.state_dict`).
+        """Return torch's layout, which torch.optim's optimizer of the same rule loads (`infinity.optim.state_dict`).
 
-        Moments are fp32 in host memory and whole on every rank, also where they are kept in 16 or 8 bits. All ranks
-        call it, between two steps; UsageError between backward and step.
+        Moments are fp32 in host memory and whole on every rank, even if the engine keeps them in 16 or 8 bits. All
+        ranks call it, between two steps. Raises UsageError between backward and step.
 
         It needs host memory for the moments of the whole model on every rank, 8 bytes a parameter with Adam.
         `engine.save_checkpoint` writes the same and more, a unit at a time.
@@ -103,11 +103,11 @@ class UnitOptimizer(torch.optim.Optimizer):
         return {**packed, "param_groups": [{**extra, **group} for group in packed["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the moments, step counts and hyper-parameters of `state_dict()`, or of torch.optim's optimizer of the
-        same rule over the same parameters, which are matched by their position in the groups.
+        """Load moments, step counts and hyper-parameters from `state_dict()`, or from torch.optim's optimizer of the
+        same rule. Parameters are matched by their position in the groups.
 
-        Moments are rounded as an update rounds them where they are kept in 16 or 8 bits. Parameters, schedulers and
-        the engine's count of steps stay what they are. All ranks call it with the same dict, between two steps.
+        Moments kept in 16 or 8 bits are rounded as an update rounds them. Parameters, schedulers and the engine's step
+        count do not change. All ranks call it with the same dict, between two steps.
 
         Raises, before anything is changed: ModelError for a dict of other parameters or another rule, ConfigError for
         amsgrad, maximize and values out of range, UsageError between backward and step, RanksError where ranks differ.
@@ -121,23 +121,23 @@ class UnitOptimizer(torch.optim.Optimizer):
             groups = [
                 {**mine, **theirs, "params": params} for mine, theirs, params in zip(kept, saved, numbers, strict=True)
             ]
-            return {"state": {}, "param_groups": groups}  # torch takes the groups, and calls the hooks
+            return {"state": {}, "param_groups": groups}  # torch loads the groups and calls the hooks
 
-        handle = self.register_load_state_dict_pre_hook(take)  # after those of the user, which may change the dict
+        handle = self.register_load_state_dict_pre_hook(take)  # after the user's hooks, which may change the dict
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
 
     def hypers(self) -> list[Hyper]:
-        """What each param_group asks for now."""
+        """Return the present hyper-parameters of each param_group; ConfigError for values out of range."""
         return [hyper_of(self.rule, group) for group in self.param_groups]
 
 
 def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:
     """`model_parameters` as a list of groups, checked: parameters of `model`, each once, at least one trainable.
 
-    Frozen parameters and empty groups stay where they are, as in torch, so that positions are those of the user.
+    Frozen parameters and empty groups keep their positions, as in torch.
     """
     entries: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if entries and isinstance(entries[0], dict):

@@ -25,7 +25,7 @@ _SCALE_NAMES = ("scales[0]", "scales[1]")
 
 def address_of(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype, device: torch.device) -> int:
     """The address of a tensor that the native code can use as a flat array of `numel` elements."""
-    # The CPU is asked for first, as it takes a tenth of the time that a tensor's device does.
+    # `is_cpu` first: it takes a tenth of the time of `tensor.device`.
     on_device = tensor.is_cpu if device.type == "cpu" else tensor.device.type == device.type
     if not on_device or device.index not in (None, tensor.device.index):
         wanted = "a CPU tensor" if device.type == "cpu" else f"tensors on one CUDA device, here {device}"

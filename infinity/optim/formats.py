@@ -139,7 +139,7 @@ def moments_in(rule: Rule, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
 
 
 def fp32_moment(name: str, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The moment of this name, fp32 and a copy, from states by name in any format."""
+    """Return a copy in fp32 of the moment `name`. states: a parameter's states by name, moments in any format."""
     codes = states.get(f"{name}_8bit")
     if codes is None:
         return moment_to_fp32(states[name])

@@ -76,7 +76,7 @@ _Result = TypeVar("_Result")
 
 
 def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
-    """As an executor does it, but here and now."""
+    """Run `work` in the calling thread and return a finished future with its result or exception."""
     future: Future[_Result] = Future()
     try:
         future.set_result(work(*arguments))
@@ -122,8 +122,8 @@ class GradStore:
             self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
 
     def _is_small(self, sent: Sent) -> bool:
-        """Whether it takes less time than to wake the thread, and nothing has to be waited for but the tier. The
-        gradients of a unit all are or none, so that their order stays.
+        """True if moving it takes less time than waking the thread, and nothing but the tier can make it wait. The
+        answer is the same for all gradients of a unit, which keeps them in order.
         """
         places = self._places
         return sent.unit.layout.shard_numel <= INLINE and self._ranks.alone and places.device.host_addressable

@@ -30,8 +30,8 @@ from infinity.units.released import take_grad
 from infinity.units.unit import Unit
 
 _ZEROED = 16 << 10
-"""Bytes that are zeroed in the time of a call that zeroes a few: a gradient with so little between two gaps is zeroed
-whole before it is collected."""
+"""Size in bytes below which zeroing costs no more than the call itself. A gradient with fewer bytes between two gaps is
+zeroed whole before it is collected."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Open:
     lease: Lease
     flat: torch.Tensor
     zeroed: bool
-    """Whether what did not arrive is zero already."""
+    """True if slots without an arrival are zero already."""
     squares: dict[int, float | None] = field(default_factory=dict)
     """slot that has arrived → its sum of squares; None where that is taken later."""
 
@@ -69,7 +69,7 @@ class GradCollector:
         self._trained: dict[int, list[bool]] = {}
         """unit → which of its parameters required a gradient when the first one arrived in this backward."""
         self._expected: dict[int, tuple[int, list[bool]]] = {}
-        """unit → arrivals in the backward before, and what it trained: a user may freeze and unfreeze parameters."""
+        """unit → its arrivals in the last backward, and which parameters required a gradient: users may (un)freeze."""
         self._passed: set[int] = set()
         """Units that backward has used for the last time; with several ranks."""
         self._late: set[int] = set()
@@ -78,7 +78,7 @@ class GradCollector:
         """Units that were passed before, and are never late."""
         self._sent_live: set[int] = set()
         self._sums_at_once = ranks.alone and places.device.host_addressable
-        """Whether a gradient's sum of squares is taken where it arrives."""
+        """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
         self.last_micro_step = False
         """Whether the backward that runs is the last of its step."""
         self.complete = False
@@ -109,7 +109,7 @@ class GradCollector:
             alive = collector()
             if alive is not None:
                 gradient = take_grad(parameter)
-                if gradient is not None:  # else a hook of the user's has taken it
+                if gradient is not None:  # None: a hook of the user's has cleared it
                     alive.arrive(alive._units[index], slot, local_gradient(parameter, gradient))
 
         return arrived

@@ -14,8 +14,8 @@ from infinity.tiers.transfer import DONE, Promise, Transfer
 from infinity.units.layout import Run, UnitLayout
 
 INLINE = 1 << 15
-"""Elements of a shard up to which what does not wait is carried out by the thread that asks for it: to wake another one
-takes longer."""
+"""Largest shard, in elements, that the calling thread processes itself if nothing has to be waited for: waking another
+thread would take longer."""
 
 
 class Gradient:

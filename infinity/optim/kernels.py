@@ -125,7 +125,7 @@ def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -
 def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, at: int | None = None, threads: int = 0) -> float:
     """Copy a gradient to where it is collected, or add it to what is there; returns the sum of squares of the result.
 
-    at: of a 1-D `target`, the element that `source` begins at, whatever its shape; None: both are as large.
+    at: offset, in elements of a 1-D `target`, where `source` (of any shape) begins; None: both have the same shape.
 
     In host memory this is one pass, unless the strides forbid it.
     """

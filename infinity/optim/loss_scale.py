@@ -90,8 +90,8 @@ class LossScale:
 class ScaledBackwards:
     """Counts the backwards of a step that did not start from a scaled loss.
 
-    A hook on the scaled loss sees the backward that goes through it, so that scaling a loss whose backward never runs,
-    or calling `zero_grad` between the two, miscounts nothing.
+    A hook on the scaled loss runs in the backward that passes through it. So a scaled loss without a backward, or a
+    `zero_grad` between the two, does not change the count.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class ScaledBackwards:
         self._passed = False
 
     def watch(self, scaled: torch.Tensor) -> torch.Tensor:
-        """`scaled`, a loss that was multiplied by the scale, with the hook on it."""
+        """Register the hook on `scaled`, a loss that was multiplied by the scale, and return it."""
         if scaled.requires_grad:
             scaled.register_hook(self._pass)
         return scaled
@@ -108,12 +108,12 @@ class ScaledBackwards:
         self._passed = True
 
     def end(self, *, counts: bool) -> None:
-        """A backward ended. counts: it left gradients, as `torch.autograd.grad` does not."""
+        """Note the end of a backward. counts: it left gradients; a `torch.autograd.grad` leaves none."""
         self.unscaled += counts and not self._passed
         self._passed = False
 
     def forget(self) -> None:
-        """The step ended, or its gradients were dropped."""
+        """Reset the count: the step ended, or its gradients were dropped."""
         self.unscaled = 0
         self._passed = False
 

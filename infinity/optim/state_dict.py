@@ -1,4 +1,4 @@
-"""torch's state dict of an optimizer: its layout, and the check of one before anything is changed.
+"""torch's state dict of an optimizer: its layout, and the validation of a given one.
 
     {"state": {0: {"step": (), "exp_avg": shape, "exp_avg_sq": shape}, …},
      "param_groups": [{"params": [0, …], "lr": …}, …]}
@@ -28,11 +28,11 @@ RULE_KEYS = {name for names in HYPER_KEYS.values() for name in names}
 """Keys of a param_group that some rule reads."""
 _UNSUPPORTED = ("amsgrad", "maximize")
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
-"""Keys of torch's groups that choose an implementation, or count before the first step only."""
+"""Keys of torch's groups that choose an implementation, or have an effect before the first step only."""
 _ADAM = ("adam", "adamw")
 
 SavedGroup = dict[str, Any]
-"""A param_group of a state dict that was checked, without `params` and the keys that mean nothing here."""
+"""A validated param_group of a state dict, without `params` and the keys that have no effect here."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ class SavedState:
 
 
 def torch_keys(rule: Rule) -> dict[str, Any]:
-    """Keys that torch's optimizer of this rule reads of a param_group, besides the hyper-parameters, and their values
-    here.
-    """
+    """Return the further keys that torch's optimizer of this rule has in a param_group, with their values here."""
     if rule == "lion":
         return {}
     keys: dict[str, Any] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
@@ -63,7 +61,7 @@ def hyper_of(rule: Rule, group: Mapping[str, Any]) -> Hyper:
 
 
 def _plain_number(value: Any) -> Any:
-    """What a user or a checkpoint may have put into a group, as `Hyper` takes it."""
+    """Convert a hyper-parameter from a group (a number, a tensor, or a sequence of them) to plain numbers."""
     if isinstance(value, torch.Tensor):
         return value.item()
     return tuple(map(_plain_number, value)) if isinstance(value, (list, tuple)) else value
@@ -76,16 +74,16 @@ def check_state_dict(
     trained: Container[int],
     given: Mapping[str, Any],
 ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
-    """The states by parameter and the groups of `given`, for an optimizer with `groups`.
+    """Return the states by parameter and the param_groups of `given`, for an optimizer with `groups`.
 
-    names: id(parameter) → its name. trained: the ids of those that are trained.
+    names: id(parameter) → its name. trained: ids of the trained parameters.
 
-    Raises ModelError where `given` belongs to other parameters or another rule, and ConfigError for options and
-    hyper-parameters that this rule does not have.
+    Raises ModelError if `given` belongs to other parameters or another rule, and ConfigError for options that this rule
+    lacks and for hyper-parameters out of range.
     """
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
         raise ModelError(
-            "this is no optimizer's state dict: it lacks state or param_groups. Pass optimizer.state_dict()"
+            "the dict lacks state or param_groups, so it is no optimizer's state dict: pass optimizer.state_dict()"
         )
     saved_groups = given["param_groups"]
     ours = [len(group["params"]) for group in groups]
@@ -143,10 +141,10 @@ def _check_group(rule: Rule, number: int, group: Mapping[str, Any]) -> SavedGrou
 
 
 def _check_names(given: Sequence[str], params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
-    """Refuse the same names in another order: torch matches by position, and would exchange their states."""
+    """Raise ModelError for the same names in another order: torch matches by position and would swap their states."""
     ours = [names[id(param)] for param in params]
     if len(given) != len(ours) or set(given) != set(ours):
-        return  # a wrapper names parameters its own way
+        return  # a wrapper may rename parameters
     for number, (there, here) in enumerate(zip(given, ours, strict=True)):
         if there != here:
             raise ModelError(
@@ -201,7 +199,7 @@ def _check_step(rule: Rule, where: str, value: Any) -> int:
 
 
 def digest(states: Iterable[SavedState], groups: Sequence[SavedGroup]) -> int:
-    """A checksum of 32 bits, by which ranks compare what they load."""
+    """Return a 32-bit checksum of states and hyper-parameters, by which ranks compare what they load."""
     hypers = [sorted((k, _plain_number(v)) for k, v in group.items() if k in RULE_KEYS) for group in groups]
     found = zlib.crc32(repr(hypers).encode())
     for state in states:

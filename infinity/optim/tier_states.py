@@ -1,4 +1,4 @@
-"""The optimizer's states in the tiers, as torch's optimizer would hold them: read and replaced unit by unit."""
+"""Reads and replaces the optimizer's states in their tiers, unit by unit, in torch's form."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _HALF = 1 << 16
 
 
 class TierStates:
-    """Moments and step counts of one engine. All ranks call it, between two steps."""
+    """Moments and step counts of one engine. All ranks call its methods, between two steps."""
 
     def __init__(self, engine: Engine, changing: Callable[[], AbstractContextManager[None]]) -> None:
-        """changing: in which a transfer that fails stops the engine, as its states are half changed then."""
+        """changing: a context manager; a transfer that fails in it stops the engine, since states are half replaced."""
         self._engine = engine
         self._changing = changing
         self._rule = engine.config.optimizer.rule
 
     def read(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Parameter → `step` and moments, fp32 in host memory, whole on every rank; of those that have any."""
+        """Return parameter → `step` and moments, fp32 in host memory, whole on every rank; only those with states."""
         self._engine.settle_between_steps("a state_dict of the optimizer")
         found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for unit in self._trained():
@@ -43,8 +43,8 @@ class TierStates:
         return found
 
     def load(self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[SavedGroup]:
-        """Check a state dict for an optimizer with `groups`, make its states those of the engine, and return its
-        groups. What is refused is refused on all ranks, before anything is changed.
+        """Check a state dict for an optimizer with `groups`, load its states into the engine, and return its groups.
+        Errors are raised on all ranks, before anything is changed.
         """
         self._engine.settle_between_steps("a state_dict of the optimizer")
         states, saved_groups = self._checked(groups, given)
@@ -61,13 +61,13 @@ class TierStates:
     def _read(self, unit: Unit) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         states, model = self._engine.parts.states, self._engine.ranks.model
         flats = states.read_shards(unit.layout)
-        del flats["master"]  # the parameter itself, which no state dict of an optimizer holds
+        del flats["master"]  # part of the parameter; torch's state dicts do not hold it
         states.complete(flats)
         found = {}
         for number, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.parameters, strict=True)):
             kept = {kind.name: view(kind, slot, flats[kind.name]) for kind in states.kinds(unit.layout)[1:]}
             moments = {name: model.whole(parameter, fp32_moment(name, kept)) for name in MOMENT_NAMES[self._rule]}
-            # torch's Adagrad has its states from the start, and other optimizers theirs from the first update on.
+            # torch's Adagrad creates its states at construction, other optimizers at the first update.
             if unit.steps[number] or self._rule == "adagrad" or any(moment.any() for moment in moments.values()):
                 found[parameter] = {"step": torch.tensor(float(unit.steps[number])), **moments}
         return found
@@ -95,7 +95,7 @@ class TierStates:
     def _checked(
         self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
     ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
-        """As `check_state_dict`; RanksError where ranks come with different ones."""
+        """Call `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank refuses its own."""
         engine = self._engine
         pairs = [pair for unit in engine.units for pair in zip(unit.parameters, unit.layout.slots, strict=True)]
         names = {id(parameter): slot.name for parameter, slot in pairs}
@@ -115,7 +115,7 @@ class TierStates:
             failed, *sums = ranks.totals(float(error is not None), *halves, *(half**2 for half in halves))
             if failed and error is None:
                 raise RanksError("another rank refuses the state dict of the optimizer: see its error")
-            # Equal numbers, and no others, reach the bound of Cauchy and Schwarz.
+            # Cauchy-Schwarz: (Σx)² = n Σx² only if all ranks have the same x.
             if error is None and any(sums[k] ** 2 != size * sums[2 + k] for k in range(2)):
                 raise RanksError("ranks load different state dicts of the optimizer: pass the same one on every rank")
         if error is not None:

@@ -58,16 +58,16 @@ _NOTHING = torch.empty(0)
 
 @dataclass(slots=True)
 class _Cut:
-    """A tile, and where its bytes hold the states."""
+    """A tile, and the byte range of each state in it."""
 
     tile: Tile
     ranges: dict[str, Range]
     states: dict[str, torch.Tensor] | None = None
-    """The states themselves, where they always are in the same memory."""
+    """The states as tensors, if they are always in the same memory; else None."""
 
 
 class _Plan:
-    """What all updates of a unit have in common."""
+    """Extents, dtypes and tiles, which are the same for every update of a unit."""
 
     def __init__(self, layout: UnitLayout, places: Places) -> None:
         formats = places.formats(layout.dtype)
@@ -142,7 +142,7 @@ class UpdatePipeline:
             tier is None or tier.immediate for tier in (places.param_tier, places.optim_tier, places.grad_tier)
         )
         self._submitted = self._ended = 0
-        """Jobs that the thread was given, and those that it is through with: each is written by one thread."""
+        """Jobs queued, and jobs finished by the thread. Each counter is written by one thread only."""
         self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
         self._closing = False
         self._waiting: UpdateJob | None = None
@@ -153,8 +153,8 @@ class UpdatePipeline:
         self._thread.start()
 
     def submit(self, job: UpdateJob) -> None:
-        """Queue a job whose target is attached, or carry it out, if it is small. Its errors are raised by whoever waits
-        for it.
+        """Queue a job whose target is attached, or run it at once if it is small. Errors are raised when `computed` or
+        `done` of the job is waited for.
         """
         if self._is_immediate(job):
             self._update_now(job)
@@ -163,7 +163,7 @@ class UpdatePipeline:
         self._jobs.put(job)
 
     def _is_immediate(self, job: UpdateJob) -> bool:
-        """Whether the job is small, nothing has to be waited for, and the thread has nothing to do."""
+        """True if the job is small, nothing has to be waited for, and the thread is idle."""
         return (
             self._inline
             and job.layout.shard_numel <= INLINE
@@ -181,7 +181,7 @@ class UpdatePipeline:
             assert item is not None
             self._end(self._compute(item))
         if running.failed is not None and not isinstance(running.failed, Exception):
-            raise running.failed  # Ctrl-C, of this thread
+            raise running.failed  # Ctrl-C in this thread
 
     def close(self) -> None:
         """End the thread once the jobs queued so far are done."""

@@ -1,7 +1,7 @@
 """The trace: the order in which a step uses units, recorded while it runs.
 
-It is a hint, never a contract: a step that departs from it is served on demand and recorded anew. Every use, and every
-question about the next one, takes the same time, however long the trace is and however many units it has.
+It is a hint, never a contract: a step that departs from it is served on demand and recorded anew. Each use and each
+query for the next use takes constant time, whatever the length of the trace and the number of units.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from itertools import islice
 from math import inf
 
 PARTS = "parts"
-"""The kind of a cycle that no forward of the root began: the loop called parts of the model by themselves."""
+"""Kind of a cycle without a forward of the root: the loop called parts of the model directly."""
 
 LONGEST = 1 << 18
-"""Uses that are recorded of a cycle. One that has more leaves no trace: it would hold as much memory as it is long."""
+"""Most uses recorded in a cycle. A longer cycle leaves no trace, since its memory would grow with its length."""
 
 AHEAD = 32
-"""Units that are looked at ahead of their use at most, however small they are."""
+"""Most units that `upcoming` returns, however small they are."""
 
 _HEAD = -1
 
 
 class Trace:
-    """A recorded cycle of uses: unit indices, consecutive repeats left out; `counts` has them in: unit → uses."""
+    """A recorded cycle of uses: unit indices without consecutive repeats. counts: unit → uses, repeats included."""
 
     def __init__(self, uses: list[int], counts: dict[int, int] | None = None) -> None:
         self.uses = uses
         self.counts = Counter(uses) if counts is None else counts
         self.following = [0] * len(uses)
-        """By position, that of the next use of the same unit; from `len(uses)` on, in the next cycle."""
+        """Position of a use → position of the next use of the same unit; from `len(uses)` on, in the next cycle."""
         self.behind = [_HEAD] * len(uses)
-        """By position, the unit after which the one that was used comes in the order of next uses; `_HEAD`: none."""
+        """Position of a use → the unit that precedes the used one in the order of next uses; `_HEAD`: none."""
         self.first: dict[int, int] = {}
-        """unit → position of its first use in the cycle, in the order of these."""
+        """unit → position of its first use in the cycle, in ascending order."""
         self._last: dict[int, int] = {}
         for position, unit in enumerate(uses):
             self.first.setdefault(unit, position)
@@ -42,8 +42,8 @@ class Trace:
         self._link()
 
     def _link(self) -> None:
-        """Go back through the cycle: before a use, its unit is the first in the order of next uses; after it, it is
-        where it is found here.
+        """Fill `following` and `behind`, backwards through the cycle. Before a use, its unit is first in the order of
+        next uses; after it, the unit is at the place recorded here.
         """
         order = _Order(self.first)
         later = {unit: len(self.uses) + position for unit, position in self.first.items()}
@@ -60,7 +60,7 @@ class Trace:
 
 
 class _Order:
-    """Units in an order, as a linked list."""
+    """Order of units, as a doubly linked list."""
 
     def __init__(self, units: Iterable[int]) -> None:
         self.after: dict[int, int] = {}
@@ -72,14 +72,14 @@ class _Order:
         self.after[last], self._before[_HEAD] = _HEAD, last
 
     def to_front(self, unit: int) -> int:
-        """Returns the unit that was before it."""
+        """Move `unit` to the front. Returns the unit that was before it."""
         before, after = self._before[unit], self.after[unit]
         self.after[before], self._before[after] = after, before
         self._insert(unit, _HEAD)
         return before
 
     def from_front(self, behind: int) -> None:
-        """Move the first unit behind another one."""
+        """Move the first unit to the place after `behind`."""
         unit = self.after[_HEAD]
         after = self.after[unit]
         self.after[_HEAD], self._before[after] = after, _HEAD
@@ -98,7 +98,7 @@ class _Order:
 
 
 class Walk:
-    """Goes through a trace, one use after the other."""
+    """Position in a trace, and the order of next uses from there."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -111,7 +111,7 @@ class Walk:
         return self.position == len(self.trace.uses)
 
     def follow(self, unit: int) -> bool:
-        """Go on, if `unit` is what the trace uses here."""
+        """Advance if the trace uses `unit` here. Returns False if it does not."""
         position, trace = self.position, self.trace
         if position == len(trace.uses) or trace.uses[position] != unit:
             return False
@@ -121,11 +121,11 @@ class Walk:
         return True
 
     def next_use(self, unit: int) -> float:
-        """Uses from here until `unit` is used, going round to the next cycle; inf for a unit that never is."""
+        """Number of uses from here until `unit` is used, continuing into the next cycle; inf if it never is."""
         return self._next.get(unit, inf) - self.position
 
     def uses_again(self, unit: int) -> bool:
-        """Whether this cycle uses `unit` here or later."""
+        """True if this cycle uses `unit` here or later."""
         return self._next.get(unit, inf) < len(self.trace.uses)
 
     def upcoming(self) -> Iterator[int]:
@@ -140,7 +140,7 @@ class Tracer:
         self._traces: dict[str, Trace] = {}
         self._kind = PARTS
         self._begun = False
-        """Whether a cycle began since the last step ended."""
+        """True if a cycle has begun since the last step ended."""
         self._recorded: list[int] = []
         self._counts: dict[int, int] = {}
         self._walk: Walk | None = None
@@ -155,7 +155,7 @@ class Tracer:
         self._start(kind)
 
     def end_step(self) -> None:
-        """A step ended. It was a cycle, if nothing else began one in it: its loop called parts of the model only."""
+        """Note the end of a step. It counts as a cycle if none began in it: the loop called parts of the model only."""
         if not self._begun:
             self.begin(PARTS)
         self._begun = False

@@ -39,7 +39,7 @@ class Tier(ABC):
     on_device: bool
     """Whether windows of this tier are device memory, so that what works in them runs there."""
     immediate = False
-    """Whether all of its transfers are done when they are returned."""
+    """True if every transfer is done when it is returned."""
 
     @abstractmethod
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:

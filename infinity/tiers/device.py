@@ -45,8 +45,8 @@ class Device(ABC):
         return DONE
 
     def fingerprint(self, memory: torch.Tensor) -> int:
-        """A number that changes, but for a chance of 2^-64, when any byte of `memory` does, uint8 (n,) with n a
-        multiple of 8. Waits for the compute issued so far by this thread.
+        """Return a 64-bit hash of `memory`, uint8 (n,), n a multiple of 8. A changed byte goes unseen with probability
+        2^-64. Waits for the compute issued so far by this thread.
         """
         return _adam.fingerprint(memory.data_ptr(), memory.numel())
 
@@ -150,7 +150,7 @@ _FINGERPRINT_WORDS = 1 << 22
 
 
 def fingerprint_by_torch(memory: torch.Tensor) -> int:
-    """`_adam.fingerprint` by operations of torch, which run where `memory` is; in pieces, as each takes some copies."""
+    """`_adam.fingerprint` by torch operations on the device of `memory`, piece by piece to bound temporary copies."""
     words = memory.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
     for start in range(0, words.numel(), _FINGERPRINT_WORDS):

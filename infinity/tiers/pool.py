@@ -50,7 +50,7 @@ class Lease:
         return self._substitute is not None
 
     def substitute(self, buffer: torch.Tensor) -> None:
-        """Use `buffer`, one that was quarantined, instead of the pool's, which stays with the lease."""
+        """Use `buffer`, a quarantined one, in place of the pool's buffer. The lease keeps both."""
         self._held()
         self._substitute = buffer
 
@@ -61,7 +61,7 @@ class Lease:
         self._pool._give_back(buffer)
 
     def quarantine(self) -> torch.Tensor:
-        """Give the lease back, but not the buffer, which somebody else still views: returns it."""
+        """Release the lease without its buffer, which a tensor elsewhere still views, and return that buffer."""
         held, buffer = self._held(), self._buffer
         self._buffer = self._substitute = None
         assert buffer is not None
@@ -100,11 +100,11 @@ class Pool:
         self._access = threading.Lock()
         self._given_back = threading.Condition(self._access)
         self._waiting = 0
-        """Threads that wait for it: where there are none, nobody needs to be woken."""
+        """Number of threads that wait for a buffer; if 0, `notify` is skipped."""
         self._free: dict[int, list[torch.Tensor]] = {n: [make(n) for _ in range(count)] for n, count in sizes.items()}
         self._counts = dict(sizes)
         self._classes: dict[int, int] = {}
-        """bytes that were asked for → `size_class`."""
+        """Cache of `size_class`: requested bytes → its result."""
         self._unused = 0
         if self._free:
             example = next(iter(self._free.values()))[0]
@@ -179,14 +179,14 @@ def size_classes(
 ) -> dict[int, int]:
     """Buffer sizes and counts that let `depth` of the units of these sizes be in memory at once, in the fewest bytes.
 
-    together: sizes of units that are in memory at once, however many; they fit with any `beside` others.
+    together: sets of units (as sizes) that nested modules hold at once. Each set fits along with any `beside` others.
 
     A class that serves n units has min(n, depth) buffers as large as its largest unit, and more for `together`. Classes
     are contiguous ranges of the sorted sizes; the best partition is found by dynamic programming over them.
     """
     distinct = sorted(set(sizes))
     counts = [sizes.count(size) for size in distinct]
-    # Only what is more than `depth` allows for changes a class.
+    # Sets within `depth` change no class.
     chains = {tuple(sorted(chain)) for chain in together if len(chain) + beside > depth}
     below = [[bisect_left(chain, size) for size in (*distinct, math.inf)] for chain in chains]
 

@@ -56,7 +56,7 @@ class Promised:
 
 
 class Promise:
-    """A transfer that somebody else ends, once, by `keep` or `fail`. Costs a tenth of a future."""
+    """A transfer that its owner completes once, by `keep` or `fail`. Ten times cheaper than a Future."""
 
     __slots__ = ("_done", "_error", "_lock")
 
@@ -74,7 +74,7 @@ class Promise:
             try:
                 raise self._error
             finally:
-                del self  # the error refers to this frame now: a cycle would keep what other frames refer to
+                del self  # breaks the cycle error -> frame -> self, which would keep alive what other frames refer to
 
     def done(self) -> bool:
         return self._done
