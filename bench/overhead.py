@@ -1,4 +1,4 @@
-"""Host overhead: time of a training step beyond that of the plain PyTorch loop, per unit, where units are tiny.
+"""Host overhead per unit: time of a training step in excess of the plain PyTorch loop's, with tiny units.
 
     python bench/overhead.py                              # about 3 minutes on 2 cores
     python bench/overhead.py --against 0fdcab5            # interleaved with another commit, about 6 minutes
@@ -7,12 +7,11 @@
 
 Overhead = (median step of the engine - median step of `plain`) / units, where `plain` is the same model with
 torch.optim.AdamW. One unit is a Linear of 1 kB; everything runs on one thread of torch. Every measurement runs in a
-process of its own, as the engine's saved-tensor hooks would slow the plain loop down, and the measurements take turns,
-round by round, since machines are shared: compare medians and ratios. CPU time is that of the whole process, its other
-threads included.
+process of its own, because the engine's saved-tensor hooks would slow the plain loop down. Machines are shared, so the
+measurements alternate round by round: compare medians and ratios. CPU time covers all threads of the process.
 
-`--against` checks the commit's Python sources out into a temporary folder and uses the compiled modules of this
-installation beside them: their interface has to be the same.
+`--against` checks out the commit's Python sources into a temporary folder and uses this installation's compiled
+modules with them, whose interface must be the same.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Sample = dict[str, float]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A model and where its states live. device: as in the config; None: the plain loop."""
+    """A model and the tier of its states. device: a device name as in the config; None: the plain loop."""
 
     model: str
     size: int
@@ -110,7 +109,7 @@ def build(kind: str, size: int) -> tuple[nn.Module, torch.Tensor]:
             return (torch.cat(list(self.weights)) * x.sum()).square().mean()
 
     class Cell(nn.Module):
-        """The two units of the cell take turns; what comes before and after is used once."""
+        """Alternate between the cell's two units; the layers before and after it are used once."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -132,13 +131,13 @@ def build(kind: str, size: int) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(4, WIDTH)
 
 
-# -- what runs in a process of its own ---------------------------------------------------------------------------------
+# -- in the measuring process ------------------------------------------------------------------------------------------
 
 
 def measure(what: Measurement, nvme_path: str, around: Callable[[Callable[[], None]], None] | None = None) -> Sample:
-    """Medians of a step in seconds; for an engine, those of `initialize` and `close` too.
+    """Return median seconds of a step and, for an engine, of `initialize` and `close`.
 
-    around: called with the counted steps, which it has to call, instead of timing them.
+    around: called with a function that runs the counted steps, instead of timing them; it must call the function.
     """
     import torch
 
@@ -190,7 +189,7 @@ def _config(device: str, nvme_path: str, unit_size: int) -> dict[str, Any]:
 
 
 def _time(step: Callable[[], None], steps: int) -> Sample:
-    """After two steps that warm up: the first records the trace, the second follows it."""
+    """Time steps after two warm-up steps: the first records the trace, the second follows it."""
     wall, cpu = [], []
     for _ in range(steps + 2):
         began, spent = time.perf_counter(), time.process_time()

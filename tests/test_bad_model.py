@@ -1,4 +1,4 @@
-"""What is passed as model, model_parameters or config, and cannot be: one error at start that names it."""
+"""Bad values of model, model_parameters or config raise one error at start that names them."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_file_that_is_not_json(begin: Any, name: str, text: str, said: str, tm
 
 @BEGIN
 def test_json_by_another_name(begin: Any, tmp_path: Path) -> None:
-    """JSON is YAML too."""
+    """JSON in a file with the suffix .yaml is read as JSON."""
     path = tmp_path / "engine.yaml"
     path.write_text(json.dumps(raw(tmp_path)))
     made = begin(seeded(Stack), path, **CPU)

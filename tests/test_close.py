@@ -1,4 +1,4 @@
-"""What a model is after its engine was closed: usable where its parameters fit, and an error that says so elsewhere."""
+"""Models after their engine was closed: usable if the parameters fit in memory; otherwise any use raises an error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_values_after_close(param: str, asked: bool, late: bool, tmp_path: Path)
     model(*BATCHES[0]).backward()
     assert kept.grad is not None
     model.zero_grad()
-    with open_engine(model, engine_config(folder=tmp_path)) as again:  # and another engine can have it
+    with open_engine(model, engine_config(folder=tmp_path)) as again:  # another engine can take it
         assert again(*BATCHES[0]).item() == expected
 
 
@@ -54,7 +54,7 @@ def test_restoring_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(OutOfMemoryError, match=r"parameters of the closed engine: [0-9,]+ bytes are needed, 1,000"):
         engine.close(restore=True)
     engine = open_engine(seeded(Stack), engine_config("cpu", "cpu"))
-    engine.close()  # not asked for, so no error
+    engine.close()  # restore was not requested, so no error
     with pytest.raises(UsageError, match="engine is closed"):
         engine.module(*BATCHES[0])
 

@@ -56,7 +56,7 @@ def test_from_pretrained(name: str, tmp_path: Path) -> None:
     mine, theirs = model.state_dict(), source.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
-    del mine, theirs  # they share the memory of the parameters, and would not follow the training
+    del mine, theirs  # their memory is the parameters', which initialize refuses
     expected, losses = started(source, tmp_path, False)
     values, found = started(model, tmp_path, False)
     assert all(torch.equal(value, expected[key]) for key, value in values.items())

@@ -1,4 +1,4 @@
-"""Under torchrun, `initialize` and `init_inference` join the process group that the script did not make."""
+"""Under torchrun, `initialize` and `init_inference` join the process group if the script has not."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ with open(f"{folder}/rank{rank}.json", "w") as file:
 dist.destroy_process_group()
 """
 CASES = [("training", None), ("training", True), ("training", False), ("inference", None)]
-"""The first joins; the others find the group that it left."""
+"""The first case joins the group; the others find it open."""
 
 
 def test_ranks_run_one_model(tmp_path: Path) -> None:
-    """Rank 1 builds other values: only as one group do both ranks train those of rank 0, and see the same losses."""
+    """Both ranks train rank 0's values and get the same losses, though rank 1 builds other values."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -79,7 +79,7 @@ def test_ranks_run_one_model(tmp_path: Path) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """launched(RANK="0", …): the environment of a launcher, and nothing else of one. Groups end with the test."""
+    """launched(RANK="0", …) sets a launcher's environment to exactly these variables. Groups end with the test."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -96,7 +96,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def test_one_rank_joins_only_where_that_is_required(
     required: bool | None, launched: Callable[..., None], tmp_path: Path
 ) -> None:
-    """The group is there after the engine."""
+    """One rank joins a group only with dist_init_required=True; the group outlives the engine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     launched(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

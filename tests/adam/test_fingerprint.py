@@ -1,4 +1,4 @@
-"""Fingerprints of memory: one number for all instruction sets, which any edit changes."""
+"""Fingerprints of memory are equal for all instruction sets and change with any edit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_threads_and_pieces_change_nothing() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_edit_of_floats_shows(data: st.DataObject) -> None:
-    """Signs flipped, elements swapped, rows permuted, one bit changed: whatever keeps sums and xors."""
+    """Edits that keep sums or xors change the fingerprint: flipped signs and bits, swapped elements, permuted rows."""
     memory = words(64, seed=data.draw(st.integers(0, 1000)))
     before = fingerprint(memory)
     values = memory.view(torch.int32).view(16, 8)

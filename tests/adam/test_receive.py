@@ -106,7 +106,7 @@ def test_an_array_is_not_added_to_itself() -> None:
 @pytest.mark.parametrize("add", [False, True], ids=["copied", "added"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["dense", "transposed"])
 def test_a_part_of_the_target(add: bool, transposed: bool) -> None:
-    """As a unit's gradient is collected: one parameter's place in a flat tensor."""
+    """`at` places a source in a part of a flat target, as gradients of a unit are collected."""
     target, source = values(5000, torch.float32, 1), values(60, torch.float32, 2).view(6, 10)
     source = source.t() if transposed else source
     expected = target.clone()

@@ -218,7 +218,7 @@ def test_client_state_that_could_not_be_loaded_is_refused_before_anything_is_wri
 def test_the_error_of_a_client_state_is_one_line_of_plain_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, why: str
 ) -> None:
-    """torch's own text has terminal colours, whatever it is written to."""
+    """The error has no terminal colours, which torch's own text has."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with engine_of() as engine, pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(tmp_path, client_state={"value": value})
@@ -438,7 +438,7 @@ def test_names_that_no_checkpoint_may_have(tag: str, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder has a name: "."."""
+    """An empty directory is refused; the current folder must be given as "."."""
     monkeypatch.chdir(tmp_path)
     with open_engine(seeded(Stack), engine_config()) as engine:
         for call in (engine.save_checkpoint, engine.load_checkpoint):

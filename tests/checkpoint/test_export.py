@@ -198,7 +198,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.mark.parametrize("dtype", [None, "fp16", "fp32"])
 def test_config_json_names_the_dtype_of_the_weights(tmp_path: Path, dtype: str | None) -> None:
-    """Those of its parts too, under every key that is there; nothing else changes."""
+    """config.json gets the weights' dtype under every existing dtype key, also of nested configs; the rest stays."""
     saved_engine(tmp_path / "saved", bf16=True).close()
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))

@@ -47,7 +47,7 @@ def test_from_pretrained_computes_what_the_engine_computes(tmp_path: Path, name:
 @pytest.mark.parametrize("named", ["float32", "bfloat16", None])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_loads_in_the_dtype_of_its_weights(tmp_path: Path, name: str, named: str | None, bf16: bool) -> None:
-    """Whatever the original's config says: the very logits, without asking for a dtype."""
+    """An exported folder gives the engine's own logits, bit for bit, whatever dtype the original config names."""
     model: Any = seeded(MODELS[name]).eval()
     model.config.save_pretrained(tmp_path / "config")
     file = tmp_path / "config" / "config.json"

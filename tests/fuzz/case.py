@@ -19,7 +19,7 @@ class Node:
     variant: str
     children: tuple[Node, ...] = ()
     frozen: bool = False
-    """Whether its own parameters do not require gradients at first."""
+    """True if its own parameters start frozen."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Loop:
     backward: str = "engine"
     penalty: str = "none"
     kept: str = "parameters"
-    """What the loop keeps of the model, for its penalty and edits: see `fuzz.trainers`."""
+    """Kind of tensors that the loop keeps of the model, for its penalty and edits; see `fuzz.trainers`."""
     optimizer: str = "AdamW"
     groups: int = 1
     schedule: str = "none"
@@ -50,15 +50,15 @@ class Loop:
     thread: str = "main"
     autocast: bool = False
     dtype: str = "fp32"
-    """Of the parameters; those in 16 bits have an fp32 master."""
+    """dtype of the parameters; 16-bit ones have an fp32 master."""
     unsynced: bool = False
-    """Whether micro-batches but the last of a step are in `no_sync`."""
+    """True if all micro-batches of a step but the last run in `no_sync`."""
     events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where states live and when they move: keys of the engine, and slow devices of the tests."""
+    """Placement of states and schedule of transfers: config keys of the engine, and late devices of the tests."""
 
     param: str = "nvme"
     optim: str = "nvme"
@@ -73,7 +73,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """seed: of initial values and batches."""
+    """A model, a loop and two placements. seed: seeds initial values and batches."""
 
     nodes: tuple[Node, ...]
     loop: Loop = field(default_factory=Loop)
@@ -132,7 +132,7 @@ SHARING = {
     ("shared memory", variant)
     for variant in ("two parameters", "buffer", "overlapping", "data of another", "plain tensor", "part of another")
 } | {("kept view", "from init"), ("kept view", "from init detached"), ("complex", "trained")}
-"""Parts that an engine refuses, as a rule because something shares a parameter's memory: drawn rarely."""
+"""Parts that an engine refuses, mostly because a tensor shares a parameter's memory. They are drawn rarely."""
 OPTIMIZERS = ("AdamW", "AdamW", "Adam", "SGD", "SGD nesterov", "Adagrad", "Lion")
 SCHEDULES = ("none", "none", "lambda", "by hand", "config")
 DTYPES = ("fp32",) * 14 + ("bf16", "bf16", "fp16")
@@ -207,15 +207,15 @@ def draw_case(draw: Draw) -> Case:
         loop = replace(loop, call="engine")
     if by_grad or loop.backward.startswith("tw"):  # torch refuses the second pass through a selective checkpoint
         nodes = tuple(_checkpointed_otherwise(node, reentrant=not by_grad) for node in nodes)
-    if loop.penalty == "maml":  # a checkpoint computes again with the parameters, not with what stood for them
+    if loop.penalty == "maml":  # a checkpoint's recomputation uses the parameters, not their replacements
         nodes = tuple(_unchecked(node) for node in nodes)
-    if loop.penalty == "sharpness" and loop.dtype != "fp32":  # an edit that is undone may round the master, or not
+    if loop.penalty == "sharpness" and loop.dtype != "fp32":  # undoing an edit may round the master
         loop = replace(loop, penalty="none")
     return Case(nodes, loop, settings, head, draw.integer(0, 999))
 
 
 def _without_what_a_load_changes(loop: Loop) -> Loop:
-    """What was done to the parameters or the optimizer themselves is no part of a checkpoint."""
+    """Drop events that a checkpoint does not save, such as hooks and `requires_grad`, if the loop loads one."""
     if all(event.kind != "save and load" for event in loop.events):
         return loop
     changes = ("freeze", "unfreeze", "register hook")
@@ -224,7 +224,7 @@ def _without_what_a_load_changes(loop: Loop) -> Loop:
 
 
 def _in_16_bits(node: Node) -> Node:
-    """As it is, or another variant where plain PyTorch has it in fp32 only."""
+    """Replace variants that plain PyTorch supports in fp32 only."""
     children = tuple(_in_16_bits(child) for child in node.children)
     if node.kind == "complex":
         return Node("linear", "gelu")
@@ -257,7 +257,7 @@ def _checkpointed_otherwise(node: Node, *, reentrant: bool) -> Node:
     children = tuple(_checkpointed_otherwise(child, reentrant=reentrant) for child in node.children)
     refused = ("selective",) if reentrant else ("selective", "reentrant", "reentrant each", "late reentrant", "both")
     changed = node.kind == "checkpoint" and node.variant in refused
-    if node.kind == "attention" and not reentrant:  # whose fused kernel has no second derivative
+    if node.kind == "attention" and not reentrant:  # its fused kernel has no second derivative
         return replace(node, variant="mha")
     return replace(node, children=children, variant="nested" if changed else node.variant)
 
@@ -274,18 +274,18 @@ def _without_live_updates(setting: Setting) -> Setting:
 
 
 def case_of(seed: int) -> Case:
-    """The same case for a seed everywhere."""
+    """Return the case of a seed, the same on every machine."""
     return draw_case(SeededDraw(seed))
 
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """The same choices by hypothesis."""
+    """Cases whose choices hypothesis makes."""
     return draw_case(HypothesisDraw(draw))
 
 
 def in_words(value: Any, indent: str = "") -> str:
-    """The Python text that makes a case, without what has its default."""
+    """Return the Python expression that constructs a case, without arguments equal to their defaults."""
     if isinstance(value, tuple):
         inner = "".join(f"{indent}    {in_words(each, indent + '    ')},\n" for each in value)
         return f"(\n{inner}{indent})" if value else "()"

@@ -1,4 +1,4 @@
-"""Parameters that their owner's forward, its hooks or another part changes in place."""
+"""Parts whose parameters are edited in place by a forward, a hook or another part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuzz.parts import WIDTH, Context, Part, leaf, mixed, weight
 
 
 def edit(w: torch.Tensor, how: str) -> None:
-    """Change a weight by a small amount, in one of the ways that people do."""
+    """Change a weight by a small amount, in one of the ways that users do."""
     if how == "data clamp":
         w.data.clamp_(-0.5, 0.45)
     elif how == "data mul":
@@ -56,7 +56,7 @@ EDITS = (
 
 @leaf("edited before use", *EDITS)
 class EditedBefore(Part):
-    """The parameter is changed in the forward of the module that owns it, and then used."""
+    """Edits its parameter in its forward before using it."""
 
     def make(self) -> None:
         self.w, self.bias = weight(), weight(WIDTH)
@@ -69,7 +69,7 @@ class EditedBefore(Part):
 
 @leaf("edited after use", *(how for how in EDITS if how not in ("no_grad", "foreach", "init", "out", "renorm")))
 class EditedAfter(Part):
-    """As above after the use, through what leaves the version alone: backward sees the value after the edit."""
+    """Edits its parameter after using it, without a change of its version: backward sees the edited value."""
 
     def make(self) -> None:
         self.w, self.other = weight(), weight()
@@ -83,7 +83,7 @@ class EditedAfter(Part):
 
 @leaf("edited by hook", *EDITS, "forward hook", "own pre-hook", "prepended", "with kwargs", "of child", "backward hook")
 class EditedByHook(Part):
-    """The parameter is changed by a hook of its module."""
+    """Edits its parameter in a hook of its module."""
 
     def make(self) -> None:
         self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

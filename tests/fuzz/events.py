@@ -1,4 +1,4 @@
-"""What happens between the steps of a loop, and between backward and step."""
+"""Events between the steps of a loop, and between backward and step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EDIT_NO_GRAD = ("no_grad", "foreach", "out", "renorm")
 
 
 def happen(run: Run, event: Event) -> None:
-    """Carry out one event; what it reads becomes values of the run."""
+    """Carry out one event. Numbers that it reads are added to the run's values."""
     _EVENTS[event.kind](run, event.target)
 
 
 def _parameter(run: Run, target: int) -> nn.Parameter:
-    """Read as an attribute of its module."""
+    """Return a parameter, read as an attribute of its module."""
     return run.model.get_parameter(run.names[target % len(run.names)])
 
 
@@ -154,7 +154,7 @@ def _drop(run: Run, target: int) -> None:
 
 
 def _average(run: Run, target: int) -> None:
-    """A moving average of what was kept, as of an EMA of weights outside of the model."""
+    """Update a moving average of the kept tensors, as an EMA of weights outside the model does."""
     mean = [0.9 * kept.detach().double() for kept in run.usable()]
     run.note("average", sum(float(each.sum()) for each in mean))
 
@@ -210,7 +210,7 @@ def _gathered(run: Run, target: int) -> None:
 
 
 def _by_hand(run: Run, target: int) -> None:
-    """What loops do with `.grad` between backward and step."""
+    """Read, clip, set or clear `.grad` between backward and step, as users' loops do."""
     parameters = list(run.model.parameters())
     how = target % 6
     if how == 0:
@@ -231,7 +231,7 @@ def _by_hand(run: Run, target: int) -> None:
 
 
 def _nothing(run: Run, target: int) -> None:
-    """Carried out by the loop itself."""
+    """Do nothing: the loop itself carries out this event."""
 
 
 _EVENTS: dict[str, Callable[[Run, int], None]] = {

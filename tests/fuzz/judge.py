@@ -19,16 +19,16 @@ from fuzz.trainers import PlainTrainer, Trainer, opened
 from infinity.errors import InfinityError, LifetimeError, NonFiniteError
 from support.lifetime import assert_nothing_leaked
 
-# An update by torch and one by the engine's kernel differ in the last bit: 6e-8 of a parameter in each of at most five
-# steps, which losses of order one amplify little. A wrong value is a step's worth, 1e-3 and more.
-# In 16 bits such a bit may round a parameter to its neighbour.
+# Updates by torch and by the engine's kernel differ in the last bit: 6e-8 of a parameter in each of at most five steps,
+# which losses of order one amplify little. A fault changes a value by a whole step, 1e-3 and more.
+# In 16 bits a difference in the last bit may round a parameter to its neighbour.
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (3e-2, 2e-2), "fp16": (1e-2, 1e-2)}
-"""dtype → relative differences of a loss, and of a parameter."""
+"""dtype → relative tolerances of a loss and of a parameter."""
 
 
 @dataclass
 class Outcome:
-    """What a training led to: everything it read, and the state at the end; or an error."""
+    """Result of a training: all values that it read and its final state, or an error."""
 
     values: list[tuple[str, float]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -39,10 +39,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: "same"; "same bits" (of the plain loop with the engine's kernels: rounding alone made the difference);
-    "refused"; "void" (plain PyTorch raises, or gives NaN). Failures: "different", "error", "leak", "placements differ";
-    "not finite" (refused as NaN where the plain loop has none); "unnoticed" (plain PyTorch refuses an edit in place);
-    "refused wrongly" (it does not).
+    """Judgement of a case.
+
+    kind: "same"; "same bits" (equal to the plain loop with the engine's kernels, so only rounding differed); "refused";
+    "void" (plain PyTorch raises, or gives NaN). Failures: "different", "error", "leak", "placements differ"; "not
+    finite" (the engine raises for NaN, but the plain loop has none); "unnoticed" (plain PyTorch refuses an in-place
+    edit, the engine does not); "refused wrongly" (the engine refuses one, plain PyTorch does not).
     """
 
     kind: str
@@ -58,18 +60,18 @@ FAILURES = (
     "different", "error", "leak", "placements differ", "hang", "crash", "not finite", "unnoticed", "refused wrongly",
 )  # fmt: skip
 EDITED = "modified by an inplace operation"
-"""In PyTorch's error and in the engine's, for a tensor that was edited before backward needed it."""
+"""Part of the error text, PyTorch's and the engine's, for a tensor that was edited before backward needed it."""
 
 
 def run_plain(case: Case, *, exact: bool = False) -> Outcome:
-    """The plain loop. exact: with the engine's update kernels."""
+    """Train a case by the plain loop. exact: update with the engine's kernels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _run(case, PlainTrainer(build(case), case, exact=exact))
 
 
 def run_engine(case: Case, setting: Setting) -> Outcome:
-    """The same loop by an engine, which is closed."""
+    """Train a case by an engine, and close it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outcome = _run_engine(case, setting)
@@ -105,7 +107,7 @@ def _run(case: Case, trainer: Trainer) -> Outcome:
 
 
 def difference(one: Outcome, other: Outcome, dtype: str = "fp32", *, exact: bool = False) -> str | None:
-    """The first difference of two trainings that ended well; NaN equals nothing."""
+    """Describe the first difference of two trainings without errors; None: there is none. NaN equals nothing."""
     loss, parameters = (0.0, 0.0) if exact else TOLERANCES[dtype]
     for (what, a), (name, b) in zip(one.values, other.values, strict=False):
         if what != name:
@@ -136,8 +138,8 @@ def _states_differ(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
 
 
 def judge(case: Case) -> Verdict:
-    """Compare the plain loop with the engine in both settings, and these with each other."""
-    gc.collect()  # of the case before: buffers count who refers to them
+    """Compare the plain loop with the engine in both settings, and both settings with each other."""
+    gc.collect()  # frees tensors of the former case: buffers count their references
     plain = run_plain(case)
     outcomes = [run_engine(case, setting) for setting in case.settings]
     quarantines = sum(outcome.quarantines for outcome in outcomes)
@@ -198,7 +200,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def summary(error: Exception) -> str:
-    """An error without what differs from case to case, to count by."""
+    """Return an error's text without parts that differ between cases, for counting."""
     text = str(error).split("\n")[0]
     text = re.sub(r"\b(inputs|head|parts)(\.\w+)+\b", "NAME", text)
     text = re.sub(r"unit NAME", "unit X", re.sub(r"unit \(root\)", "unit X", text))

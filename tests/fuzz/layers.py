@@ -180,7 +180,7 @@ class Shapes(Part):
 
 @leaf("branch", "parity", "experts", "sometimes unused", "never used", "first step only", "late")
 class Branch(Part):
-    """Which parameters are used follows from the batch or the step, never from rounded values."""
+    """Chooses the parameters to use by the batch or the step, never by rounded values."""
 
     def make(self) -> None:
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -206,7 +206,7 @@ class Branch(Part):
 
 @leaf("stopped", "no_grad", "detach", "detach weight", "inference", "zero", "clone")
 class Stopped(Part):
-    """Gradients do not reach all of it."""
+    """Some of its parameters receive no gradient."""
 
     def make(self) -> None:
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

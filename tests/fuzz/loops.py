@@ -1,4 +1,4 @@
-"""Training loops as people write them, the same for plain PyTorch and for the engine."""
+"""Training loops as users write them, the same for plain PyTorch and for the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fuzz.trainers import Trainer
 
 
 class Run:
-    """One training of a case by `trainer`. values: everything that the loop read, losses first of all, in order."""
+    """One training of a case by `trainer`. values: every number that the loop read, such as losses, in order."""
 
     def __init__(self, case: Case, trainer: Trainer) -> None:
         self.case, self.loop, self.trainer = case, case.loop, trainer
@@ -28,7 +28,7 @@ class Run:
         self.kept = trainer.keep(self.loop.kept)
         self.values: list[tuple[str, float]] = []
         self.undo: list[Callable[[], None]] = []
-        """Carried out after the next backward."""
+        """Functions to call after the next backward."""
         self.step = 0
         self.skip_step = False
         names = [(n, p) for n, p in self.model.named_parameters() if p.dtype == self.model.dtype and p.numel()]
@@ -65,7 +65,7 @@ class Run:
             try:
                 self._micro_batches(raises.removeprefix("raise in "))
                 return self._after()
-            except Deliberate:  # as people do: drop what there is, and do the step again
+            except Deliberate:  # as users' loops do: drop the gradients and repeat the step
                 self.trainer.drop()
                 self.undo.clear()
         self._micro_batches("")
@@ -115,12 +115,12 @@ class Run:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, raises: str = "", x: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss by the way that the loop calls the model."""
+        """Return the loss, calling the model in the loop's way."""
         context = Context(batch.tokens, self.step)
         context.raises = raises
         x = batch.x if x is None else x
         call = self.loop.call
-        # Without its cache, which serves casts from before an edit: an engine has none either.
+        # Without its cache, which would return casts of before an edit; an engine disables it too.
         autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if self.loop.autocast else nullcontext()
         with autocast:
             if call == "module":
@@ -179,7 +179,7 @@ class Run:
 
 
 def in_thread(call: Callable[[], None]) -> None:
-    """`call()` in a thread of its own; its error is raised here."""
+    """Run `call()` in a new thread and raise its error here."""
     errors: list[BaseException] = []
 
     def run() -> None:

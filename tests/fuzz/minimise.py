@@ -1,4 +1,4 @@
-"""The smallest case that fails in the same way, by leaving things out one at a time."""
+"""Finds the smallest case with the same failure, by removing one thing at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuzz.judge import Verdict, judge
 
 
 def minimise(case: Case) -> tuple[Case, Verdict]:
-    """Greedy: take the first simpler case with the same kind of verdict, until there is none."""
+    """Replace the case by the first simpler one with the same kind of verdict until there is none (greedy)."""
     verdict = judge(case)
     if not verdict.failed:
         return case, verdict
@@ -26,7 +26,7 @@ def minimise(case: Case) -> tuple[Case, Verdict]:
 
 
 def simpler_cases(case: Case) -> Iterator[Case]:
-    """Every case with one thing less, the largest first."""
+    """Yield every case with one thing removed, the largest things first."""
     for nodes in _fewer(case.nodes):
         if nodes:
             yield replace(case, nodes=nodes)

@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 def build(case: Case) -> Net:
-    """The same values for the same case."""
+    """Construct the model. Its values depend on the case only."""
     torch.default_generator.manual_seed(case.seed)
     return Net(case).in_dtype(DTYPES[case.loop.dtype])
 

@@ -1,4 +1,4 @@
-"""Optimizers of the plain loop: torch's, and the same rules by the engine's kernels, where every bit must be equal."""
+"""Optimizers of the plain loop: torch's, and the engine's kernels on plain tensors for bit-identical comparisons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from infinity.optim.cpu_adam import HYPER_KEYS, Hyper, sum_of_squares, update_flat
 from infinity.optim.moments import zero_moments
 
-# An eps well above the rounding of a gradient that is zero but for it: its sign must not decide a step.
+# eps is far above rounding errors: the sign of a gradient that is zero up to rounding must not decide a step.
 PARAMS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 5e-3, "eps": 1e-4, "weight_decay": 0.02},
     "Adam": {"lr": 5e-3, "eps": 1e-4, "weight_decay": 0.01},
@@ -83,7 +83,7 @@ class Masters:
         return self._masters[parameter]  # type: ignore[index]
 
     def collect(self) -> None:
-        """Add what backward left to the masters' gradients."""
+        """Add the gradients of a backward to the masters' gradients."""
         for parameter, master in self._masters.items():
             if parameter.grad is not None:
                 gradient = parameter.grad.float() / self._loss_scale
@@ -92,7 +92,7 @@ class Masters:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Elements that the model's code has changed are what it changed them to."""
+        """Copy elements that the model's code has edited into the masters."""
         for parameter, master in self._masters.items():
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
 
@@ -108,7 +108,7 @@ class Masters:
 
 
 def plain_optimizer(kind: str, groups: Iterable[Any], clip: float, *, exact: bool) -> torch.optim.Optimizer:
-    """torch's optimizer of this kind, or with `exact` the kernels that the engine uses, clipping included."""
+    """Construct torch's optimizer of this kind. exact: use the engine's kernels instead, clipping included."""
     params = PARAMS[kind]
     name = kind.split()[0]
     if exact:

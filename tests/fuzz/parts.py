@@ -1,4 +1,4 @@
-"""What parts of a model are made of: their base class, the batch they share, and the tables that list them."""
+"""Base class of a model's parts, the context that they share, and the tables that list them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Deliberate(Exception):
 
 
 class Context:
-    """What all parts of one forward share besides their input.
+    """State that all parts share in one forward.
 
-    tokens: (batch, length) int64. step: number of the step. passed: part's number → a Parameter, or what holds one,
-    that it passes on. raises: "forward", "pre-hook" or "backward" while parts that can shall raise.
+    tokens: (batch, length) int64. step: number of the step. passed: part's number → a Parameter, or an object holding
+    one, for later parts. raises: "forward", "pre-hook" or "backward": where parts that can raise do so; "": nowhere.
     """
 
     def __init__(self, tokens: torch.Tensor, step: int) -> None:
@@ -30,9 +30,9 @@ class Context:
 
 
 class Part(nn.Module):
-    """(batch, length, width) and the context → (batch, length, width).
+    """A part of the model: (batch, length, width) and the context → (batch, length, width).
 
-    number: the part's place in the model in the order of construction. variant: one of those it is listed with.
+    number: its position in the order of construction. variant: one of the variants listed for its kind.
     """
 
     def __init__(self, number: int, variant: str, children: Sequence[nn.Module]) -> None:
@@ -53,9 +53,9 @@ class Part(nn.Module):
 
 Kind = TypeVar("Kind", bound=type[Part])
 LEAVES: dict[str, tuple[str, ...]] = {}
-"""kind → its variants, of parts without children."""
+"""kind → variants, for parts without children."""
 WRAPPERS: dict[str, tuple[str, ...]] = {}
-"""As LEAVES, of parts that run other parts."""
+"""kind → variants, for parts that run other parts."""
 _CLASSES: dict[str, type[Part]] = {}
 
 
@@ -87,5 +87,5 @@ def weight(*shape: int, scale: float = 0.3) -> nn.Parameter:
 
 
 def mixed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The residual by which every part adds its result: bounded, so that no case overflows."""
+    """Add the result of a part to its input as a bounded residual, so that no case overflows."""
     return x + 0.5 * torch.tanh(y)

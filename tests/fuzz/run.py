@@ -1,4 +1,4 @@
-"""The command: run seeds of the fuzz in processes of their own, and count verdicts.
+"""Command that runs seeds of the fuzz in separate processes and counts verdicts.
 
 .venv/bin/python tests/fuzz/run.py --seeds 0:2000 --jobs 2
 .venv/bin/python tests/fuzz/run.py --show 17
@@ -31,11 +31,11 @@ from fuzz.judge import FAILURES, Verdict, judge
 from fuzz.minimise import minimise
 
 SECONDS = 90
-"""After which a seed counts as hanging."""
+"""Time limit of a seed; a longer one counts as hanging."""
 
 
 def quiet() -> None:
-    """One thread, as sums are in one order then, and no log."""
+    """Use one thread, so that sums have one order, and turn logging off."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").addHandler(logging.NullHandler())
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
@@ -56,7 +56,7 @@ def _work(connection: Connection, seeds: list[int], trace: str) -> None:
             faulthandler.cancel_dump_traceback_later()
             connection.send((seed, verdict))
             if verdict.failed:
-                break  # what it left behind must not be the next one's fault
+                break  # a failed case may leave state behind that affects the next one
     os._exit(0)
 
 
@@ -84,7 +84,7 @@ class Worker:
 
 
 def judge_all(numbers: list[int], jobs: int) -> Iterator[tuple[int, Verdict]]:
-    """(seed, verdict) as they come. A process that hangs or dies is a verdict of its seed."""
+    """Yield (seed, verdict) as they finish. A process that hangs or dies gives a verdict too."""
     seeds = collections.deque(numbers)
     workers: list[Worker] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def judge_all(numbers: list[int], jobs: int) -> Iterator[tuple[int, Verdict]]:
 
 
 def kinds_of(case: Case) -> Iterator[str]:
-    """Everything that was drawn for a case, to be counted."""
+    """Yield the names of everything drawn for a case, for counting."""
 
     def walk(node: Node) -> Iterator[str]:
         yield f"part {node.kind}/{node.variant}"

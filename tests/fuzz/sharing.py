@@ -46,7 +46,7 @@ class Tied(Part):
     "module list", "last forward", "on child",
 )  # fmt: skip
 class Kept(Part):
-    """A Parameter object that the part keeps beside its registration, and uses from there."""
+    """Keeps its Parameter object outside of its registration, and uses it from there."""
 
     def make(self) -> None:
         self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -96,7 +96,7 @@ class Kept(Part):
     "numpy", "expanded", "every forward",
 )  # fmt: skip
 class KeptView(Part):
-    """A view of a parameter that outlives the forward it was made in."""
+    """Keeps a view of a parameter beyond the forward that made it."""
 
     def make(self) -> None:
         self.w, self.last = weight(), nn.Linear(WIDTH, WIDTH)
@@ -131,7 +131,7 @@ class KeptView(Part):
 
 @leaf("passing", "parameter", "list", "dict", "view", "closure", "detached", "bias", "module")
 class Passing(Part):
-    """Passes its Parameter on to later parts, which use it when this one's forward is over."""
+    """Passes its Parameter to later parts, which use it after this part's forward."""
 
     def make(self) -> None:
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -153,7 +153,7 @@ class Passing(Part):
 
 @leaf("taking", "use", "use twice", "save", "compare", "edit", "call")
 class Taking(Part):
-    """Uses what the nearest part before it passed on."""
+    """Uses the Parameter that the nearest part before it passed on."""
 
     def make(self) -> None:
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -185,7 +185,7 @@ class Taking(Part):
 
 @leaf("lent", "parent reads", "sibling", "after", "before", "in hook", "named_parameters", "state_dict", "getattr")
 class Lent(Part):
-    """Weights read outside of the module that owns them."""
+    """Reads weights outside of the module that owns them."""
 
     def make(self) -> None:
         self.one, self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH)
@@ -214,7 +214,7 @@ class Lent(Part):
 
 @leaf("shared memory", "two parameters", "buffer", "part of another", "overlapping", "data of another", "plain tensor")
 class SharedMemory(Part):
-    """Memory that was shared before the engine took the model."""
+    """Holds tensors that shared memory before the engine took the model."""
 
     def make(self) -> None:
         values = torch.randn(2 * WIDTH, WIDTH) * 0.3
@@ -295,7 +295,7 @@ SAVED_HOOKS: dict[str, Any] = {
 
 @leaf("saved hooks", *(name for name in SAVED_HOOKS if name != "view"))
 class SavedHooks(Part):
-    """Layers under a user's saved-tensor hooks."""
+    """Runs layers under the user's saved-tensor hooks."""
 
     def make(self) -> None:
         self.w, self.layer = weight(), nn.Linear(WIDTH, WIDTH)
@@ -311,7 +311,7 @@ class SavedHooks(Part):
     "swap attribute", "vmap module", "linearised",
 )  # fmt: skip
 class Functional(Part):
-    """torch.func over a module, and copies of it."""
+    """Applies torch.func to a module and to copies of it."""
 
     def make(self) -> None:
         self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -1,4 +1,4 @@
-"""Seeds, and cases that hypothesis draws: training by the engine equals the plain loop, or is refused by name."""
+"""Fuzz cases from seeds and from hypothesis: the engine trains as the plain loop does, or raises an error by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.late_disk import LateNvmeTier
 
 SEEDS, CHUNK = 200, 50
 REGRESSIONS: list[int] = []
-"""Seeds from beyond SEEDS that found a fault, each with a comment that says which."""
+"""Seeds outside of SEEDS that found a fault, each with a comment that names it."""
 
 
 OPEN = {
@@ -43,9 +43,9 @@ OPEN = {
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_seeds(first: int) -> None:
-    """No seed but those of OPEN trains otherwise than the plain loop without an error of the engine's own kinds.
+    """Seeds other than those of OPEN train as the plain loop does, or raise one of the engine's errors.
 
-    In processes of their own, by the command: one that hangs or crashes is a verdict too, and two run at once.
+    The command runs them in two processes at once; a seed that hangs or crashes gives a verdict too.
     """
     known = ",".join(str(seed) for seeds in OPEN.values() for seed in seeds)
     seeds = ["--seeds", f"{first}:{first + CHUNK}", "--leave-out", known]
@@ -63,7 +63,7 @@ def test_a_seed_that_found_a_fault(seed: int) -> None:
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_cases_of_hypothesis(case: Case) -> None:
-    """The same cases drawn by hypothesis, which shrinks one that fails."""
+    """Cases drawn by hypothesis, which shrinks a failing one, are judged alike."""
     verdict = judge(case)
     assert not verdict.failed, f"{verdict.kind}: {verdict.text}"
 
@@ -72,7 +72,7 @@ def test_cases_of_hypothesis(case: Case) -> None:
 
 
 def test_a_seed_gives_the_same_case_everywhere() -> None:
-    """A digest of a few cases: if it changes, so do all seeds that anybody wrote down."""
+    """Cases of the same seed are equal; a change of the digest invalidates all seeds written down before."""
     assert [case_of(seed) for seed in range(20)] == [case_of(seed) for seed in range(20)]
     assert len({in_words(case_of(seed)) for seed in range(200)}) == 200
 
@@ -88,18 +88,18 @@ class ForgetfulTier(LateNvmeTier):
 
 
 def lose_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stale buffer is served later."""
+    """Plant a fault: later reads return stale bytes."""
     monkeypatch.setattr(trainers.assembly, "NvmeTier", ForgetfulTier)
 
 
 def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units are used before they have arrived."""
+    """Plant a fault: units are used before they have arrived."""
     monkeypatch.setattr(trainers, "CpuDevice", LateDevice)
     monkeypatch.setattr(LateDevice, "await_copy", lambda self, transfer: None)
 
 
 def lose_edits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user changed in a parameter is gone with its buffer."""
+    """Plant a fault: edits of a parameter are lost when it leaves its buffer."""
     monkeypatch.setattr(UnitStore, "_was_edited", lambda self, unit: False)
 
 
@@ -107,7 +107,7 @@ def lose_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     ("plant", "concerns"), [(lose_writes, ""), (wait_for_nothing, ""), (lose_edits, "edit no_grad")]
 )
 def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], concerns: str) -> None:
-    """By 40 seeds whose cases have what it concerns, one of which is right without it. Poisoned buffers show as NaN."""
+    """A planted fault fails one of 40 cases that contain `concerns` and that pass without it. Poison shows as NaN."""
     concerned = (seed for seed in itertools.count() if concerns in in_words(case_of(seed)))
     for seed in itertools.islice(concerned, 40):
         with pytest.MonkeyPatch.context() as monkeypatch:

@@ -1,4 +1,4 @@
-"""The plain loop and the engine's, by one interface: `fuzz.loops` is written once against it."""
+"""One interface to the plain loop and to the engine, against which `fuzz.loops` is written."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from support.late_disk import LateNvmeTier
 
 WARMUP = 4
 LOSS_SCALE = 256.0
-"""Of fp16."""
+"""Loss scale of fp16."""
 
 
 class Trainer(Protocol):
-    """What a training loop calls. Like the engine's, `step` does nothing before the last backward of a step."""
+    """Interface of a training loop. `step` does nothing before the last backward of a step, as the engine's does."""
 
     model: Net
     optimizer: torch.optim.Optimizer
@@ -43,16 +43,16 @@ class Trainer(Protocol):
     def no_sync(self) -> AbstractContextManager[None]: ...
     def gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]: ...
     def resume(self) -> None:
-        """Go on from a checkpoint, in what the next process would make."""
+        """Save a checkpoint, construct everything anew as the next process would, and load it."""
         ...
 
     def keep(self, how: str) -> list[torch.Tensor]:
-        """What the loop keeps of the model, taken before an engine has it and after."""
+        """Return the tensors that the loop keeps, taken before and after the engine is made."""
         ...
 
 
 def keep_before(model: nn.Module, how: str) -> list[torch.Tensor]:
-    """What is kept from before an engine."""
+    """Return tensors of the model, taken before an engine is made."""
     if how == "views before":
         return [p.view(-1) for p in model.parameters() if p.is_contiguous()]
     if how == "detached before":
@@ -63,7 +63,7 @@ def keep_before(model: nn.Module, how: str) -> list[torch.Tensor]:
 
 
 def keep_after(model: nn.Module, how: str) -> list[torch.Tensor]:
-    """What is kept of a model that an engine has."""
+    """Return tensors of the model, taken while an engine has it."""
     few = list(model.parameters())[:4]
     if how == "views":
         return [p.view(-1) for p in few if p.is_contiguous()]
@@ -71,7 +71,7 @@ def keep_after(model: nn.Module, how: str) -> list[torch.Tensor]:
 
 
 def backwards_per_step(loop: Loop) -> int:
-    """The engine counts backwards: `gradient_accumulation_steps` of them make a step."""
+    """Return gradient_accumulation_steps, which counts backwards, for this loop."""
     if loop.backward == "twice uncounted":
         return 1
     return loop.accumulation * (2 if loop.backward in ("twice", "two losses") else 1)
@@ -88,8 +88,8 @@ def parameter_groups(model: nn.Module, loop: Loop) -> list[dict[str, Any]]:
 
 
 class PlainTrainer:
-    """Plain PyTorch, with fp32 masters of 16-bit parameters. exact: with the engine's update kernels in place of
-    torch's optimizer.
+    """Plain PyTorch, with fp32 masters of 16-bit parameters. exact: use the engine's update kernels instead of torch's
+    optimizer.
     """
 
     def __init__(self, model: Net, case: Case, *, exact: bool = False) -> None:
@@ -162,14 +162,14 @@ class PlainTrainer:
         return nullcontext()
 
     def resume(self) -> None:
-        """Plain training goes on."""
+        """Do nothing: plain training goes on."""
 
     def keep(self, how: str) -> list[torch.Tensor]:
         return keep_before(self.model, how) or keep_after(self.model, how)
 
 
 class EngineTrainer:
-    """The engine, as a user calls it. To be closed."""
+    """The engine, as a user calls it. The caller closes it."""
 
     def __init__(self, case: Case, setting: Setting, folder: Path) -> None:
         self._case, self._setting, self._folder = case, setting, folder

@@ -1,4 +1,4 @@
-"""What is done to weights in a forward: views and bits of them, functions of them, custom saving, derivatives."""
+"""Parts that use weights in unusual ways: views, lazy bits, functions of weights, custom saving, derivatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuzz.parts import WIDTH, Context, Part, leaf, mixed, weight
     "frozen conj", "matmul conj", "conj linear", "physical conj", "trained",
 )  # fmt: skip
 class Complex(Part):
-    """Weights seen as complex numbers: their conjugates and imaginary parts carry bits that are no bytes."""
+    """Views weights as complex numbers, whose conjugates and imaginary parts carry lazy bits."""
 
     def make(self) -> None:
         self.w = weight(WIDTH, WIDTH // 2, 2)
@@ -28,7 +28,7 @@ class Complex(Part):
             self.fixed = nn.Parameter(torch.view_as_complex(weight(WIDTH, WIDTH // 2, 2).data))
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        x = x.float()  # of autocast, which knows no complex numbers
+        x = x.float()  # autocast does not support complex numbers
         w = torch.view_as_complex(self.w)  # (width, width/2)
         z = torch.complex(x, x.flip(-1))
         if self.variant == "conj":
@@ -67,7 +67,7 @@ class Complex(Part):
     "sign of", "bernoulli",
 )  # fmt: skip
 class Mask(Part):
-    """A weight in comparisons and masks; the gradient passes them by."""
+    """Uses a weight in comparisons and masks, which pass no gradient."""
 
     def make(self) -> None:
         self.w = weight()
@@ -122,7 +122,7 @@ class Standardised(Part):
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T whose way of keeping the weight is `how`."""
+    """x @ w.T. how: the way in which it keeps the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, how: str) -> torch.Tensor:
@@ -202,7 +202,7 @@ class _Symmetric(nn.Module):
     "derivative", "of input", "of weight", "of weight created", "twice", "jvp", "functional grad", "vjp", "inner loop",
 )  # fmt: skip
 class Derivative(Part):
-    """Derivatives inside of the forward, which the loss is then differentiated through."""
+    """Computes derivatives in its forward; backward differentiates through them."""
 
     def make(self) -> None:
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)

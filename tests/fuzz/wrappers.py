@@ -24,13 +24,13 @@ def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     "late reentrant", "keyword", "of parameter",
 )  # fmt: skip
 class Checkpoint(Part):
-    """Activation checkpointing of the children together or one by one."""
+    """Checkpoints its children, together or one by one."""
 
     def make(self) -> None:
         self.w = weight()
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        # A reentrant checkpoint of an input without gradients has none for its parameters either.
+        # A reentrant checkpoint gives its parameters no gradients if its input requires none.
         x = x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
         if self.variant.endswith("each"):
             for part in self.parts:
@@ -57,7 +57,7 @@ class Checkpoint(Part):
 
 @wrapper("nest", "own before", "own after", "own both", "deep", "deep own", "bias only")
 class Nest(Part):
-    """Parameters of its own around the children; deep: twelve modules, one in the other."""
+    """Has parameters of its own, used around the children. deep: twelve nested modules."""
 
     def make(self) -> None:
         self.w = weight()
@@ -99,7 +99,7 @@ class _Shell(nn.Module):
 
 @wrapper("repeat", "twice", "three times", "alternating", "backwards", "by step", "halves")
 class Repeat(Part):
-    """Children used several times in a forward."""
+    """Uses its children several times in a forward."""
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         if self.variant == "halves":
@@ -126,7 +126,7 @@ def _half(context: Context, which: int) -> Context:
     "mode", "autocast", "eval", "enable_grad", "no_grad first", "saved identity", "saved list", "save_on_cpu", "anomaly"
 )
 class Mode(Part):
-    """Children under a context manager."""
+    """Runs its children under a context manager."""
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         if self.variant == "autocast":
@@ -156,7 +156,7 @@ class Mode(Part):
 
 @wrapper("guard", "catch", "again", "pre-hook", "first child fails")
 class Guard(Part):
-    """Tries the children, and goes on when they raise."""
+    """Runs its children, and goes on without them if they raise."""
 
     def make(self) -> None:
         self.spare = nn.Linear(WIDTH, WIDTH)
@@ -186,7 +186,7 @@ class Guard(Part):
 
 @wrapper("around", "sum", "skip by step", "functional", "functional scaled", "detach out", "hooked", "list out", "gate")
 class Around(Part):
-    """Ways of calling children and putting their results together."""
+    """Calls its children and combines their results in various ways."""
 
     def make(self) -> None:
         self.gate = weight(WIDTH)

@@ -1,4 +1,4 @@
-"""Kept parameters and views, and edits of them: what runs in the processes of a `support.ranks.Group`."""
+"""Cases for the processes of a `support.ranks.Group`: kept parameters and views, and edits of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 5
 
 
 class Layer(nn.Module):
-    """hooks: installed around the product. edit: of the weight, in each forward."""
+    """A layer. hooks: install saved-tensor hooks around the product. edit: edits the weight in each forward."""
 
     def __init__(self, edit: Callable[[torch.Tensor], None] | None = None, hooks: bool = False) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def views_of(model: Any) -> list[Any]:
 
 
 def story_of(name: str, model: Any, rank: int) -> After:
-    """What is done after each step, which is the same on all ranks but for who keeps views."""
+    """Return the function to call after each step. It is the same on all ranks, except in "views of one rank"."""
     kept = [layer.weight for layer in model.layers]
     taken: list[Any] = []
 
@@ -99,7 +99,7 @@ def story_of(name: str, model: Any, rank: int) -> After:
         return [float(view.sum()) for view in taken]
 
     def edited_views_later(model: Any, number: int) -> Any:
-        """After a forward without gradients has evicted them."""
+        """Edit the views after a forward without gradients has evicted their units."""
         if number == 0:
             taken.extend(views_of(model))
         with torch.no_grad():
@@ -139,7 +139,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def told(
     rank: int, *, story: str, folder: str, edit: str = "", hooks: bool = False, leaks: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """Losses of this rank, what the story saw and all parameters at the end."""
+    """Return this rank's losses, the story's results and all final parameters."""
     warnings.filterwarnings("ignore", "something still refers")
     try:
         config = engine_config(folder=folder, micro=SAMPLES, unit_size=4096, prefetch_bytes=0, **options)
@@ -162,14 +162,14 @@ def told(
 
 
 def plain(ranks: int, *, story: str, edit: str = "", bf16: bool = False) -> dict[str, Any]:
-    """The same with plain PyTorch: the gradient is the mean over the ranks' batches."""
+    """Return the same from plain PyTorch, with the gradient averaged over the ranks' batches."""
     model = seeded(lambda: Net(edit=EDITS.get(edit)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     after = story_of(story, model, 1)
     losses, seen = [], []
     every = [batches(rank) for rank in range(ranks)]
     for number in range(STEPS):
-        # Each rank's forward edits; on one model that is done once.
+        # Every rank edits in its forward; one model must edit once.
         states = [parameter.detach().clone() for parameter in model.parameters()]
         of_ranks = []
         for rank in range(ranks):

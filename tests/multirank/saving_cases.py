@@ -135,7 +135,7 @@ def of_two_minds(rank: int, *, folder: str, directory: str) -> str:
 def of_several_minds(
     rank: int, *, folder: str, saves: list[list[Any]], loads: list[list[Any]], infer: bool = False
 ) -> list[str]:
-    """What each rank is told, of a save and a load with its own of these arguments, after one that is right."""
+    """Return this rank's results or errors of a save and two loads with its own arguments, after a correct save."""
     told = []
     config = engine_config(folder=folder, micro=SAMPLES)
     with open_engine(seeded(Stack), config) as engine:
@@ -158,7 +158,7 @@ def of_several_minds(
 
 
 def unlike(rank: int, *, folder: str) -> str:
-    """Folders of one name on machines that share none: rank 1's is of another step."""
+    """Load folders of one name from machines without a shared file system; rank 1's is of another step."""
     own = Path(folder, str(rank))
     with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         for step in (1, 2):
@@ -175,7 +175,7 @@ def unlike(rank: int, *, folder: str) -> str:
 
 
 def unfit(rank: int, *, folder: str) -> list[str]:
-    """One rank's client_state cannot be saved: nobody saves, nobody waits."""
+    """Save while one rank's client_state cannot be saved: no rank may save, and none may hang."""
     with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         try:
             engine.save_checkpoint(Path(folder, "saved"), client_state={"f": Path("a")} if rank == 1 else {})

@@ -1,4 +1,4 @@
-"""What ranks do in test_state_dict.py: torch's state dict of the optimizer, over ranks."""
+"""Cases that ranks run in test_state_dict.py: torch's state dict of the optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def plainly(steps: int, later: int, samples: int) -> dict[str, Any]:
-    """torch's AdamW: its state and parameters after `steps`, and the losses and parameters of `later` more."""
+    """Return state and parameters of torch's AdamW after `steps`, and losses and parameters of `later` more steps."""
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.01)
     found: dict[str, Any] = {"losses": []}
@@ -41,7 +41,7 @@ def plainly(steps: int, later: int, samples: int) -> dict[str, Any]:
 def from_torch(
     rank: int, *, given: dict[str, Any], steps: int, later: int, folder: str, **options: Any
 ) -> dict[str, Any]:
-    """Go on from torch's optimizer; this rank's losses, and what is there at the end."""
+    """Train on from torch's optimizer state. Returns this rank's losses and the final states."""
     config = engine_config(folder=folder, micro=SAMPLES, eps=1e-4, **options)
     started = model(3)
     started.load_state_dict(given["parameters"])
@@ -60,7 +60,7 @@ def from_torch(
 
 
 def differing(rank: int, *, given: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Ranks come with other states, and with one that only one of them refuses; then with the same."""
+    """Load states that differ between ranks, then one that only one rank refuses, then equal ones."""
     said = {}
     with open_engine(model(), engine_config(folder=folder, micro=SAMPLES)) as engine:
         before = states_of(engine)
@@ -86,7 +86,7 @@ def refused(engine: Any, state: dict[str, Any]) -> str:
 
 
 def of_a_mesh(rank: int, *, folder: str) -> dict[str, Any]:
-    """A model that two ranks divide, and its units over two: whole states, given on to another such engine."""
+    """Pass whole states to another engine; tensor parallelism divides the model over two ranks, ZeRO over two."""
     mesh = mesh_of()
     batches = global_batches(3, 2 * SAMPLES)
     with opened(divided(mesh["tp"], sequence=True), mesh["dp"], folder) as engine:

@@ -1,4 +1,4 @@
-"""Kept parameters and views, edits, hooks of the user's and freezing on two ranks, each beside a plain loop."""
+"""Kept parameters and views, edits, the user's hooks and freezing on two ranks equal a plain loop."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_ranks_that_save_differently(pair: Group, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["tag", "directory", "bad tag"])
 def test_ranks_that_name_different_checkpoints(pair: Group, what: str, tmp_path: Path) -> None:
-    """Everybody is told who has which, nothing is written, and all may go on."""
+    """All ranks raise the same error, which names each rank's checkpoint; nothing is written and training goes on."""
     here, there = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
     first, second = {
         "tag": ([here, "a"], [here, "b"]),
@@ -128,7 +128,7 @@ def test_ranks_that_name_different_checkpoints(pair: Group, what: str, tmp_path:
 
 
 def test_one_folder_under_two_names(pair: Group, tmp_path: Path) -> None:
-    """A link to it is the folder itself."""
+    """A symbolic link and its target count as the same folder."""
     (tmp_path / "saved").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "saved")
     both = [[str(tmp_path / "saved"), "a"], [str(tmp_path / "linked"), "a"]]

@@ -1,4 +1,4 @@
-"""torch's state dict of the optimizer on several ranks: whole on each, and each takes its shard of it."""
+"""torch's state dict of the optimizer is whole on each rank, and each rank loads its shard of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.ranks import Group
     ],
 )
 def test_from_torch(pair: Group, stage: int, tiers: dict[str, str], update: str, tmp_path: Path) -> None:
-    """Two ranks go on as torch's AdamW on both ranks' samples does."""
+    """Two ranks that load torch's AdamW train on as it does on the samples of both."""
     counts = {"steps": 3, "later": 3}
     given = cases.plainly(**counts, samples=2 * cases.SAMPLES)
     options: dict[str, Any] = {"folder": str(tmp_path), "stage": stage, "update": update, **tiers}
@@ -40,7 +40,7 @@ def test_from_torch(pair: Group, stage: int, tiers: dict[str, str], update: str,
 
 
 def test_ranks_that_differ(pair: Group, tmp_path: Path) -> None:
-    """Refused on all ranks, and nothing is changed; the engine goes on."""
+    """Differing dicts are refused on all ranks before anything is changed; training goes on."""
     given = cases.plainly(1, 1, cases.SAMPLES)
     first, second = pair.run(cases.differing, given=given, folder=str(tmp_path))
     assert first["unchanged"] and second["unchanged"]
@@ -53,7 +53,7 @@ def test_ranks_that_differ(pair: Group, tmp_path: Path) -> None:
 
 
 def test_a_model_that_ranks_divide(four: Group, tmp_path: Path) -> None:
-    """DTensors are whole in a state dict, on every rank, and divided again when it is loaded."""
+    """States of DTensors are gathered for a state dict on every rank, and sharded again by a load."""
     for found in four.run(cases.of_a_mesh, folder=str(tmp_path)):
         assert len(found["state"]) == len(found["names"])
         for number, name in enumerate(found["names"]):

@@ -1,6 +1,6 @@
-"""`make mutants`: remove each guard in turn, run its tests, and print which of them noticed.
+"""`make mutants`: removes each guard in turn, runs its tests, and prints the outcome.
 
-The exit status is 1 if a mutant survives that `justified.toml` gives no reason for.
+The exit status is 1 if a mutant survives without a reason in `justified.toml`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mutants.trial import Result, end_all, run
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "infinity"
 _TEST_TIMEOUT = 60
-"""Seconds for one test: a guard that is missing often shows as a hang."""
+"""Time limit of one test in seconds; a missing guard often causes a hang."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Trials:
-    """Runs mutants, or says what a former run found."""
+    """Runs mutants, or returns cached results of a former run."""
 
     def __init__(self, selections: Selections, cache: Cache, *, fresh: bool, timeout: float) -> None:
         self._selections = selections
@@ -60,7 +60,7 @@ class Trials:
             found = self._run(mutant, tests)
             if found.outcome == "killed" and "::" in found.test and "exit status" not in found.test:
                 again = self._run(mutant, [found.test])
-                if again.outcome == "survived":  # a test that failed for another reason, or sees it now and then
+                if again.outcome == "survived":  # the test failed for another reason, or detects it only sometimes
                     found = replace(found, outcome="chance")
             self._cache.put(key, found)
         return found
@@ -70,13 +70,13 @@ class Trials:
         return run(ROOT, _module(mutant.file), mutant.source, tests, timeout=self._timeout, options=options)
 
     def check(self, mutant: Mutant) -> Result:
-        """The same tests on the unchanged source."""
+        """Run the mutant's tests on the unchanged source."""
         same = Mutant(mutant.file, f"{mutant.file}:unchanged", 0, mutant.original, mutant.original)
         return self.result(same)
 
 
 def _all_sound(chosen: Sequence[Mutant], trials: Trials) -> bool:
-    """Whether the tests of all these files pass on the unchanged source: they would kill every mutant else."""
+    """Return True if the tests of all these files pass on the unchanged source; else they would kill every mutant."""
     for file, mutant in {mutant.file: mutant for mutant in chosen}.items():
         result = trials.check(mutant)
         passes = result.outcome == "survived"

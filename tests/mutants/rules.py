@@ -1,14 +1,14 @@
-"""What is removed, as rules over the syntax tree: they hold for whatever functions and files there are.
+"""Rules over the syntax tree that select what to remove. They name no functions or files.
 
 | kind | removed |
 |---|---|
 | wait, settle, join | a statement that waits: for a transfer, for all updates, for a thread |
-| after | what a transfer, a collective or an update waits for before it starts |
-| done | a question whether a transfer has ended: the answer is yes |
-| event | the point that compute has reached: it counts as reached |
+| after | the transfer that another transfer, a collective or an update waits for before it starts |
+| done | a query whether a transfer has ended, which becomes True |
+| event | a wait for compute to reach a point |
 | version, generation | a comparison that refuses an edited or an updated tensor; the count of updates |
-| quarantine | a buffer that is still referred to is reused |
-| guard | an operand of a condition in a function that says whether a unit may be updated or evicted |
+| quarantine | the quarantine of a buffer that is still referenced: it is reused |
+| guard | an operand of a condition in a function that decides whether a unit may be updated or evicted |
 | lock | a critical section |
 """
 
@@ -40,7 +40,7 @@ _LIFETIME = re.compile(
     r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|exposed|pinned|victims"
     r"|evictable|placeholders)(?:_|$)"
 )
-"""Words in the names of functions that say whether something still needs a unit or its buffer."""
+"""Words in the names of functions that decide whether a unit or its buffer is still needed."""
 _NOT_OURS = {"torch", "dist", "os", "nn", "F"}
 
 Position = tuple[int, int]
@@ -48,7 +48,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Edit:
-    """Text that is replaced: from `start` to `end`, (line, column in bytes), in a function."""
+    """Replacement of the text from `start` to `end`, each (line, column in bytes), in a function."""
 
     function: str
     kind: str
@@ -56,11 +56,11 @@ class Edit:
     end: Position
     replacement: str
     kept: ast.expr | None = None
-    """The node whose text takes the place of "{}"."""
+    """The node whose text replaces "{}" in `replacement`."""
 
 
 def positions_of_after(trees: Iterable[ast.Module]) -> dict[str, int]:
-    """method → which positional argument of a call is its parameter `after`."""
+    """Return method → position of its parameter `after` among the arguments of a call."""
     found: dict[str, int] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -72,7 +72,7 @@ def positions_of_after(trees: Iterable[ast.Module]) -> dict[str, int]:
 
 
 def edits(tree: ast.Module, after: Mapping[str, int]) -> Iterator[Edit]:
-    """Every edit of a module, in no order; some may give the same text."""
+    """Return all edits of a module, in no order. Some may give the same text."""
     finder = _Finder(after)
     finder.visit(tree)
     return iter(finder.found)
@@ -84,9 +84,9 @@ class _Finder(ast.NodeVisitor):
         self._after = after
         self._names: list[str] = []
         self._guards = 0
-        """Functions around the present node that decide on a unit's lifetime."""
+        """Number of enclosing functions that decide on a unit's lifetime."""
         self._statements: set[int] = set()
-        """Calls whose result nobody takes."""
+        """Ids of calls whose result is not used."""
 
     def _add(self, kind: str, node: ast.expr | ast.stmt, replacement: str, kept: ast.expr | None = None) -> None:
         assert node.end_lineno is not None and node.end_col_offset is not None
@@ -116,7 +116,7 @@ class _Finder(ast.NodeVisitor):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
             name, receiver = call.func.attr, call.func.value
             if name in _WAITS and (name not in _WITHOUT_ARGUMENTS or not (call.args or call.keywords)):
-                # Of `tier.write(...).wait()` the write stays.
+                # `tier.write(...).wait()` keeps its write.
                 worker = receiver if _has_call(receiver) else next(filter(_has_call, call.args), None)
                 self._add(_WAITS[name], node, "pass" if worker is None else "{}", worker)
             elif name == "shutdown" and not call.keywords and not call.args:

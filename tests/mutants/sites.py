@@ -20,8 +20,8 @@ class Mutant:
     file: str
     """Relative to the package, "units/store.py"."""
     name: str
-    """"units/store.py:UnitStore.start_update:wait#2": the file, the function, what is removed, and the how many-th of
-    its kind in that function. It stays the same when other lines change.
+    """File, function, kind and number within that function: "units/store.py:UnitStore.start_update:wait#2". Changes of
+    other lines do not change it.
     """
     line: int
     original: str
@@ -67,7 +67,7 @@ def mutants_of(file: str, source: str, after: Mapping[str, int]) -> Iterator[Mut
 
 
 def _filled(edit: Edit, source: str, replaced: bytes) -> bytes:
-    """The replacement, in which "{}" stands for the text of the node that is kept."""
+    """Return the replacement with the kept node's text in place of "{}"."""
     if edit.kept is None:
         return edit.replacement.encode()
     kept = ast.get_source_segment(source, edit.kept)

@@ -31,7 +31,7 @@ def load(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Selections:
-    """Which tests a file's mutants are run with: the ones of the longest entry that its path begins with."""
+    """Maps a file to the tests of its mutants: those of the longest entry that its path begins with."""
 
     by_prefix: Mapping[str, Sequence[str]]
 
@@ -40,7 +40,7 @@ class Selections:
         return cls(load("selections.toml")["tests"])
 
     def of(self, file: str) -> Sequence[str]:
-        """Empty: the file is left out."""
+        """Return the tests of a file; empty: the file is left out."""
         fitting = [prefix for prefix in self.by_prefix if file.startswith(prefix)]
         return self.by_prefix[max(fitting, key=len)] if fitting else ()
 
@@ -51,7 +51,7 @@ class Selections:
 
 
 class Justified:
-    """Survivors that no test can see: a pattern of names → why."""
+    """Survivors that no test can detect: pattern of names → reason."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         self.reasons = reasons
@@ -61,24 +61,22 @@ class Justified:
         return cls(load("justified.toml")["survivors"])
 
     def reason(self, name: str) -> str:
-        """Empty: there is none."""
+        """Return the reason for a survivor; empty: there is none."""
         return next((reason for pattern, reason in self.reasons.items() if matches(name, pattern)), "")
 
     def stale(self, names: Iterable[str]) -> list[str]:
-        """Patterns that fit none of these names."""
+        """Return the patterns that match none of these names."""
         every = list(names)
         return [pattern for pattern in self.reasons if not any(matches(name, pattern) for name in every)]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern with `*` is a mutant's name, or the beginning of it up to where a part of it ends."""
+    """Return True if `pattern`, which may contain `*`, matches `name` or a prefix of it that ends at a separator."""
     return any(fnmatchcase(name, pattern + end) for end in ("", "/*", ":*", ".*", "#*"))
 
 
 class Cache:
-    """Results by the mutant's source and the tests' sources. What else changed in the package does not count: `--fresh`
-    runs all again.
-    """
+    """Results by the sources of mutant and tests. Other changes of the package leave them valid; see `--fresh`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -98,7 +96,7 @@ class Cache:
 
 
 def key_of(mutant: Mutant, root: Path, tests: Sequence[str]) -> str:
-    """Of a result: the mutant's source, the selection, the tests that it names and what they are made of."""
+    """Return the cache key: a digest of the mutant's source, its selection, and the sources of the tests."""
     digest = hashlib.sha256(f"{mutant.file} {mutant.digest} {tests}".encode())
     folders = [root / test.split("::")[0] for test in tests]
     for path in [*folders, root / "tests/support", root / "tests/conftest.py"]:

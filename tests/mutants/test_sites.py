@@ -69,7 +69,7 @@ EXPECTED = {
 
 
 def mutants(source: str) -> dict[str, str]:
-    """name → the line that is new."""
+    """Return name → the changed line."""
     done = '__import__("infinity.tiers.transfer", fromlist=["DONE"]).DONE'
     found = mutants_of("store.py", source, positions_of_after([ast.parse(source)]))
     return {mutant.name.removeprefix("store.py:"): mutant.change().replace(done, "DONE") for mutant in found}
@@ -93,7 +93,7 @@ def test_names_do_not_follow_line_numbers() -> None:
 
 
 def test_the_package_has_mutants_that_compile() -> None:
-    """All of them, whatever the package has become: a rule that yields no syntax would count as killed."""
+    """Mutants of the whole package compile: a syntax error would count as killed."""
     package = Path(__file__).parents[2] / "infinity"
     found = find(package, Selections.read().files(package))
     assert len({mutant.name for mutant in found}) == len(found) > 50

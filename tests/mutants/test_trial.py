@@ -1,4 +1,4 @@
-"""A mutant of a toy package is served to the tests and to what they start, and is judged by how these end."""
+"""Mutants of a toy package are served to its tests and their child processes, and judged by the tests' outcome."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for what the tests start
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for child processes of the tests
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take most of the time
     return tmp_path
 
@@ -86,7 +86,7 @@ def test_the_source_as_it_is_passes(toy: Path, mutant: Mutant) -> None:
 
 
 def test_tests_that_do_not_end(toy: Path, mutant: Mutant) -> None:
-    """They count as killed, and the one that began last is named."""
+    """Tests that hang count as killed, and the result names the test that began last."""
     assert run(toy, "toy.box", mutant.source, ["test_hangs.py"], timeout=5).outcome == "timeout"
     said = "test_sees.py::test_value PASSED [ 50%]\ntest_hangs.py::test_for_ever[a b] "
     for end in ("", "+++++ Timeout +++++\n~~~~~ Stack ~~~~~"):

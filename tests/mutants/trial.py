@@ -25,15 +25,15 @@ _STARTED = re.compile(r"^(\S+\.py::.+?) *(?:\++ Timeout.*|Fatal Python error.*)?
 
 @dataclass(frozen=True)
 class Result:
-    """How the tests took a mutant."""
+    """Outcome of the tests with a mutant."""
 
     outcome: Outcome
-    """killed: a test failed. timeout: the tests did not end, which counts as killed. survived: all passed. chance: the
-    test that failed passed when it was run again, by itself. unused: all passed, and none imported the module. broken:
+    """killed: a test failed. timeout: the tests hung, which counts as killed. survived: all passed. chance: the failed
+    test passed when it was run again alone. unused: all passed, and none imported the module. broken:
     pytest could not run them.
     """
     test: str
-    """The one that failed or did not end; where there is none, the end of what pytest said."""
+    """The test that failed or hung; if there is none, the end of pytest's output."""
     seconds: float
 
 
@@ -66,7 +66,7 @@ def run(
 
 
 def _run(command: Sequence[str], root: Path, environment: dict[str, str], timeout: float) -> tuple[int | None, str]:
-    """The exit status, None where it did not end in time, and what it said. Nothing that it started goes on."""
+    """Return the exit status (None: a timeout) and the output. Ends all processes that the command started."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True, **streams)
@@ -76,7 +76,7 @@ def _run(command: Sequence[str], root: Path, environment: dict[str, str], timeou
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout)
         finally:
-            _end(process)  # with ranks and loops that a test started
+            _end(process)  # with the processes that a test started
             _running.discard(process)
         if _ending.is_set():
             raise InterruptedError("the tests were ended before they had a result")
@@ -85,7 +85,7 @@ def _run(command: Sequence[str], root: Path, environment: dict[str, str], timeou
 
 
 def end_all() -> None:
-    """End what is under way in other threads: a Ctrl-C reaches none of it, as each has a session of its own."""
+    """End the processes of other threads, which a Ctrl-C does not reach because each has its own session."""
     _ending.set()
     for process in list(_running):
         _end(process)
@@ -115,7 +115,7 @@ def _judge(code: int | None, output: str, served: bool) -> tuple[Outcome, str]:
 
 
 def _last_started(lines: Sequence[str]) -> str:
-    """The test that pytest named last."""
+    """Return the test that pytest named last."""
     for line in reversed(lines):
         if match := _RAN.match(line) or _STARTED.match(line):
             return match[1]

@@ -120,7 +120,7 @@ def test_while_training(name: str, options: dict[str, Any], how: str, tmp_path: 
 
 
 def test_between_backward_and_step_of_updates_during_backward(tmp_path: Path) -> None:
-    """Text from units of which backward has updated some is refused; before any is updated, it is that of before."""
+    """`generate` is refused once backward has updated a unit; before that it gives the text of before the step."""
     reference = seeded(llama).eval()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.01)
     with open_engine(seeded(llama).eval(), engine_config(folder=tmp_path, unit_size=60_000, lr=1e-2)) as engine:

@@ -1,4 +1,4 @@
-"""A loop of the user's own: `loss.backward()`, `optimizer.step(closure)`, `zero_grad`, as with a torch optimizer."""
+"""Users' own loops work as with a torch optimizer: `loss.backward()`, `optimizer.step(closure)`, `zero_grad`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from support.models import Stack, seeded, token_batches
 BATCHES = token_batches(8)
 FP16 = {"loss_scale": 256}
 SGD: dict[str, Any] = {"optimizer": "SGD", "lr": 0.5, "weight_decay": 0.0}
-"""Of which a gradient twice as large makes a step twice as large, as Adam's is not."""
+"""SGD, because its step is proportional to the gradient; Adam's is not."""
 DTYPES = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": FP16}}
 WITHIN = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
 
 def plain(dtype: str, divided_by: float) -> Result:
-    """SGD over fp32 masters, two micro-batches a step; gradients of `divided_by`-ths of the losses are summed."""
+    """Train by SGD over fp32 masters, with gradients of `loss / divided_by` summed over two micro-batches a step."""
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     masters, model = seeded(Stack), seeded(Stack).to(kind)
     optimizer = torch.optim.SGD(masters.parameters(), lr=0.5)
@@ -65,7 +65,7 @@ def ours(dtype: str, how: str, folder: Path, update: str = "auto") -> Result:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scaled_losses_are_averaged(dtype: str, tmp_path: Path) -> None:
-    """By `engine.backward` and by `engine.scale(loss).backward()`, which give the same bits."""
+    """`engine.backward(loss)` and `engine.scale(loss).backward()` both average, bit-identically."""
     found = ours(dtype, "engine", tmp_path)
     assert_same(ours(dtype, "scaled", tmp_path), found)
     assert_close(found, plain(dtype, 2.0), loss=WITHIN[dtype], parameters=WITHIN[dtype])
@@ -75,7 +75,7 @@ def test_scaled_losses_are_averaged(dtype: str, tmp_path: Path) -> None:
     ("dtype", "update"), [("fp32", "auto"), ("fp32", "next_forward"), ("bf16", "auto"), ("fp16", "")]
 )
 def test_plain_losses_are_summed(dtype: str, update: str, tmp_path: Path) -> None:
-    """As in plain PyTorch, where the user divides. fp16 refuses it, and sums a loss that is scaled and multiplied."""
+    """Plain `loss.backward()` sums, as in PyTorch. fp16 refuses it, and sums `engine.scale(loss * 2)` instead."""
     if dtype == "fp16":
         with pytest.raises(UsageError, match=r"2 of 2 backwards.*not scaled by 256.*engine.scale\(loss\).backward"):
             ours(dtype, "plain", tmp_path)
@@ -87,7 +87,7 @@ def test_plain_losses_are_summed(dtype: str, update: str, tmp_path: Path) -> Non
 
 
 def test_one_micro_batch_without_the_scale_is_refused(tmp_path: Path) -> None:
-    """Whichever of a step it is, and whatever was scaled before: its gradients would be all but lost."""
+    """An unscaled backward is refused at any place of a step, also after scaled losses without a backward."""
     config = engine_config(folder=tmp_path, accumulation=2, fp16=FP16, **SGD)
     expected = ours("fp16", "engine", tmp_path)
     with open_engine(seeded(Stack), config) as engine:
@@ -97,7 +97,7 @@ def test_one_micro_batch_without_the_scale_is_refused(tmp_path: Path) -> None:
                 (engine.scale(loss) if scaled else loss).backward()
             with pytest.raises(UsageError, match="1 of 2 backwards"):
                 engine.step()
-        engine.scale(engine(*BATCHES[0]))  # whose backward never runs
+        engine.scale(engine(*BATCHES[0]))  # its backward never runs
         for batch in BATCHES[:2]:
             engine(*batch).backward()
         with pytest.raises(UsageError, match="2 of 2 backwards"):
@@ -114,7 +114,7 @@ def test_one_micro_batch_without_the_scale_is_refused(tmp_path: Path) -> None:
 
 
 def closures(engine: Any, optimizer: torch.optim.Optimizer, batches: Batches, accumulation: int) -> list[float]:
-    """Lightning's automatic optimisation: forward, zero_grad and backward in the closure of the last micro-batch."""
+    """Train as Lightning does: forward, zero_grad and backward in a closure, passed to `step` in the last one."""
     losses = []
     for number, batch in enumerate(batches):
 
@@ -138,7 +138,7 @@ def closures(engine: Any, optimizer: torch.optim.Optimizer, batches: Batches, ac
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("update", ["auto", "next_forward", "after_backward"])
 def test_closures(accumulation: int, update: str, tmp_path: Path) -> None:
-    """As torch's AdamW does with the same closures; the closure's value is returned."""
+    """Closures train as with torch's AdamW, and `step` returns the closure's value."""
     config = engine_config(folder=tmp_path, accumulation=accumulation, update=update, eps=1e-6)
     model = seeded(Stack)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.01)
@@ -146,14 +146,14 @@ def test_closures(accumulation: int, update: str, tmp_path: Path) -> None:
     with open_engine(seeded(Stack), config) as engine:
         found = Result(closures(engine, engine.optimizer, BATCHES, accumulation), parameters_of(engine))
         assert (engine.global_steps, engine.micro_steps) == (len(BATCHES) // accumulation, 0)
-        if accumulation == 2:  # the end of an epoch, in the middle of a step: what is in is used, as in torch
+        if accumulation == 2:  # an epoch ends in mid-step: `step` uses the gradients so far, as in torch
             closures(engine, engine.optimizer, BATCHES[:1], 1)
     assert_close(found, Result(expected, {name: p.detach() for name, p in model.named_parameters()}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_step_without_gradients_changes_nothing(dtype: str, tmp_path: Path) -> None:
-    """As torch: a closure that calls no backward, or gradients that zero_grad dropped."""
+    """Steps after a closure without backward, or after `zero_grad`, change nothing, as in torch."""
     config = engine_config(folder=tmp_path, update="next_forward", **DTYPES[dtype])
     with open_engine(seeded(Stack), config) as engine:
         before = parameters_of(engine)
@@ -166,7 +166,7 @@ def test_a_step_without_gradients_changes_nothing(dtype: str, tmp_path: Path) ->
 
 
 def test_a_closure_that_fails(tmp_path: Path) -> None:
-    """In the middle of its backward: a step would use what gradients there are."""
+    """A step after a closure that failed in mid-backward is refused, since its gradients are incomplete."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -197,7 +197,7 @@ def test_a_closure_that_fails(tmp_path: Path) -> None:
 
 
 def used(engine: Engine) -> None:
-    """Two steps, and a backward that updates units with its gradients."""
+    """Train two steps, then run a backward that updates units."""
     for batch in BATCHES[:2]:
         engine.backward(engine(*batch))
         engine.step()
@@ -206,7 +206,7 @@ def used(engine: Engine) -> None:
 
 
 def test_gradients_that_units_were_updated_with_are_not_dropped(tmp_path: Path) -> None:
-    """Neither in silence nor by the error that names what to do; a load drops them, as it replaces every state."""
+    """Gradients that updated units cannot be dropped: all calls raise. A load drops them: it replaces every state."""
     config = engine_config(folder=tmp_path, update="during_backward")
     with open_engine(seeded(Stack), config) as engine:
         used(engine)
@@ -231,7 +231,7 @@ def test_gradients_that_units_were_updated_with_are_not_dropped(tmp_path: Path) 
 
 
 def test_dropped_gradients_leave_no_trace(tmp_path: Path) -> None:
-    """Of a step whose micro-batches are not all in, as the error of a save tells to."""
+    """`drop_gradients` in mid-step, which the error of a save suggests, leaves training bit-identical."""
     config = engine_config(folder=tmp_path, accumulation=4)
     results = []
     for dropped in (False, True):

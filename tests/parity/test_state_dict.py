@@ -1,4 +1,4 @@
-"""`optimizer.state_dict()` is torch's: training goes from torch.optim to an engine and back as if it had stayed."""
+"""`optimizer.state_dict()` has torch's layout: training moves from torch.optim to an engine and back unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BEFORE, AFTER = token_batches(8)[:4], token_batches(8)[4:]
 
 
 class Skipping(Stack):
-    """A Stack with a block that some steps do not use, one that none does, and small parameters of its own."""
+    """A Stack with a block that some steps skip, a block that is never used, and small parameters of its own."""
 
     def __init__(self) -> None:
         super().__init__(depth=5)
@@ -45,7 +45,7 @@ class Skipping(Stack):
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Vectors before matrices, each backwards: neither the order of units nor that of a unit's slots."""
+    """Return two groups, vectors then matrices, each in reverse order: unlike the order of units and of slots."""
     named = list(model.named_parameters())[::-1]
     return [
         {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0, "lr": 2e-3, "betas": (0.8, 0.95)},
@@ -59,7 +59,7 @@ def torch_optimizer(kind: str, groups: Any, config: Config) -> torch.optim.Optim
 
 
 def go_on(model: Any, optimizer: torch.optim.Optimizer, batches: Batches, skip: int | None = None) -> Result:
-    """The plain loop. skip: the step that leaves a block out."""
+    """Train by the plain loop. skip: the step that skips a block."""
     losses = []
     for step, batch in enumerate(batches):
         model.skips = step == skip
@@ -84,7 +84,7 @@ PLACES = [("none", "none", "auto"), ("cpu", "cpu", "next_forward"), ("nvme", "nv
 
 @pytest.mark.parametrize(("param", "optim", "update"), PLACES)
 def test_from_torch_and_back(param: str, optim: str, update: str, tmp_path: Path) -> None:
-    """AdamW with two groups, of parameters that were updated 4, 3 and 0 times: torch, engine, torch as torch alone."""
+    """Moving from torch to the engine and back equals torch alone; parameters were updated 4, 3 or 0 times."""
     config = engine_config(param, optim, folder=tmp_path, update="auto" if update == "late" else update, eps=1e-6)
     plain = seeded(Skipping)
     reference = torch_optimizer("AdamW", groups_of(plain), config)
@@ -130,7 +130,7 @@ def assert_states(one: dict[str, Any], other: dict[str, Any], **close: float) ->
 
 @pytest.mark.parametrize("kind", ["Adam", "Adagrad", "SGD", "Lion"])
 def test_other_rules(kind: str, tmp_path: Path) -> None:
-    """As torch's optimizer going on; Lion, which torch does not have, as an engine that does."""
+    """Training goes on as in torch's optimizer; for Lion, which torch lacks, as in an engine that was not reloaded."""
     params = {
         "Adam": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
         "Adagrad": {"lr": 1e-2, "lr_decay": 0.1},
@@ -168,9 +168,9 @@ def test_other_rules(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_formats(bf16: bool, moments: str, tmp_path: Path) -> None:
-    """A plain loop with fp32 masters, handed over after 4 steps. Moments in fp32 are kept to the bit, in bf16 within
-    2^-7, in 8 bits within 2^-2 of a block's largest. Losses go on within 1e-5, with bf16 parameters or moments within
-    1 %, with 8-bit moments within 3 %.
+    """A plain loop with fp32 masters moves to an engine after 4 steps. fp32 moments stay bit-identical, bf16 ones stay
+    within 2^-7, 8-bit ones within 2^-2 of a block's largest. Losses stay within 1e-5, with bf16 parameters or moments
+    within 1 %, with 8-bit moments within 3 %.
     """
     config = engine_config(folder=tmp_path, bf16=bf16, moments=moments, eps=1e-6)
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -215,7 +215,7 @@ def test_formats(bf16: bool, moments: str, tmp_path: Path) -> None:
             assert torch.equal(infinity.get_full_fp32_param(parameter), exact[name])  # not touched by the load
         ours = train(engine, AFTER)
         kept = engine.optimizer.state_dict()
-        engine.optimizer.load_state_dict(kept)  # what is kept in a format is a value of that format
+        engine.optimizer.load_state_dict(kept)  # stored values are exact in their format
         if moments != "8bit":
             assert_states(engine.optimizer.state_dict(), kept, rtol=0, atol=0)
     tolerance = 0.03 if moments == "8bit" else 0.01 if bf16 or moments == "bf16" else 1e-5
@@ -223,7 +223,7 @@ def test_formats(bf16: bool, moments: str, tmp_path: Path) -> None:
 
 
 def test_cpu_adam_loads_it(tmp_path: Path) -> None:
-    """And stays AdamW: its Adam and its AdamW tell each other apart by a key of the group."""
+    """CPUAdam loads an engine's AdamW state and stays AdamW, which a key of the group selects."""
     config = engine_config(folder=tmp_path, weight_decay=0.5, eps=1e-6)
     with open_engine(seeded(Stack), config) as engine:
         train(engine, BEFORE)
@@ -237,7 +237,7 @@ def test_cpu_adam_loads_it(tmp_path: Path) -> None:
 
 
 def test_a_model_from_the_meta_device(tmp_path: Path) -> None:
-    """Its parameters are made anew in initialize; their positions stay."""
+    """Parameters from the meta device, which `initialize` replaces, keep their positions."""
     with torch.device("meta"):
         model = Skipping()
     with open_engine(model, engine_config(folder=tmp_path)) as engine:
@@ -253,7 +253,7 @@ def test_a_model_from_the_meta_device(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_and_empty_groups_keep_their_positions(tmp_path: Path) -> None:
-    """As in torch: a state dict and a user's index into param_groups count them."""
+    """State dicts and param_groups count frozen parameters and empty groups, as in torch."""
 
     def made(seed: int = 0) -> tuple[Stack, list[dict[str, Any]]]:
         model = seeded(Stack, seed)
@@ -278,7 +278,7 @@ def test_frozen_parameters_and_empty_groups_keep_their_positions(tmp_path: Path)
 
 
 def test_hyper_parameters_and_a_scheduler_go_on(tmp_path: Path) -> None:
-    """Groups come back with what the user and schedulers put there; a scheduler goes on over a loaded optimizer."""
+    """Keys that users and schedulers put into groups are restored, and a scheduler goes on with them."""
 
     def opened() -> tuple[Engine, Any]:
         engine = open_engine(seeded(Stack), engine_config(folder=tmp_path))
@@ -315,7 +315,7 @@ def edited(saved: dict[str, Any], **group: Any) -> dict[str, Any]:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """By name, and before anything is changed."""
+    """Bad state dicts raise an error that names the fault, before anything is changed."""
     model = seeded(Stack)
     plain = seeded(Stack)
     reference = torch.optim.AdamW(plain.named_parameters())
@@ -372,7 +372,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     frozen = half_frozen()
     with Engine(frozen, engine_config(folder=tmp_path), frozen.parameters(), device=CpuDevice()) as engine:
         del saved["state"][0]
-        with pytest.raises(ModelError, match=f"parameter 0 is {names[1]}"):  # frozen ones are told apart, too
+        with pytest.raises(ModelError, match=f"parameter 0 is {names[1]}"):  # also for frozen parameters
             engine.optimizer.load_state_dict(edited(saved, param_names=swapped))
         engine.optimizer.load_state_dict(saved)
 
@@ -420,7 +420,7 @@ def test_a_save_in_the_background_has_the_states_before(tmp_path: Path) -> None:
 
 
 def test_hooks_of_state_dicts_are_called(tmp_path: Path) -> None:
-    """Those that change the dict, too."""
+    """Hooks of `state_dict` and `load_state_dict` are called and may change the dict."""
     with open_engine(seeded(Stack), engine_config(folder=tmp_path)) as engine:
         train(engine, BEFORE[:1])
         optimizer = engine.optimizer

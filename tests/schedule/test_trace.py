@@ -66,7 +66,7 @@ def test_orders_of_first_and_last_use(uses: list[int]) -> None:
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """Lines of the trace's module that `work` executes: a measure of its work that no other process disturbs."""
+    """Count the lines of the trace's module that `work` executes, a measure that other processes do not disturb."""
     count = 0
 
     def count_lines(frame: FrameType, event: str, argument: object) -> Any:
@@ -86,7 +86,7 @@ def lines_run(work: Callable[[], object]) -> int:
 
 
 def follow(uses: list[int], units: int) -> int:
-    """Lines that recording and following a cycle takes, with the questions that the store asks at each use."""
+    """Count the lines that recording and following a cycle executes, with the store's queries at each use."""
     tracer = Tracer()
 
     def step() -> None:

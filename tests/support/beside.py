@@ -1,7 +1,7 @@
-"""A story told twice: the same loop with plain PyTorch and with an engine, which must not differ.
+"""Runs the same loop with plain PyTorch and with an engine, and compares the results.
 
-A story takes a `Loop` and returns what it saw (losses, values, errors). It may do anything a user may: keep parameters,
-edit them, call parts. Both runs start from the same values.
+A story is a function that takes a `Loop` and returns its results (losses, values, errors). It may do anything a user
+may: keep parameters, edit them, call parts. Both runs start from the same values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEDULES = pytest.mark.parametrize("update", ["during_backward", "next_forward"
 
 
 class Loop(Protocol):
-    """What a story is given."""
+    """The argument of a story."""
 
     model: Any
 
@@ -45,7 +45,7 @@ Story = Callable[[Any], Any]
 
 
 class PlainLoop:
-    """torch.optim.AdamW; 16-bit parameters have fp32 masters, which take over what the user edits."""
+    """Plain PyTorch with torch.optim.AdamW; 16-bit parameters have fp32 masters, which adopt the user's edits."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.model: Any = model
@@ -93,7 +93,7 @@ class PlainLoop:
 
 
 class EngineLoop:
-    """The same calls of an engine."""
+    """The same interface to an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -113,7 +113,10 @@ def assert_same_story(
     tolerance: float = 2e-5,
     **options: Any,
 ) -> None:
-    """leaks: views are kept at the end. units: the least number that the model makes, where not all is in memory."""
+    """Assert that a story has equal results by both loops.
+
+    leaks: views are kept at the end. units: least number of units, if not everything is in memory.
+    """
     given = {**place, **options}
     late = given.pop("late", False)
     config = engine_config(bf16=bf16, **given)

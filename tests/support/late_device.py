@@ -101,8 +101,8 @@ class CopyQueue:
 
 
 class Reached:
-    """A point that compute has reached. It has, as the CPU computes at once; what counts is that somebody waits for it
-    before the buffers are used elsewhere, as on streams.
+    """A point that compute has reached. On the CPU it always has; tests check that it is waited for before buffers are
+    reused, as on CUDA streams.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class LateDevice(Device):
         self.to_device = CopyQueue(delay)
         self.from_device = CopyQueue(delay)
         self.reached: list[Reached] = []
-        """All points in its compute that were asked for."""
+        """Every point that `compute_reached` returned."""
         self._memory: dict[int, torch.Tensor] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ class LateNvmeTier(NvmeTier):
 
 
 class LateSlab(Tier):
-    """A tier in memory that is as late, for parts that are tested without an engine."""
+    """A tier in memory with the same delays, for tests of parts without an engine."""
 
     name = "nvme"
     on_device = False
@@ -63,7 +63,7 @@ class LateSlab(Tier):
         self.nbytes = nbytes
         self.slab = torch.zeros(nbytes, dtype=torch.uint8)
         self.failing: set[tuple[str, int]] = set()
-        """("read" or "write", byte offset in the tier) that fail, once."""
+        """Transfers that fail once, as ("read" or "write", byte offset in the tier)."""
 
     def _strikes(self, kind: str, start: int) -> bool:
         strikes = (kind, start) in self.failing

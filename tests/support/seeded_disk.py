@@ -1,9 +1,9 @@
-"""An nvme tier for tests that carries transfers out in any order that nothing forbids.
+"""An nvme tier for tests that carries transfers out in any permitted order, drawn from a seed.
 
-A transfer is carried out when somebody waits for it, or at some earlier moment that a seed draws: after reads and
-writes that were issued later, if nobody waited in between. Its bytes are copied at that moment and not before: a write
-takes what is in memory then, a read what is in the file then, and until then its destination is NaN. A wait that is
-missing gives other results, by some seeds at least; where all waits are there, every seed gives the same.
+A transfer is carried out when it is waited for, or at an earlier moment that the seed draws, even after transfers that
+were issued later, unless a wait came in between. It copies its bytes at that moment: a write reads memory then, a read
+reads the file then, and the destination of a read is NaN until then. A missing wait changes the results for some seeds.
+With all waits in place every seed gives the same results.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from infinity.tiers.transfer import Transfer
 
 
 class Schedule:
-    """The transfers that are issued and not yet carried out, on all tiers of a test.
+    """Transfers issued and not yet carried out, on all tiers of a test.
 
-    drift: how probable it is, whenever something is issued or asked for, that a transfer nobody waits for is carried
-    out. before_write: called before a write is carried out because somebody waits for it, in the waiter's thread.
+    drift: probability, at each issue or query, that a transfer is carried out without a wait.
+    before_write: called before a write is carried out because of a wait, in the waiter's thread.
     """
 
     def __init__(self, seed: int, *, drift: float = 0.25, before_write: Callable[[], None] = lambda: None) -> None:
         self.out_of_order = 0
-        """Transfers that were carried out while one issued before was not."""
+        """Number of transfers carried out before one that was issued earlier."""
         self.before_write = before_write
         self._drift = drift
         self._random = random.Random(seed)
@@ -45,7 +45,7 @@ class Schedule:
         return transfer
 
     def drift(self) -> None:
-        """Time passes: some transfers, or none, are carried out."""
+        """Let time pass: carry out some transfers, or none."""
         with self._turn:
             while self._pending and self._random.random() < self._drift:
                 self.complete(self._random.choice(self._pending))
@@ -58,7 +58,7 @@ class Schedule:
                 transfer.execute()
 
     def end(self) -> None:
-        """Carry out what nobody waited for."""
+        """Carry out the remaining transfers."""
         with self._turn:
             while self._pending:
                 self.complete(self._random.choice(self._pending))
@@ -98,7 +98,7 @@ class SeededTransfer:
 
 
 def use_seeded_disks(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    """Engines that are made in this test have disks with this schedule."""
+    """Give engines made in this test disks with this schedule."""
 
     class SeededNvmeTier(NvmeTier):
         def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:

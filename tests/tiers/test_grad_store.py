@@ -1,7 +1,7 @@
-"""Gradients on their way to the update or to their tier, by themselves: what is waited for before bytes are used.
+"""Gradients are waited for before the update or their tier uses their bytes.
 
-Transfers here happen when they are waited for, on a late tier and a late device. Buffers are NaN until then and again
-once they are given back.
+Transfers are carried out when they are waited for, on a late tier and a late device. Buffers are NaN before that and
+after their release.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRADIENTS = list(torch.randn(3, NUMEL, generator=torch.Generator().manual_seed(0
 
 
 class Gate:
-    """A transfer that ends a moment after it is asked for, or when it is opened; what it brings is there then."""
+    """A transfer that ends shortly after the first query, or when it is opened. It copies its bytes then."""
 
     def __init__(self, open_after: float = 0.2) -> None:
         self._opened = threading.Event()
@@ -86,7 +86,7 @@ class Bench:
         return Sent(self.unit, flat, lease, reduced, self.device.compute_reached(), {0}, None)
 
     def late(self, gradient: torch.Tensor, which: str) -> Sent:
-        """A gradient that is in its buffer once the transfer `which` has been waited for."""
+        """Return a gradient that is in its buffer only after a wait for the transfer `which`."""
         sent = self.sent(torch.full((NUMEL,), torch.nan))
         flat = sent.flat
         setattr(sent, which, LateTransfer(lambda: flat.copy_(gradient)))
@@ -111,7 +111,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("which", ["reduced", "reached"])
 def test_a_gradient_is_stored_once_it_is_there(bench: Bench, which: str) -> None:
-    """reduced: the collective's sum. reached: the compute that made it."""
+    """A gradient is stored after a wait for the collective (reduced) or for compute (reached)."""
     bench.store.keep(bench.late(GRADIENTS[0], which))
     bench.store.settle()
     assert torch.equal(bench.in_tier, GRADIENTS[0])
@@ -152,7 +152,7 @@ def test_settling_raises_what_went_wrong(bench: Bench) -> None:
 
 
 def test_a_norm_of_gradients_that_failed_is_no_hang(bench: Bench) -> None:
-    """What is added to cannot be read: whoever asks for the norm is told, though it was never taken."""
+    """`squared_norm` raises the read error of a sum that failed, instead of waiting for a norm that never comes."""
     bench.tier.failing.add(("read", bench.extent.offset))
     for gradient in GRADIENTS[:2]:
         bench.store.keep(bench.sent(gradient))
@@ -186,7 +186,7 @@ def test_what_is_written_is_read(bench: Bench) -> None:
 
 
 def test_discarding_waits_for_what_is_under_way(bench: Bench) -> None:
-    """Its buffers are back, and it writes nothing of the step after that."""
+    """`discard` waits for stores under way: all buffers are free, and nothing of the step is written later."""
     bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
     bench.store.discard()
     bench.assert_all_given_back()
@@ -194,7 +194,7 @@ def test_discarding_waits_for_what_is_under_way(bench: Bench) -> None:
 
 
 def test_closing_waits_for_what_is_under_way(bench: Bench) -> None:
-    """The tier is closed next."""
+    """`close` waits for stores under way, because the tier is closed next."""
     bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
     bench.store.close()
     assert torch.equal(bench.in_tier, GRADIENTS[0])

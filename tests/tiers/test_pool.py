@@ -126,7 +126,7 @@ def test_host_memory_is_of_exact_size_and_aligned() -> None:
 
 
 def test_one_thread_at_a_time_takes_buffers() -> None:
-    """Of two threads that see the last buffer free, both would take it."""
+    """A thread that takes the last buffer locks out another one, which would see the buffer free and take it too."""
     made, took = pool({64: 1}), threading.Event()
 
     def take() -> None:

@@ -1,6 +1,6 @@
-"""An engine trains the same in whatever order its disk carries transfers out, as long as it waits where it has to.
+"""Training is the same in whatever order the disk carries transfers out, if the engine waits where it must.
 
-Mutations that these tests were seen to catch (`make mutants` removes all waits):
+Mutations that these tests caught (`make mutants` removes all waits):
 
 - `UnitStore.start_update` without `UpdateJob.after`: an update reads states that the one before has yet to write.
 """
@@ -26,7 +26,7 @@ SEEDS = range(4)
 
 
 def test_the_order_is_the_seeds() -> None:
-    """The disk is what it says: transfers overtake one another, and as many in every run of a seed."""
+    """The seeded disk lets transfers overtake one another, equally many in every run of a seed."""
     overtaken = []
     for seed in (0, 0, 1):
         schedule, done = Schedule(seed), list[int]()
@@ -54,11 +54,11 @@ def test_trains_alike_in_every_order(
 
 
 class Pressing:
-    """Holds each update's writes back until the next update is submitted."""
+    """Delays each update's writes until the next update is submitted."""
 
     def __init__(self) -> None:
         self.pressed = 0
-        """Updates that were submitted before the one before them was written."""
+        """Number of updates submitted before the former one was written."""
         self._jobs: list[UpdateJob] = []
         self._ended = False
         self._submitted = threading.Condition()

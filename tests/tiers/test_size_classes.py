@@ -34,7 +34,7 @@ def test_any_units_fit_together(sizes: list[int], depth: int) -> None:
 
 @given(SIZES, st.integers(1, 5), st.integers(0, 3), st.data())
 def test_what_is_held_together_fits(sizes: list[int], depth: int, beside: int, data: st.DataObject) -> None:
-    """With any `beside` others; and `depth` units fit as without."""
+    """Units held together fit along with any `beside` others, and any `depth` units still fit."""
     chains = data.draw(st.lists(st.sets(st.integers(0, len(sizes) - 1), min_size=1), max_size=3))
     classes = size_classes(sizes, depth, [[sizes[unit] for unit in chain] for chain in chains], beside)
     for chain in chains:
@@ -46,7 +46,7 @@ def test_what_is_held_together_fits(sizes: list[int], depth: int, beside: int, d
 
 
 def test_few_that_are_held_together_change_nothing() -> None:
-    """A block and its parent are within `depth`."""
+    """Sets of at most `depth` units with those beside them, as a block and its parent, change no count."""
     assert size_classes([100] * 24 + [30] * 2, 5, [[30, 100], [30, 100]], 3) == {100: 5}
 
 

@@ -1,4 +1,4 @@
-"""The nvme tier holds on to memory for as long as the disk may use it, whatever goes wrong meanwhile."""
+"""The nvme tier keeps memory as long as the disk may use it, even after errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EXTENT = Extent("nvme", 0, NBYTES, "parameters of unit 0")
 
 
 class FirstFails(NvmeTier):
-    """The first transfer fails, the others take place when they are waited for; `free` notes the staging buffers that
-    were free by then.
+    """A tier whose first transfer fails; the others are carried out when they are waited for. free: the number of free
+    staging buffers at each of these waits.
     """
 
     started: int = 0
@@ -50,18 +50,18 @@ def tier(tmp_path: Path) -> Iterator[FirstFails]:
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_staging_buffer_is_kept_until_its_transfer_has_ended(tier: FirstFails, kind: str) -> None:
-    """An error of the transfer before ends the whole, but not what the disk does meanwhile with the next buffer."""
+    """A failed part ends the whole transfer, but the next part's buffer stays leased until the disk is done with it."""
     memory = tier._device.empty(NBYTES)
     count = sum(tier._staging._counts.values())
     with pytest.raises(OSError, match="Input/output error"):
         getattr(tier, kind)(EXTENT, memory).wait()
     assert tier.started == 2
-    assert tier.free == [count - 1]  # that of the one that failed
+    assert tier.free == [count - 1]  # free is the failed transfer's buffer
     assert sum(map(len, tier._staging._free.values())) == count
 
 
 class Interrupted:
-    """A native request whose wait is ended by Ctrl-C while it goes on."""
+    """A native request whose wait is interrupted by Ctrl-C while the request goes on."""
 
     mismatch = False
     ended = False

@@ -1,4 +1,4 @@
-"""Transfers made of others end when these have, and carry their errors."""
+"""Composed transfers end when all their parts have, and carry the parts' errors."""
 
 from __future__ import annotations
 

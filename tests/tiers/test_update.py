@@ -137,7 +137,7 @@ def in_memory() -> Iterator[Bench]:
 
 
 def test_a_small_update_in_memory_is_done_when_it_is_submitted(in_memory: Bench, bench: Bench) -> None:
-    """By the thread that submits it, with the bits that the update's thread makes."""
+    """A small update runs in the thread that submits it, bit-identical to the update thread's result."""
     given = gradients(3, bench.layout.numel)
     for step, gradient in enumerate(given, 1):
         job = in_memory.job(step, gradient)
@@ -151,7 +151,7 @@ def test_a_small_update_in_memory_is_done_when_it_is_submitted(in_memory: Bench,
 
 
 def test_small_updates_wait_for_those_before_them(in_memory: Bench) -> None:
-    """One that has to wait goes to the thread, and what comes after it goes there too."""
+    """A small update that must wait goes to the thread, and so do later ones, which keeps their order."""
     given = gradients(2, in_memory.layout.numel)
     first, second = in_memory.job(1, given[0]), in_memory.job(2, given[1])
     save = Promise()
@@ -241,7 +241,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bench: Bench, bad: float,
 
 
 def test_an_update_begins_once_it_may(bench: Bench) -> None:
-    """A save that still has to read the states is not overtaken, though nothing else is under way."""
+    """An update waits for a save that still has to read the states, even if the thread is idle."""
     before: list[torch.Tensor] = []
     released: Future[None] = Future()
 
@@ -260,8 +260,8 @@ def test_an_update_begins_once_it_may(bench: Bench) -> None:
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 def test_parameters_that_arrive_after_another_units_update(staged: bool) -> None:
-    """They are gathered behind those of a unit that is being updated: the pipeline does not sleep until they are there,
-    with that update in its own hands.
+    """Parameters gathered after another unit's update do not deadlock: the pipeline finishes that update instead of
+    waiting for them first.
     """
     bench = Bench(staged=staged)
     first, second = (bench.job(1, gradient) for gradient in gradients(2, bench.layout.numel))
@@ -274,7 +274,7 @@ def test_parameters_that_arrive_after_another_units_update(staged: bool) -> None
 
 
 def test_parameters_that_arrive_with_the_update_before(bench: Bench) -> None:
-    """A unit that is fetched out of its update, and updated again: the second waits for what is in flight itself."""
+    """The second update of a unit that was fetched during its first waits for the transfers under way itself."""
     given = gradients(2, bench.layout.numel)
     first, second = (bench.job(step, gradient) for step, gradient in enumerate(given, 1))
     second.attach(bench.buffer.view(torch.uint8), first.computed)
@@ -286,7 +286,7 @@ def test_parameters_that_arrive_with_the_update_before(bench: Bench) -> None:
 
 
 def test_closing_waits_for_the_updates_that_are_queued(bench: Bench) -> None:
-    """The tiers are closed next."""
+    """`close` waits for queued updates, because the tiers are closed next."""
     released: Future[None] = Future()
     threading.Timer(0.2, lambda: released.set_result(None)).start()
     gradient = gradients(1, bench.layout.numel)[0]

@@ -1,4 +1,4 @@
-"""Parameters that a model gets while an engine has it are refused by name at the next training forward."""
+"""Parameters added to a model while an engine has it are refused by name at the next training forward."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BATCHES = token_batches(4)
 
 
 def wrapped(model: Any) -> None:
-    """As PEFT adds adapters."""
+    """Wrap the head as PEFT adds adapters."""
     head, adapter = model.head, nn.Linear(32, 61)
     model.head = nn.ModuleDict({"base": head, "adapter": adapter})
     model.head.forward = lambda x: head(x) + adapter(x)
 
 
 def later(model: Any) -> None:
-    """The module comes first, what it holds after a forward."""
+    """Add an empty module, run a forward, then add a layer to it."""
     model.extra = nn.Sequential()
     train_none(model)
     model.extra.append(nn.Linear(2, 2))
@@ -77,7 +77,7 @@ def test_what_is_added_is_refused(name: str) -> None:
 
 
 def test_a_parameter_that_is_moved() -> None:
-    """One that the engine has, where the engine does not look for it."""
+    """A managed parameter is refused under a new name, where the engine does not look for it."""
     with open_engine(seeded(Stack), engine_config()) as engine:
         model: Any = engine.module
         train(engine, BATCHES[:1])
@@ -89,7 +89,7 @@ def test_a_parameter_that_is_moved() -> None:
 
 
 def allowed(model: Any) -> None:
-    """Neither gives the model a parameter that the engine does not have."""
+    """Change the model without adding a parameter that the engine does not manage."""
     model.register_buffer("mask", torch.ones(3))
     model.blocks[0].dropout = nn.Dropout(0.0)
     model.head.cache = None
@@ -116,7 +116,7 @@ def test_training_goes_on_once_it_is_taken_away() -> None:
         losses = train(engine, BATCHES[:2])
         model.extra = nn.Linear(2, 2)
         with torch.no_grad():
-            engine(*BATCHES[2])  # it is what is trained that would be wrong
+            engine(*BATCHES[2])  # allowed: nothing is trained
         with pytest.raises(UsageError):
             engine(*BATCHES[2])
         del model.extra
@@ -124,7 +124,7 @@ def test_training_goes_on_once_it_is_taken_away() -> None:
 
 
 def test_other_models_are_no_concern() -> None:
-    """And engines leave no hooks behind, whether they were closed or not."""
+    """Additions to another engine's model are not reported, and engines leave no hooks behind, closed or dropped."""
     hooks = torch_module._global_module_registration_hooks, torch_module._global_parameter_registration_hooks
     before = [len(each) for each in hooks]
     first, second = (open_engine(seeded(Stack), engine_config()) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Tensors over a parameter's memory are named before anything is changed, and innocent ones are not."""
+"""Tensors that share a parameter's memory are refused by name before anything is changed; harmless ones are not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pair(nn.Module):
 
 BATCHES = vector_batches(4)
 SHARING: dict[str, tuple[Callable[[Any], object], str]] = {}
-"""name → what a user does to a Pair, which returns what they keep, and what the error says."""
+"""name → (function that changes a Pair and returns what the user keeps, pattern of the error)."""
 
 
 def sharing(said: str) -> Callable[[Callable[[Any], object]], Callable[[Any], object]]:
@@ -130,7 +130,7 @@ def an_array(model: Any) -> object:
 @pytest.mark.parametrize("name", SHARING)
 @pytest.mark.parametrize("start", ["initialize", "init_inference"])
 def test_shared_memory_is_named(name: str, start: str, tmp_path: Path) -> None:
-    """And the model is what it was: once nothing is shared, an engine takes it."""
+    """Shared memory is named, and the model stays unchanged: an engine takes it once nothing is shared."""
     change, said = SHARING[name]
     model = seeded(Pair)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -138,7 +138,7 @@ def test_shared_memory_is_named(name: str, start: str, tmp_path: Path) -> None:
     begin = getattr(infinity, start)
     if start == "init_inference" and "outside" in said:
         begin(model, engine_config(folder=tmp_path), device=CpuDevice()).close()
-        return  # what is frozen has nothing to follow
+        return  # frozen values do not change
     with pytest.raises(ModelError, match=said) as caught:
         begin(model, engine_config(folder=tmp_path), device=CpuDevice())
     assert name == "a_state_dict" or "\n" not in str(caught.value)
@@ -163,7 +163,7 @@ def test_two_parameters_over_one_storage_on_the_meta_device(tmp_path: Path) -> N
         infinity.initialize(model, engine_config(folder=tmp_path), device=CpuDevice())
 
 
-# -- innocent ----------------------------------------------------------------------------------------------------------
+# -- harmless ----------------------------------------------------------------------------------------------------------
 
 
 def tied(model: Any) -> None:
@@ -171,13 +171,13 @@ def tied(model: Any) -> None:
 
 
 def flattened(model: Any) -> None:
-    """One storage for all, as after `vector_to_parameters`."""
+    """Put all parameters into one storage, as `vector_to_parameters` does."""
     parameters = list(model.parameters())
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach(), parameters)
 
 
 def columns(model: Any) -> None:
-    """Parts of a matrix whose spans overlap, and whose elements do not."""
+    """Make parameters of columns of a matrix, whose spans overlap but whose elements do not."""
     whole = torch.randn(32, 64)
     model.a.weight, model.b.weight = (nn.Parameter(part) for part in whole.chunk(2, dim=1))
 
@@ -187,7 +187,7 @@ def a_copy(model: Any) -> object:
 
 
 def frozen(model: Any) -> object:
-    """`nn.Embedding.from_pretrained` shares the memory of the table that it is given, which stays the user's."""
+    """Share memory by `nn.Embedding.from_pretrained` with a table that the user keeps."""
     model.a.weight.requires_grad_(False)
     return model.a.weight.data
 
@@ -220,7 +220,7 @@ def from_numpy(model: Any) -> object:
 
 
 def spectral_norm(model: Any) -> None:
-    """Keeps a view of the parameter as an attribute until the first forward, which replaces it."""
+    """Add a spectral norm, whose attribute views the parameter until the first forward replaces it."""
     nn.utils.spectral_norm(model.a)
 
 

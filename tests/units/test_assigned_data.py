@@ -1,4 +1,4 @@
-"""Data assigned to a parameter between its forward and its backward, which needs the values of before."""
+"""Data assigned between forward and backward is refused if backward needs the former values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = vector_batches(4)
 @pytest.mark.parametrize("placement", ["none", "nvme"])
 @pytest.mark.parametrize("prefetch", [0, "auto"])
 def test_data_that_backward_needs_as_it_was(placement: str, prefetch: int | str, make_engine: OpenEngine) -> None:
-    """A linear layer saves a view of its weight, whose memory plain PyTorch keeps; the new data counts afterwards."""
+    """Linear layers save a view of their weight, whose memory plain PyTorch keeps; the new data counts afterwards."""
     options = {"param": placement, "optim": placement, "prefetch_bytes": prefetch, "unit_size": 4096}
     engine = make_engine(seeded(Linears), update="next_forward", **options)
     train(engine, BATCHES[:2])
@@ -33,7 +33,7 @@ def test_data_that_backward_needs_as_it_was(placement: str, prefetch: int | str,
 
 
 def test_data_that_is_refused_leaves_the_parameter_guarded(make_engine: OpenEngine) -> None:
-    """Outside of the forward it goes on to fetch its unit, with the values of before."""
+    """A parameter whose assigned data was refused still fetches its unit, with the former values."""
     engine = make_engine(seeded(Linears), param="none", optim="none", unit_size=4096)
     train(engine, BATCHES[:2])
     before = parameters_of(engine)["layers.5.weight"]

@@ -191,7 +191,7 @@ def test_units_are_updated_during_backward_all_the_same(reentrant: bool) -> None
 
 
 def test_backwards_of_a_reentrant_checkpoint_around_the_engine_are_counted_apart() -> None:
-    """Two that follow each other: the model's code runs in them only as it is computed again."""
+    """Two backwards in a row count as two, though the model's code runs in them only by recomputation."""
     results = []
     for reentrant in (True, False):
         with open_engine(seeded(Stack), engine_config(accumulation=2)) as engine:
@@ -213,7 +213,7 @@ def test_backwards_of_a_reentrant_checkpoint_around_the_engine_are_counted_apart
 
 @SCHEDULES
 def test_an_edit_in_what_is_computed_again(options: dict[str, Any]) -> None:
-    """A checkpoint asks for present values, so that PyTorch has no version to compare."""
+    """Recomputation reads present values after an edit, as in PyTorch, which has no version to compare there."""
 
     def run(block: Block, x: torch.Tensor) -> torch.Tensor:
         def edited(x: torch.Tensor) -> torch.Tensor:
@@ -228,7 +228,7 @@ def test_an_edit_in_what_is_computed_again(options: dict[str, Any]) -> None:
 
 
 class Statistics(nn.Module):
-    """A frozen parameter, read and edited in a part of a block that is computed again."""
+    """Reads and edits a frozen parameter in a checkpointed part of a block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Centred(nn.Module):
 
 @pytest.mark.parametrize("wanted", [None, "weight", "weight with zeros"])
 def test_gradients_that_are_asked_for_by_parameter(wanted: str | None, make_engine: OpenEngine) -> None:
-    """`torch.autograd.grad(loss, parameter)`: what is computed again in it fetches parameters as any other code."""
+    """Recomputation in `torch.autograd.grad(loss, parameter)` fetches parameters as other code does."""
 
     def make() -> Stack:
         model = Stack()

@@ -20,14 +20,14 @@ from support.models import Stack, seeded, token_batches
 
 DEPTH = 10  # more blocks than torch._dynamo.config.recompile_limit
 NVME = {"param": "nvme", "optim": "nvme", "unit_size": 4096, "prefetch_bytes": 0}
-"""Parts of blocks are units, and no more of them are resident than must be."""
+"""Parts of blocks are units, with the least number of them resident."""
 BLOCKS = {"param": "nvme", "optim": "nvme"}
 """Every block is one unit."""
 MEMORY = {"param": "none", "optim": "none"}
 
 Backend = Any
 Compile = Callable[[Any, Backend], Any]
-"""What is compiled in which way, as (model or engine, backend) → what is to be called."""
+"""A way to compile: (model or engine, backend) → the object to call."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +38,12 @@ def _fresh() -> Iterator[None]:
 
 
 def counting(backend: str = "aot_eager") -> CompileCounterWithBackend:
-    """`backend`, which counts the graphs that it compiles (`frame_count`)."""
+    """Return `backend` with a count of the graphs that it compiles (`frame_count`)."""
     return CompileCounterWithBackend(backend)
 
 
 def plain(model: nn.Module, called: Any, batches: Batches, lr: float = 1e-3) -> Result:
-    """The losses and parameters of a loop without an engine, updated as by `engine_config`."""
+    """Return losses and parameters of a loop without an engine, updated as by `engine_config`."""
     optimizer = CPUAdam(model.parameters(), lr=lr, weight_decay=0.01, threads=1)
     losses = []
     for batch in batches:
@@ -59,7 +59,7 @@ def plain(model: nn.Module, called: Any, batches: Batches, lr: float = 1e-3) -> 
 def trained(
     engine: Any, called: Any, batches: Batches, graphs: Callable[[], int] = lambda: 0
 ) -> tuple[Result, list[int]]:
-    """The same with an engine, and the number of graphs after every step."""
+    """Return losses and parameters with an engine, and the number of graphs after every step."""
     losses, compiled = [], []
     for batch in batches:
         loss = called(*batch)
@@ -158,8 +158,8 @@ AFTER = [
 def test_compiled_before_initialize_as_the_plain_loop_compiled(
     make_engine: OpenEngine, compile_: Compile, options: dict[str, Any]
 ) -> None:
-    """A model compiled in any of PyTorch's ways and then given to an engine, and no graph anew after the first steps:
-    more blocks than Dynamo's limit share theirs.
+    """A model compiled in each of PyTorch's ways and then given to an engine trains alike, and is not recompiled after
+    the first steps. It has more blocks than Dynamo's recompile limit; they share graphs.
     """
     batches = token_batches(5)
     model = stack()
@@ -177,7 +177,7 @@ def test_compiled_before_initialize_as_the_plain_loop_compiled(
 def test_compiled_after_initialize_as_the_plain_loop_compiled(
     make_engine: OpenEngine, compile_: Compile, options: dict[str, Any]
 ) -> None:
-    """The engine, its module, its blocks, or a function that calls it, compiled while the engine is open."""
+    """Training is the same if the engine, its module, its blocks or a function that calls it is compiled later."""
     batches = token_batches(5)
     model = stack()
     expected = plain(model, compile_(Uncompiled(model), "aot_eager"), batches)
@@ -191,7 +191,7 @@ def test_compiled_after_initialize_as_the_plain_loop_compiled(
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_fullgraph_blocks_that_are_a_unit_each(make_engine: OpenEngine, in_place: bool) -> None:
-    """Blocks compiled with fullgraph=True, as torchtitan does: what fetches them is outside of the graph."""
+    """Blocks that are one unit each can be compiled with fullgraph=True, as in torchtitan: fetches are outside."""
 
     def compile_(model: Stack, backend: Backend) -> nn.Module:
         for number, block in enumerate(model.blocks):
@@ -213,7 +213,7 @@ def test_fullgraph_blocks_that_are_a_unit_each(make_engine: OpenEngine, in_place
 
 
 def test_fullgraph_over_units_is_one_clear_error(make_engine: OpenEngine) -> None:
-    """fullgraph=True over modules that are units by themselves: PyTorch's error, with the reason and what to do."""
+    """fullgraph=True over several units raises PyTorch's error, with the reason and the fix."""
     model = stack()
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
@@ -223,7 +223,7 @@ def test_fullgraph_over_units_is_one_clear_error(make_engine: OpenEngine) -> Non
 
 
 def test_compiled_models_have_the_names_of_their_own(make_engine: OpenEngine, tmp_path: Any) -> None:
-    """Names of parameters and buffers, in units, state_dict() and checkpoints, without the wrapper's `_orig_mod`."""
+    """Parameters and buffers in units, state_dict() and checkpoints have names without the wrapper's `_orig_mod`."""
 
     class WithBuffer(Stack):
         def __init__(self) -> None:

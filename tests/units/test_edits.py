@@ -1,4 +1,4 @@
-"""Edits of parameters count wherever and however they are made, as in plain PyTorch."""
+"""Edits of parameters take effect wherever and however they are made, as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_masters_follow_in_bf16(edit: Edit, where: str, master: str, place: dict
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_through_kept_parameters_in_the_loop(edit: Edit, update: str, place: dict[str, Any]) -> None:
-    """Kept before the first step; edited after every one, and once more before the next forward."""
+    """Parameters kept before the first step are edited after every step, and again before the next forward."""
 
     def story(loop: Any) -> Any:
         kept = [layer.weight for layer in loop.model.layers]
@@ -183,7 +183,7 @@ def test_through_kept_parameters_in_the_loop(edit: Edit, update: str, place: dic
 @pytest.mark.parametrize("when", ["first step", "every step"])
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_through_a_kept_view(when: str, place: dict[str, Any]) -> None:
-    """`.data`, `.detach()`, a row and an array that were taken once and are written to ever after."""
+    """Views taken once (`.data`, `.detach()`, a row, an array) can be edited in every later step."""
 
     def story(loop: Any) -> Any:
         taken = []
@@ -221,7 +221,7 @@ def test_in_a_pre_forward_hook(edit: Edit, prepend: bool, place: dict[str, Any])
 @PLACES
 @pytest.mark.parametrize("edit", [by_data, by_numpy])
 def test_in_a_forward_hook_without_gradients(edit: Edit, place: dict[str, Any]) -> None:
-    """A pass that calibrates: edits after each layer's forward."""
+    """A calibration pass without gradients edits each layer after its forward."""
 
     def story(loop: Any) -> Any:
         seen: list[Any] = [training(BATCHES[:2])(loop)]
@@ -259,7 +259,7 @@ def test_in_a_tensor_hook_of_backward(number: int, place: dict[str, Any]) -> Non
 
 
 class EditsInBackward(torch.autograd.Function):
-    """Moves a codebook towards what it was looked up for, in backward."""
+    """Moves a codebook towards its inputs, in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ class EditsInBackward(torch.autograd.Function):
 
 
 class Codebook(nn.Module):
-    """Quantises by a codebook (a frozen parameter) that follows its inputs. mode: where it is moved."""
+    """Quantises by a codebook (a frozen parameter) that follows its inputs. mode: the place where it is moved."""
 
     def __init__(self, mode: str, width: int = 32, size: int = 16) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def test_codebooks(mode: str, place: dict[str, Any]) -> None:
 @PLACES
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_weights_that_are_normalised_before_and_after_every_step(place: dict[str, Any]) -> None:
-    """All parameters at once, by functions that take lists of them."""
+    """Functions over lists of parameters edit all of them at once."""
 
     def extra(loop: Any, number: int) -> float:
         parameters = list(loop.model.parameters())

@@ -1,4 +1,4 @@
-"""Edits of parameters whose update is still being written back: what the disk gets late never hides an edit."""
+"""Edits of parameters whose update is still being written back are not lost to the late write."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def linears() -> Linears:
 
 
 def freezing(which: Callable[[Any], list[nn.Parameter]], *, reads: bool) -> Any:
-    """Frozen in steps 2, 3, 5 and 6, and read in between."""
+    """Return a story that freezes parameters in steps 2, 3, 5 and 6. reads: read them in between."""
 
     def story(loop: Any) -> list[Any]:
         seen: list[Any] = []
@@ -87,7 +87,7 @@ def test_freeze_and_unfreeze(
 def test_with_clipping_and_accumulation(
     options: dict[str, Any], which: Callable[[Any], list[nn.Parameter]], place: dict[str, Any]
 ) -> None:
-    """What is frozen takes no weight decay and no part in the norm."""
+    """Frozen parameters take no weight decay and no part in the norm."""
     assert_same(linears, freezing(which, reads=True), place={**place, **options}, units=8)
 
 
@@ -131,7 +131,7 @@ def test_with_checkpoints(reentrant: bool, place: dict[str, Any]) -> None:
 
 @PLACES
 def test_between_forward_and_backward(place: dict[str, Any]) -> None:
-    """The graph is what it was in the forward, as in PyTorch; what is frozen by then receives no gradient."""
+    """Parameters frozen between forward and backward receive no gradient; the graph stays, as in PyTorch."""
 
     def story(loop: Any) -> list[float]:
         seen = []
@@ -182,7 +182,7 @@ def frozen_base() -> Linears:
 def test_unfreezing_what_was_frozen_at_the_start(
     part: str, how: str, place: dict[str, Any], make_engine: OpenEngine
 ) -> None:
-    """UsageError at once, any number of times; frozen again, training goes on."""
+    """Every forward raises UsageError while a parameter is unfrozen; once it is frozen again, training goes on."""
     config = engine_config(**place)
     expected = training(BATCHES)(PlainLoop(seeded(frozen_base), config))
     engine = make_engine(seeded(frozen_base), config)

@@ -1,5 +1,5 @@
-"""torch.func over a managed model: on tensors of the user it works. On the parameters of the engine it is right, or one
-UsageError by name which leaves the model unharmed.
+"""torch.func over a managed model works on the user's tensors. On managed parameters it is right, or raises one
+UsageError by name that leaves the model unharmed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Small(nn.Module):
 
 
 def own(model: nn.Module, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """Tensors of the user's for these parameters, or all."""
+    """Return copies of these parameters, or of all, as the user's own tensors."""
     wanted = {name: p.shape for name, p in model.named_parameters() if not names or name in names}
     return {name: torch.arange(shape.numel()).mul(len(name)).sin().view(shape) * 0.3 for name, shape in wanted.items()}
 
@@ -96,7 +96,7 @@ OWN: dict[str, Use] = {
 @PLACES
 @pytest.mark.parametrize("use", list(OWN))
 def test_tensors_of_the_users_stand_for_parameters(use: str, place: dict[str, Any]) -> None:
-    """Between steps, which go on as in the plain loop."""
+    """The user's tensors replace parameters between steps, and training goes on as in the plain loop."""
     place = {**place, **({"unit_size": 256} if "unit_size" in place else {})}
     assert_same_story(Small, training(BATCHES, lambda loop, number: OWN[use](loop.model)), place=place, units=4)
 
@@ -146,7 +146,7 @@ MANAGED: dict[str, Use] = {
 @pytest.mark.parametrize("use", list(MANAGED))
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_transforms_of_the_managed_model(use: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """Right, or refused by name; three times, and training afterwards is that of the plain loop."""
+    """Transforms of the model are right or refused by name, three times; then training equals the plain loop."""
     place = {**place, **({"unit_size": 256} if "unit_size" in place else {})}
     config = engine_config(**place)
     reference = PlainLoop(seeded(Small), config)
@@ -171,7 +171,7 @@ def test_transforms_of_the_managed_model(use: str, place: dict[str, Any], make_e
 
 
 def test_a_transform_inside_of_the_models_forward() -> None:
-    """A model that takes gradients of a network of its own, by torch.func, with tensors and with its parameters."""
+    """A model may call torch.func on a network of its own, with tensors or with its parameters."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`.grad` in the user's own code: the engine has taken it, and says so where the plain loop would find something."""
+"""`.grad` in the user's own code raises an error where the engine has taken a gradient that a plain loop would see."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BY_HAND: list[Callable[[nn.Module], object]] = [
 def test_is_refused_between_backward_and_step(
     by_hand: Callable[[nn.Module], object], update: str, make_engine: OpenEngine
 ) -> None:
-    """It names what to use instead; the step goes on as if nothing had been."""
+    """The error names the alternatives, and the step goes on unharmed."""
     engine = make_engine(seeded(Linears), update=update)
     engine.backward(engine(*BATCHES[0]))
     with pytest.raises(UsageError, match=r"\.grad was .*gradient_clipping.*get_full_grad"):
@@ -60,9 +60,9 @@ def test_is_refused_between_backward_and_step(
 def test_is_harmless_where_there_is_no_gradient(
     by_hand: Callable[[nn.Module], object], make_engine: OpenEngine
 ) -> None:
-    """As loops call `zero_grad`: before the first step, after each, and when the gradients were dropped.
+    """`.grad` may be cleared before the first step, after each, and after `drop_gradients`, as `zero_grad` does.
 
-    torch's `clip_grad_value_` raises by itself where there is none.
+    torch's `clip_grad_value_` is left out: it raises an error of its own if there is no gradient.
     """
     engine, expected = (make_engine(seeded(Linears), update="next_forward") for _ in range(2))
     by_hand(engine.module)
@@ -77,7 +77,7 @@ def test_is_harmless_where_there_is_no_gradient(
 
 
 def test_a_gradient_that_is_set_by_hand_is_refused(make_engine: OpenEngine) -> None:
-    """As in evolution strategies: the engine would update without it."""
+    """Gradients set by hand, as in evolution strategies, raise an error: the engine would not use them."""
     engine = make_engine(seeded(Linears))
     parameter = next(engine.module.parameters())
     with pytest.raises(UsageError, match="set by hand"):
@@ -85,7 +85,7 @@ def test_a_gradient_that_is_set_by_hand_is_refused(make_engine: OpenEngine) -> N
 
 
 def test_a_hook_that_needs_the_sum_of_micro_batches_is_refused(make_engine: OpenEngine) -> None:
-    """In the plain loop a post-accumulate hook finds the sum so far."""
+    """Post-accumulate hooks that read the sum of micro-batches, as a plain loop allows, raise an error."""
 
     def halve(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -100,7 +100,7 @@ def test_a_hook_that_needs_the_sum_of_micro_batches_is_refused(make_engine: Open
 
 
 def test_a_hook_that_takes_the_gradient_leaves_none(make_engine: OpenEngine) -> None:
-    """The plain loop's optimizer passes such a parameter over."""
+    """A parameter whose hook clears `.grad` is not updated, as in a plain loop."""
 
     def take(parameter: torch.Tensor) -> None:
         parameter.grad = None

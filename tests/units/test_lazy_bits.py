@@ -1,4 +1,4 @@
-"""Saved weights that are more than their memory: conjugate and negative bits, complex views, subclasses."""
+"""Saved weights keep what their memory does not show: conjugate and negative bits, complex views, subclasses."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Tagged(torch.Tensor):
 
 
 class Counted(torch.Tensor):
-    """A subclass with a field of its own, which results do not have."""
+    """A subclass with an attribute, which results do not inherit."""
 
     tag: str
 
@@ -107,7 +107,7 @@ def subclassed_with_a_field(x: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 
 
 class SavesSubclass(torch.autograd.Function):
-    """Saves a tensor of a subclass and looks at its type and field in backward."""
+    """Saves a tensor of a subclass and checks its type and attribute in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -129,13 +129,13 @@ def saves_a_subclass(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def bits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight's memory as other dtypes: signs by its integers."""
+    """Compute with the weight's memory viewed as integers, which gives its signs."""
     signs = 1 - 2 * (weight.detach().view(torch.int32) < 0).to(x.dtype)
     return x @ (weight * signs)
 
 
 def strided(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Views that overlap, repeat and skip."""
+    """Compute with strided views that overlap, repeat and skip elements."""
     band = weight.as_strided((32, 32), (16, 1))
     return x @ band + x * weight[:, 3].expand(32) + x @ weight.diagonal().expand(32, 32)
 
@@ -177,7 +177,7 @@ def test_in_every_schedule(mix: Mix, update: str) -> None:
 @pytest.mark.parametrize("mix", [conjugated, adjoint, imaginary_of_conjugate, negated, subclassed])
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_double_backward(mix: Mix, place: dict[str, Any]) -> None:
-    """The gradient of a gradient's norm, through weights with these bits."""
+    """Double backward, through a gradient's norm, works for weights with lazy bits."""
 
     def story(loop: Any) -> list[float]:
         seen = []

@@ -1,4 +1,4 @@
-"""A Llama of the structure of 7 B in the default configuration: each block is more units than there are buffers."""
+"""A scaled-down Llama 7B trains in the default configuration; each block has more units than there are buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.loops import Result, assert_close, open_engine, parameters_of, plai
 from support.models import seeded
 
 SCALE = 32
-"""By which every width is divided; weights, and the unit size, by its square."""
+"""Divisor of every width; the sizes of weights and units are divided by its square."""
 LAYERS, HIDDEN, FEED_FORWARD, HEADS, VOCABULARY = 32, 4096, 11008, 32, 32000
 
 
@@ -41,7 +41,7 @@ def checkpointed(reentrant: bool) -> nn.Module:
 
 
 def config(folder: Path, bf16: bool, **infinity: Any) -> Config:
-    """What a user writes who leaves everything else at its default."""
+    """Return a user's minimal config; everything else has its default."""
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     return Config.load(
         {
@@ -58,7 +58,7 @@ def scaled(folder: Path, bf16: bool) -> Config:
 
 
 def block(units: list[Discovered], number: int) -> list[list[str]]:
-    """The parameters of each unit of one block, named from the block."""
+    """Return the parameters of each unit of one block, by their names in the block."""
     prefix = f"model.layers.{number}."
     return [[name.removeprefix(prefix) for name in unit.names] for unit in units if unit.names[0].startswith(prefix)]
 
@@ -99,7 +99,7 @@ BATCHES = [
     ],
 )
 def test_trains_without_a_warning(bf16: bool, reentrant: bool | None, tmp_path: Path) -> None:
-    """And without a buffer that is given up, in no more buffers than the pool has."""
+    """Training warns of nothing, quarantines no buffer and needs no more buffers than the pool has."""
 
     def make() -> nn.Module:
         return llama() if reentrant is None else checkpointed(reentrant)

@@ -1,4 +1,4 @@
-"""Modes of the user's (dispatch, function, default device, selective checkpoints) around every part of a step."""
+"""The user's modes (dispatch, function, default device, selective checkpoints) may enclose any part of a step."""
 
 from __future__ import annotations
 
@@ -106,12 +106,15 @@ def test_training_in_a_mode(around: str, mode: str, place: dict[str, Any]) -> No
 @PLACES
 @pytest.mark.parametrize("around", ["backward", "step", "read"])
 def test_a_default_device_that_is_another(around: str, place: dict[str, Any]) -> None:
-    """Ours are made where they belong, whatever the default."""
+    """Engine tensors are created on the right device, whatever the default device is."""
     assert_same_story(Linears, in_modes(around, "meta"), place=place, units=8)
 
 
 def test_a_mode_sees_the_models_operations_only() -> None:
-    """Those of the plain loop, and none of our copies and views. (Without hooks, autograd detaches what it saves.)"""
+    """A mode sees the plain loop's operations and none of the engine's.
+
+    `detach` is left out: without hooks autograd detaches the tensors that it saves.
+    """
 
     def story(loop: Any) -> list[Any]:
         seen = []

@@ -1,4 +1,4 @@
-"""Backwards inside backwards: each counts one micro-batch, whichever graph task brings the first gradient."""
+"""Backwards with nested ones count as one micro-batch each, whichever graph task brings the first gradient."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def reentrant(part: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tenso
 
 
 def nested(part: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """A checkpoint in a checkpoint in a checkpoint."""
+    """Run `part` under three nested checkpoints."""
     return reentrant(lambda y: reentrant(lambda z: reentrant(part, z), y), x)
 
 
 class Recomputed(torch.autograd.Function):
-    """Runs `part` again in backward, and a backward of its own, and saves nothing with autograd."""
+    """Recomputes `part` in backward and runs a backward of its own, without saving a tensor by autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -52,7 +52,7 @@ def custom(part: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def in_rows(part: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Chunks of the batch, each under a checkpoint."""
+    """Run `part` on chunks of the batch, each under a checkpoint."""
     return torch.cat([reentrant(part, rows) for rows in x.chunk(2)])
 
 
@@ -70,8 +70,8 @@ RUNS = pytest.mark.parametrize("run", WAYS)
 
 
 class Net(nn.Module):
-    """Nothing lies outside of `run`: the first gradient of a backward arrives in a nested task. Batches need no
-    gradient, so the first block's input is made to.
+    """All layers are inside `run`, so the first gradient of a backward arrives in a nested task. Batches require no
+    gradient, so the first block's input is set to require one.
     """
 
     def __init__(self, run: Run, inside: bool = True) -> None:
@@ -101,7 +101,7 @@ def micro_steps(loop: Any) -> int | None:
 
 
 def counted(calls: Callable[[Any, Any], torch.Tensor], accumulation: int) -> Any:
-    """The usual loop over `accumulation` micro-batches a step, each of which must count once."""
+    """Return the usual loop over `accumulation` micro-batches a step, each of which must count once."""
 
     def story(loop: Any) -> list[float]:
         seen = []
@@ -128,7 +128,7 @@ def test_the_first_gradient_arrives_in_a_nested_task(
 
 
 def by_parts(model: Any, batch: Any) -> torch.Tensor:
-    """The loop calls the layers itself, each under `run`."""
+    """Call the layers from the loop, each under `run`."""
     x, targets = batch
     x = x.clone().requires_grad_()
     for layer in model.layers:
@@ -137,7 +137,7 @@ def by_parts(model: Any, batch: Any) -> torch.Tensor:
 
 
 def in_one(model: Any, batch: Any) -> torch.Tensor:
-    """The loop puts the whole model and its loss under `run`."""
+    """Call the whole model and its loss under `run`."""
     x, targets = batch
     loss: torch.Tensor = model.run(lambda y: model(y, targets), x.clone().requires_grad_())
     return loss.mean()
@@ -162,7 +162,7 @@ def test_in_every_schedule(run: Run, update: str, tmp_path: Any) -> None:
 
 
 class Chunked(nn.Module):
-    """A head over chunks of rows, the loss of each under a checkpoint: what chunked cross entropy does."""
+    """Applies a head to chunks of rows, the loss of each under a checkpoint, as chunked cross entropy does."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_a_head_in_chunks(accumulation: int, run: Run, place: dict[str, Any]) ->
 @PLACES
 @RUNS
 def test_a_backward_of_another_model_in_ours(run: Run, place: dict[str, Any]) -> None:
-    """A hook in backward trains another model meanwhile, which counts for nothing."""
+    """A backward of another model in a hook of ours is not counted."""
 
     def story(loop: Any) -> Any:
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Modules nested in each other, each a unit of its own, are held at once: as many buffers are there."""
+"""Nested modules, each a unit of its own, are held at once, and the pool has as many buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCHES = vector_batches(4, width=WIDTH)
 
 
 class Level(nn.Module):
-    """Parameters of its own, used before and after the levels below it run. (batch, WIDTH) → the same."""
+    """Uses its own parameters before and after the levels below it run. (batch, WIDTH) → the same."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Nest(nn.Module):
 
 @pytest.mark.parametrize("depth", [10, 30, 60])
 def test_nested_modules_train_like_plain(depth: int, tmp_path: Path) -> None:
-    """Also with nothing fetched ahead; how much is changes no bit."""
+    """Nested modules train like plain with and without prefetch, bit-identically."""
     expected = plain(seeded(lambda: Nest(depth)), BATCHES, engine_config(folder=tmp_path))
     results = []
     for prefetch in (0, "auto"):
@@ -77,7 +77,7 @@ def test_nested_modules_run(tmp_path: Path) -> None:
 
 
 def together(model: nn.Module, unit_size: int) -> list[list[str]]:
-    """Names of the units on every path, sorted."""
+    """Return the sorted names of the units on every path."""
     units = discover(model, unit_size)
     index = {id(p): number for number, unit in enumerate(units) for p in unit.parameters}
     hooked = modules_to_hook(model, index, [unit.root for unit in units])
@@ -112,7 +112,7 @@ def test_a_tied_unit_is_held_once() -> None:
 
 
 class Outside(nn.Module):
-    """Calls levels that it does not hold, each out of the one before."""
+    """Calls levels that are not its children, each from within the former one."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters and views that somebody keeps beyond the forward they were read in."""
+"""Parameters and views kept beyond the forward that read them have the present values."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_by_a_custom_function(how: str, place: dict[str, Any]) -> None:
 
 
 class UsesKept(Net):
-    """Adds terms with weights that were kept. since: "init" or "first forward"."""
+    """Adds terms with kept weights. since: "init" or "first forward", when they were read."""
 
     def __init__(self, since: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_used_in_every_forward(since: str, clip: float, place: dict[str, Any]) -
 @PLACES
 @SCHEDULES
 def test_used_in_loss_terms_comparisons_and_masks(update: str, place: dict[str, Any]) -> None:
-    """Read once before training, and used by the loop in every step."""
+    """Parameters read once before training can be used by the loop in every step."""
 
     def story(loop: Any) -> Any:
         weights = [layer.weight for layer in loop.model.layers]
@@ -159,7 +159,7 @@ class _Double(torch.autograd.Function):
 
 
 def numbers_of(weight: Any) -> dict[str, Callable[[], Any]]:
-    """Ways to read a parameter."""
+    """Return name → a way to read numbers of a parameter."""
     return {
         "as_tensor": lambda: torch.as_tensor(weight) + 1,
         "asarray": lambda: torch.asarray(weight) * 2,
@@ -214,8 +214,8 @@ def numbers_of(weight: Any) -> dict[str, Callable[[], Any]]:
 @viewed
 @pytest.mark.filterwarnings("ignore:To copy construct")
 def test_a_kept_parameter_is_read_in_every_way(way: str, place: dict[str, Any]) -> None:
-    """The present values; none of a placeholder. Only calls that ask no `__torch_function__` cannot be served:
-    `torch.tensor(p)`, `x.new_tensor(p)`, TorchScript functions and extensions in C++.
+    """Reads of a kept parameter give its present values, never a placeholder's. Not covered are calls that bypass
+    `__torch_function__`: `torch.tensor(p)`, `x.new_tensor(p)`, TorchScript functions and C++ extensions.
     """
 
     def story(loop: Any) -> Any:
@@ -229,7 +229,7 @@ def test_a_kept_parameter_is_read_in_every_way(way: str, place: dict[str, Any]) 
 
 
 class Stored:
-    """Hooks that keep what they are given in a list, and give it back by its number."""
+    """Saved-tensor hooks that keep tensors in a list and unpack them by index."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
@@ -274,7 +274,7 @@ def test_hooks_around_the_model(hooks: str, place: dict[str, Any]) -> None:
 @AROUND
 @viewed
 def test_hooks_around_one_operation_of_a_forward(hooks: str, update: str, place: dict[str, Any]) -> None:
-    """They are given the parameter itself, and autograd gets it back in backward without Python's knowledge."""
+    """User's hooks may keep the parameter itself, which autograd gets back in backward without Python dispatch."""
 
     class Inside(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -335,7 +335,7 @@ class Flat(Layer):
 @SCHEDULES
 @viewed
 def test_a_view_made_in_the_first_forward(update: str, place: dict[str, Any]) -> None:
-    """Read in later forwards, and by the loop right after each step."""
+    """A view made in the first forward shows the present values in later forwards and right after each step."""
 
     def extra(loop: Any, number: int) -> Any:
         return [layer.flat.sum().item() for layer in loop.model.layers], loop.model.layers[3].flat.clone()
@@ -349,7 +349,7 @@ def test_a_view_made_in_the_first_forward(update: str, place: dict[str, Any]) ->
 @pytest.mark.parametrize("accumulation", [1, 2])
 @viewed
 def test_views_that_the_loop_keeps(accumulation: int, update: str, place: dict[str, Any]) -> None:
-    """Data, a row, an array and a transposed view: each shows the values of now after every step, and of all units."""
+    """Views of all units (data, a row, an array, a transposed view) show the present values after every step."""
 
     def story(loop: Any) -> Any:
         layers = loop.model.layers
@@ -381,11 +381,11 @@ def test_a_view_after_loading_and_evaluating(place: dict[str, Any]) -> None:
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
 @viewed
 def test_a_second_backward_through_a_graph_that_saved_a_view(update: str, make_engine: OpenEngine) -> None:
-    """PyTorch's own check refuses it after the update, or ours does: never a gradient of other values."""
+    """A second backward after the update raises PyTorch's error or ours, and never gives a gradient of other values."""
     engine = make_engine(seeded(Net), **NVME, update=update)
     layers = engine.module.layers
     x = BATCHES[0][0].clone().requires_grad_()
-    outside = F.linear(x, layers[1].weight.detach()).sum()  # saved by no hook of ours
+    outside = F.linear(x, layers[1].weight.detach()).sum()  # none of our hooks saves it
     engine.backward(engine(*BATCHES[0]))
     engine.step()
     with pytest.raises((InfinityError, RuntimeError), match=r"modified by an inplace|before they were updated"):

@@ -1,4 +1,4 @@
-"""A loop that never calls the root of its model: parts are fetched ahead and updated during backward all the same."""
+"""Parts of a model are prefetched and updated during backward even if the loop never calls the root."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNITS = 8
 
 
 def loss_by_parts(model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """As `Stack` computes it, by a loop of the user's."""
+    """Return the loss that `Stack` computes, by calling its parts one by one."""
     module = model.module if isinstance(model, Engine) else model
     tokens, targets = batch
     x = module.embedding(tokens)
@@ -41,9 +41,9 @@ def test_parts_train_like_the_plain_loop(options: dict[str, Any]) -> None:
 
 
 class Decisions:
-    """Which units had to be fetched when they were used, and whose update was started in backward.
+    """Records the units fetched on demand and the units whose update was started in backward.
 
-    What is under way is waited for first, so that timing decides nothing.
+    Transfers and updates under way are waited for first, so that the record does not depend on timing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -71,7 +71,7 @@ class Decisions:
 
 
 def decisions_of(loss_of: LossOf) -> Decisions:
-    """Those of the fourth step; the first one records the trace."""
+    """Return the decisions of the fourth step; the first one records the trace."""
     config = engine_config(prefetch_bytes=70_000, update="during_backward")
     with open_engine(seeded(Stack), config) as engine:
         assert len(engine.units) == UNITS

@@ -117,7 +117,7 @@ def test_evaluation_between_steps_and_between_backward_and_step(options: dict[st
 
 
 def read_all(engine: Engine, batch: tuple[Any, ...]) -> dict[str, Any]:
-    """Every way to look at the model's values: name → what it gives, or the UsageError that it raises."""
+    """Read the model's values in every way: name → result, or the UsageError that it raises."""
     weight = engine.module.blocks[5].up.weight
     ways = {
         "loss": lambda: run_forward(engine.module, *batch),
@@ -141,7 +141,7 @@ def read_all(engine: Engine, batch: tuple[Any, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize("placement", ["none", "nvme"])
 @pytest.mark.parametrize("update", ["auto", "during_backward", "next_forward", "after_backward"])
 def test_nobody_sees_updated_parameters_before_the_step(late: bool, placement: str, update: str) -> None:
-    """Between backward and step every reader gets the values of before, or one error that names the way out."""
+    """Reads between backward and step give the values of before the step, or raise one error that names the fix."""
     config = engine_config(placement, placement, prefetch_bytes=0, update=update)
     refused = 0
     with open_engine(seeded(Stack), config, LateDevice() if late else None) as engine:

@@ -1,4 +1,4 @@
-"""Forward hooks that raise around ours: units are given back, and training goes on as if nothing had happened."""
+"""Forward hooks that raise leave no unit held, and training goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = vector_batches(6)
 
 
 class Trouble(Exception):
-    """What hooks raise here."""
+    """Raised by the hooks of these tests."""
 
 
 def fails(*_: Any) -> None:
@@ -58,7 +58,7 @@ WHERE = pytest.mark.parametrize("place", [MEMORY, NVME], ids=["memory", "nvme"])
 
 
 def footprint(engine: Any) -> dict[str, Any]:
-    """What must not grow from failure to failure."""
+    """Return counts and states that must not grow from failure to failure."""
     tracer, scope = engine.parts.store.tracer, engine.parts.store.scope
     return {
         "recorded": len(tracer._recorded),
@@ -94,7 +94,7 @@ def test_training_goes_on(grad: bool, install: str, place: dict[str, Any], make_
 
 
 def evaluated(loop: Any, number: int) -> Any:
-    """A loss without gradients, an edit, and what was edited."""
+    """Compute a loss without gradients, then edit a weight. Returns the loss and the weight."""
     with torch.no_grad():
         found = loop.model(*BATCHES[0]).item()
         loop.model.layers[4].weight.clamp_(-0.17, 0.17)
@@ -104,7 +104,7 @@ def evaluated(loop: Any, number: int) -> Any:
 @WHERE
 @HOOKS
 def test_an_edit_before_the_hook_raises(install: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """Nothing of it is lost, and the step in which it fails trains with it."""
+    """Edits before a hook raises are kept, and the failed step trains with them."""
     config = engine_config(**place)
 
     def story(loop: Any) -> list[Any]:
@@ -126,7 +126,7 @@ def test_an_edit_before_the_hook_raises(install: str, place: dict[str, Any], mak
 @WHERE
 @pytest.mark.parametrize("where", ["full", "pre", "tensor"])
 def test_backward_hooks_that_raise(where: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """The failed step is dropped and done again."""
+    """Backward hooks that raise fail a step, which is dropped and repeated."""
     config = engine_config(**place, update="next_forward")
     expected = training(BATCHES)(PlainLoop(seeded(Linears), config))
     engine = make_engine(seeded(Linears), config)

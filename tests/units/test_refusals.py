@@ -1,4 +1,4 @@
-"""Copies, moves and pickles of a managed model are refused by name and harm nothing; so does a forked child."""
+"""Copies, moves and pickles of a managed model, and uses in a forked child, are refused by name and harm nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ALLOWED: dict[str, Callable[[Any], Any]] = {
 @WHERE
 @pytest.mark.parametrize("name", [*REFUSED, *ALLOWED])
 def test_refused_or_harmless(name: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """Three times; training is that of the plain loop."""
+    """Each use is refused or harmless, three times, and training equals the plain loop."""
     config = engine_config(**place)
     expected = training(BATCHES)(PlainLoop(seeded(Nested), config))
     engine = make_engine(seeded(Nested), config)
@@ -95,7 +95,7 @@ def test_refused_or_harmless(name: str, place: dict[str, Any], make_engine: Open
 
 @WHERE
 def test_a_shallow_copy(place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """`copy.copy` of a module shares its parameters: it computes what the model does, now and after steps."""
+    """Shallow copies of a module share its parameters and compute what the model does, now and after steps."""
     engine = make_engine(seeded(Linears), **place)
     shallow = copy.copy(engine.module)
     part = copy.copy(engine.module.layers[2])
@@ -122,7 +122,7 @@ def test_a_model_is_free_after_close(make_engine: OpenEngine) -> None:
 
 
 def in_child(call: Callable[[], Any]) -> tuple[int, str]:
-    """How a forked child that calls it ends: its exit status (or less the signal), and the error it got."""
+    """Run `call` in a forked child. Returns its exit status (negative: a signal) and its error."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -162,7 +162,7 @@ TOUCHES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("touch", list(TOUCHES))
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child(touch: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """Gets an error by name, not a signal, and never other values; the parent trains on."""
+    """A forked child gets an error by name, never a signal or wrong values; the parent trains on."""
     config = engine_config(**place)
     expected = training(BATCHES)(PlainLoop(seeded(Linears), config))
     engine = make_engine(seeded(Linears), config)
@@ -181,7 +181,7 @@ def test_a_forked_child(touch: str, place: dict[str, Any], make_engine: OpenEngi
 @WHERE
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_that_lets_go(place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """Closing in a child, or dropping everything there, releases nothing of the parent's."""
+    """A child that closes or drops the engine releases nothing of the parent's."""
     config = engine_config(**place)
     expected = training(BATCHES)(PlainLoop(seeded(Linears), config))
     engine = make_engine(seeded(Linears), config)
@@ -196,7 +196,7 @@ def test_a_child_that_lets_go(place: dict[str, Any], make_engine: OpenEngine) ->
 @WHERE
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_data_loaders_that_fork(place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """Their workers are started in the middle of training, and again for every epoch."""
+    """Data loaders may fork workers in the middle of training, for every epoch."""
     config = engine_config(**place)
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*BATCHES, strict=True)))
 

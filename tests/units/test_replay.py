@@ -1,4 +1,4 @@
-"""Models on the meta device start with what their own code would have given them, or are refused by name."""
+"""Models on the meta device start with the values their own code would have given, or are refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.models import Stack, seeded
 
 
 class Lora(nn.Module):
-    """As PEFT makes them: two layers beside the one that was there, the second of which starts as zero."""
+    """A LoRA adapter as in PEFT: two layers beside the base layer, the second of which starts as zero."""
 
     def __init__(self, base_layer: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Lora(nn.Module):
 
 
 def adapted(model: Any, freeze: bool = True) -> nn.Module:
-    """Adapters in place of the linear layers of the first block."""
+    """Replace linear layers with more than 8 outputs by adapters. freeze: freeze the other parameters."""
     if freeze:
         model.requires_grad_(False)
     for module in list(model.modules()):
@@ -64,12 +64,12 @@ def gpt2() -> nn.Module:
 
 
 class Ruled(nn.Module):
-    """As nanoGPT initialises itself: a rule, applied to all modules."""
+    """Initialises itself as nanoGPT does, by a rule applied to all modules."""
 
     def __init__(self, scaled: bool = False, strict: bool = False) -> None:
         super().__init__()
         self.strict = strict
-        """Whether it takes it that every layer has a bias."""
+        """True if its rule requires every layer to have a bias."""
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.LSTM(32, 16)) for _ in range(2))
         self.apply(self._init_weights)
         if scaled:
@@ -84,7 +84,7 @@ class Ruled(nn.Module):
 
 
 class Edited(nn.Module):
-    """Edits a layer of its own after that has initialised itself."""
+    """Edits its layer after the layer's own initialisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Edited(nn.Module):
 
 
 class Reaching(nn.Module):
-    """Its own rule initialises its layers, which may be units of their own."""
+    """Has a rule that initialises its layers, which may be units of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Reaching(nn.Module):
 
 
 class Halfway(nn.Module):
-    """Sets a part of its parameter."""
+    """Initialises only a part of its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Halfway(nn.Module):
 
 
 class Constant(nn.Module):
-    """Has its values from a constructor out of place; its rule gives the same."""
+    """Sets its values out of place in its constructor; its rule gives the same values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Constant(nn.Module):
 
 
 class Around(nn.Module):
-    """A model within another, as a wrapper that computes the loss has it."""
+    """Wraps a model to compute its loss."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("unit_size", [100, 1_000_000])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_rules_reproduce(name: str, unit_size: int) -> None:
-    """Distributed as on the cpu, whatever the units."""
+    """Rules give the distribution of a model built on the cpu, for any unit size."""
     built, found = seeded(RIGHT[name]).state_dict(), start(on_meta(RIGHT[name]), unit_size)
     assert found.keys() == built.keys()
     for key, value in found.items():
@@ -176,7 +176,7 @@ def test_layers_that_one_rule_initialises_draw_different_values() -> None:
 
 
 def given_away() -> nn.Module:
-    """Values that were there, and are no more."""
+    """Return a model that had values before it was moved to the meta device."""
     with torch.device("cpu"):
         return seeded(Stack).to("meta")
 
@@ -233,7 +233,7 @@ def test_a_model_that_was_refused_is_as_it_was() -> None:
 
 
 def test_the_way_that_the_error_names(tmp_path: Path) -> None:
-    """Under Init; and on a base on meta whose values are loaded, with adapters that were built on the cpu."""
+    """The error's fixes work: `Init`, and a base model on meta with loaded values and adapters from the cpu."""
     expected = start(adapted(seeded(Stack)))
     assert not expected["blocks.0.up.lora_B.default.weight"].any()
     with infinity.Init(engine_config(folder=tmp_path, unit_size=4096)):
@@ -263,7 +263,7 @@ def hugging_face(name: str) -> Any:
 @pytest.mark.parametrize("within", [False, True], ids=["itself", "within another"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert"])
 def test_transformers(name: str, within: bool, unit_size: int) -> None:
-    """Rules of theirs reach from a block into its layers (gpt2, t5), which may be in other units."""
+    """transformers models start as on the cpu, though a block's rule edits layers in other units (gpt2, t5)."""
     make = hugging_face(name)
 
     def whole() -> nn.Module:
@@ -312,14 +312,14 @@ def bare(model: Any) -> nn.Module:
 @pytest.mark.parametrize("within", [False, True], ids=["itself", "within another"])
 def test_what_was_done_to_a_model_of_transformers(within: bool, change: Any, said: str) -> None:
     model = change(on_meta(hugging_face("llama")))
-    with torch.device("meta"):  # what was added on the cpu has its values
+    with torch.device("meta"):  # parameters added on the cpu have values
         model = change(hugging_face("llama")())
     with pytest.raises(ModelError, match=said):
         start(Around(model) if within else model)
 
 
 def test_adapters_with_values_on_a_model_of_transformers(tmp_path: Path) -> None:
-    """Its own values are loaded; what is around them, and their names, do not count."""
+    """Loaded values are kept, whatever adapters wrap them and however parameters are then named."""
     source: Any = seeded(hugging_face("llama"))
     source.save_pretrained(tmp_path)
     base = on_meta(hugging_face("llama"))
@@ -333,7 +333,7 @@ def test_adapters_with_values_on_a_model_of_transformers(tmp_path: Path) -> None
 
 
 def of_a_user(kind: str) -> type[Any]:
-    """A class of the user's own, which transformers initialises, with something that it does not know."""
+    """Return a user's class that transformers initialises, with a part that transformers does not know."""
     from transformers import LlamaForCausalLM
 
     class Own(LlamaForCausalLM):
@@ -360,7 +360,7 @@ def of_a_user(kind: str) -> type[Any]:
     ],
 )
 def test_classes_of_users_over_transformers(kind: str, said: str | None) -> None:
-    """A layer that the rule leaves alone keeps what its constructor gives it."""
+    """Layers that the rule skips keep the values of their constructors."""
     config = copy.deepcopy(hugging_face("llama")().config)
 
     def make() -> nn.Module:
@@ -377,7 +377,7 @@ def test_classes_of_users_over_transformers(kind: str, said: str | None) -> None
 
 
 def test_buffers_on_meta_leave_the_values_of_other_modules_alone() -> None:
-    """Rules are tried on their module; what it holds besides the buffer is not theirs to change."""
+    """Rules that make a buffer do not change other values of its module."""
 
     class Owner(nn.Module):
         def __init__(self) -> None:

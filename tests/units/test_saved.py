@@ -267,7 +267,7 @@ def test_backward_after_the_update_it_would_need_the_past_for(make_engine: OpenE
 
 
 def test_hooks_are_there_while_the_model_runs_and_no_longer(make_engine: OpenEngine) -> None:
-    """Other models of the program, and torch.func, never meet them."""
+    """Saved-tensor hooks are installed only during forwards, so other models and torch.func never see them."""
     seen = []
 
     class Looking(Stack):

@@ -1,4 +1,4 @@
-"""Engines in any thread: the model, backward and step follow the thread that calls them, one at a time."""
+"""Engines may be used in any thread, one at a time: forward, backward and step run in the calling thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Call = Callable[..., Any]
 
 
 def in_thread(call: Call, *args: Any) -> Any:
-    """`call(*args)` in a thread of its own, which raises here."""
+    """Run `call(*args)` in a new thread and raise its error here."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call, *args).result()
 
@@ -77,7 +77,7 @@ def test_parts_of_a_step_in_other_threads(update: str, plan: str, place: dict[st
 @PLACES
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_alternating_threads(reentrant: bool, place: dict[str, Any]) -> None:
-    """Every step in another thread of a pool, with checkpoints, penalties and edits."""
+    """Steps may alternate between threads of a pool, with checkpoints, penalties and edits."""
 
     def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = checkpoint(block, x, use_reentrant=reentrant)
@@ -99,7 +99,7 @@ def test_alternating_threads(reentrant: bool, place: dict[str, Any]) -> None:
 
 
 def test_an_engine_that_is_made_in_a_thread() -> None:
-    """And trained here, and closed in yet another one."""
+    """An engine made in one thread can be trained in another and closed in a third."""
     config = engine_config(**NVME)
     reference = PlainLoop(seeded(Linears), config)
     expected = training(BATCHES)(reference)
@@ -122,7 +122,7 @@ def test_close_while_another_thread_has_used_it(make_engine: OpenEngine) -> None
 
 
 class Waiting(Linears):
-    """Stops in the middle of a forward until it is told to go on."""
+    """Blocks in the middle of a forward until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Waiting(Linears):
 @PLACES
 @pytest.mark.parametrize("second", ["forward", "part", "parameter"])
 def test_two_threads_at_once(second: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """The second is refused by name, the first goes on, and training after it is that of the plain loop."""
+    """A second thread is refused by name, the first goes on, and later training equals the plain loop."""
     config = engine_config(**place)
     reference = PlainLoop(seeded(Waiting), config)
     expected = training(BATCHES)(reference)
@@ -171,7 +171,7 @@ def test_two_threads_at_once(second: str, place: dict[str, Any], make_engine: Op
 
 @PLACES
 def test_a_thread_that_races(place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """Two threads that call the model again and again: errors by name or results, and nothing broken after."""
+    """Two threads that race for the model get results or errors by name, and training goes on afterwards."""
     config = engine_config(**place)
     reference = PlainLoop(seeded(Linears), config)
     expected = training(BATCHES)(reference)

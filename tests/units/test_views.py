@@ -1,6 +1,6 @@
-"""A unit is not updated while something still computes with its parameters, whatever holds them.
+"""A unit is not updated while its parameters are still in use, whatever holds them.
 
-Mutations that these tests were seen to catch (parameters differ from a plain loop's): `UnitStore.finished_with` without
+Mutations that these tests caught (parameters differ from a plain loop's): `UnitStore.finished_with` without
 `is_viewed`.
 """
 
@@ -24,7 +24,7 @@ BATCHES = vector_batches(6)
 
 
 class Straight(nn.Module):
-    """Uses its weight twice, first without a gradient: so in backward the weight's gradient is complete while the first
+    """Uses its weight twice, first without a gradient. So in backward the weight's gradient is complete while the first
     use still needs the weight.
 
     (batch, width) → the same. between: called in backward between these two.
@@ -71,9 +71,9 @@ def checkpointed(reentrant: bool) -> Run:
     ids=["plain", "reentrant", "non-reentrant"],
 )
 def test_a_weight_that_backward_needs_after_its_gradient(run: Run, make_engine: OpenEngine) -> None:
-    """Its update waits for the step: recomputation keeps the weight itself, and would go on with the new one.
+    """The update waits for the step, since recomputation keeps the weight itself and would read the new values.
 
-    If the update is under way all the same, backward waits for its end, so that it shows.
+    Backward waits for an update under way, so that an early one changes the result.
     """
     config = engine_config(prefetch_bytes=0, update="during_backward", lr=1e-2)
     expected = plain(seeded(lambda: Straights(run, lambda: None)), BATCHES, config)

@@ -1,8 +1,7 @@
-"""Serves one module's source from another file, in the Python that finds this folder on PYTHONPATH and in all that it
-starts.
+"""Serves one module's source from another file, in a Python with this folder on PYTHONPATH and in its child processes.
 
-INFINITY_MUTANT: a file "FOLDER/package.module.py" with the source. An empty file with the suffix ".served" beside it
-says that the module was imported from there.
+INFINITY_MUTANT: a file "FOLDER/package.module.py" with the source. When the module has been imported from it, an empty
+file with the suffix ".served" is created beside it.
 """
 
 from __future__ import annotations
