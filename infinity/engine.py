@@ -396,7 +396,7 @@ class Engine(Runner):
         """
         self._check_open()
         self._conclude_backward()
-        self._check_readable("the parameters were asked for")
+        self._check_readable("the parameters were read")
         self._settle()
 
     def _settle(self) -> None:
