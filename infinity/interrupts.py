@@ -9,6 +9,7 @@ from __future__ import annotations
 
 # The wrappers in `signal` convert every result to an enum, which takes ten times as long as the call itself.
 import _signal  # type: ignore[import-not-found]
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,15 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _active = False
+_main = threading.main_thread().ident
+
+
+def _forked() -> None:
+    global _main
+    _main = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class ForcedInterrupt(KeyboardInterrupt):
@@ -41,7 +51,7 @@ class uninterrupted:
 
     def __enter__(self) -> None:
         global _active
-        if _active or threading.get_ident() != threading.main_thread().ident:
+        if _active or threading.get_ident() != _main:
             return
         handler = _signal.getsignal(_SIGINT)
         if not callable(handler):

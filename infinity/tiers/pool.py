@@ -23,17 +23,29 @@ class Lease:
         self._pool = pool
         self._buffer: torch.Tensor | None = buffer
         self._substitute: torch.Tensor | None = None
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+        """Views of all `nbytes` that were asked for: to make one takes longer than to find it here."""
         self.nbytes = nbytes
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self._held()[: self.nbytes]
+        return self._view(torch.uint8)
 
     def flat(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
         """The first `numel` elements (all, by default) of the buffer as a 1-D tensor of `dtype`."""
-        buffer = self._held()
-        nbytes = self.nbytes if numel is None else numel * dtype.itemsize
-        return (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
+        if numel is None or numel * dtype.itemsize == self.nbytes:
+            return self._view(dtype)
+        return self._held()[: numel * dtype.itemsize].view(dtype)
+
+    def _view(self, dtype: torch.dtype) -> torch.Tensor:
+        view = self._views.get(dtype)
+        if view is None:
+            with torch.inference_mode(False):
+                view = self._held()[: self.nbytes]
+                if dtype != torch.uint8:  # else `view` would return the tensor itself
+                    view = view.view(dtype)
+            self._views[dtype] = view
+        return view
 
     @property
     def address(self) -> int:
@@ -43,7 +55,7 @@ class Lease:
         """Whether tensors still refer to the buffer, other than the pool's own and `beyond` that the caller knows
         of.
         """
-        return self._pool.is_referenced(self._held(), beyond)
+        return self._pool.is_referenced(self._held(), beyond + len(self._views))
 
     @property
     def is_substituted(self) -> bool:
@@ -52,12 +64,14 @@ class Lease:
     def substitute(self, buffer: torch.Tensor) -> None:
         """Use `buffer`, a quarantined one, in place of the pool's buffer. The lease keeps both."""
         self._held()
+        self._views.clear()
         self._substitute = buffer
 
     def release(self) -> None:
         self._held()
         buffer, self._buffer, self._substitute = self._buffer, None, None
         assert buffer is not None
+        self._views.clear()
         self._pool._give_back(buffer)
 
     def quarantine(self) -> torch.Tensor:
@@ -65,6 +79,7 @@ class Lease:
         held, buffer = self._held(), self._buffer
         self._buffer = self._substitute = None
         assert buffer is not None
+        self._views.clear()
         if held is buffer:
             self._pool._replace(buffer)
         else:

@@ -447,11 +447,7 @@ class UnitStore:
         lease = self._pool.try_lease(nbytes)
         if lease is not None:
             return lease
-        victims = [victim for _, victim in self._victims(unit)]
-        if self._ranks.alone:  # by rising cost: nothing, a wait, one more buffer
-            viewed = {victim.index for victim in victims if self._is_viewed(victim)}
-            victims.sort(key=lambda victim: 2 if victim.index in viewed else _busy(victim))
-        for victim in victims:
+        for victim in self._by_cost(self._victims(unit)):
             self._evict(victim)
             lease = self._pool.try_lease(nbytes)
             if lease is not None:
@@ -463,6 +459,19 @@ class UnitStore:
             "Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, so that fewer are "
             "open at once."
         )
+
+    def _by_cost(self, victims: list[tuple[float, Unit]]) -> Iterator[Unit]:
+        """Yield first the units that cost nothing to evict, then a wait, then one more buffer; on one rank."""
+        waiting, viewed = [], []
+        for _, victim in victims:
+            if self._ranks.alone and self._is_viewed(victim):
+                viewed.append(victim)
+            elif self._ranks.alone and _busy(victim):
+                waiting.append(victim)
+            else:
+                yield victim
+        yield from waiting
+        yield from viewed
 
     def _victims(self, unit: Unit) -> list[tuple[float, Unit]]:
         """Return (distance of next use, unit) for units whose buffer `unit` could take, furthest first."""

@@ -31,6 +31,8 @@ class Residency(Enum):
     RESIDENT = "in a device buffer that its parameters view"
     UPDATING = "in a device buffer that the update is changing; parameters show the placeholder"
 
+    __hash__ = object.__hash__  # members are singletons; Enum hashes their names, in Python
+
 
 TRANSITIONS: frozenset[tuple[Residency, Residency]] = frozenset(
     {
@@ -67,6 +69,8 @@ class Unit:
 
     def __init__(self, layout: UnitLayout, parameters: list[nn.Parameter], device: torch.device) -> None:
         self.layout = layout
+        self.index = layout.index
+        self.name = layout.name
         self.parameters = parameters
         self.device = device
         self.residency = Residency.RELEASED
@@ -122,14 +126,6 @@ class Unit:
         Counted by the interpreter and not in `__del__`, where a Ctrl-C would be lost.
         """
         return sys.getrefcount(self.token) - self._without_references
-
-    @property
-    def index(self) -> int:
-        return self.layout.index
-
-    @property
-    def name(self) -> str:
-        return self.layout.name
 
     def move(self, to: Residency) -> None:
         if (self.residency, to) not in TRANSITIONS:
