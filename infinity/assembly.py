@@ -45,6 +45,8 @@ from infinity.units.unit import Unit
 # Units held at least: the one that computes, and its parent's.
 _HELD = 2
 _UPDATED = 1
+_STAYS = 16 << 20
+"""Bytes of units that are not worth fetching again: the host takes longer for it than for their computation."""
 
 
 @dataclass(kw_only=True)
@@ -275,10 +277,18 @@ class _Assembly:
         largest = max(sizes)
         asked = self.config.infinity.prefetch_bytes
         prefetch = 4 * largest if asked == "auto" else int(asked)
-        cached = self.config.infinity.cache_bytes // largest
+        cached = self._cached_bytes(largest) // largest
         beside = math.ceil(prefetch / largest) + cached + _UPDATED
         together = [[sizes[unit] for unit in units] for units in held_together(self.model, hooked)]
         return prefetch, size_classes(sizes, _HELD + beside, together, beside)
+
+    def _cached_bytes(self, largest: int) -> int:
+        """Bytes of units that stay resident: `infinity.cache_bytes`."""
+        asked = self.config.infinity.cache_bytes
+        if asked != "auto":
+            return int(asked)
+        whole = largest * len(self.layouts)
+        return whole if whole <= _STAYS else 0
 
     def _stream_in(self) -> None:
         self._check_sources()

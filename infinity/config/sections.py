@@ -215,9 +215,9 @@ class Infinity(Section):
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters fetched ahead of their use; `auto`: four of the largest unit; 0: fetched when used."""
 
-    cache_bytes: SizeOrZero = 0
+    cache_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters that stay where the model computes, besides those fetched ahead: as many units as fit are not
-    read again in every pass."""
+    read again in every pass. `auto`: all units if they fit in 16 MiB, else none."""
 
     tile_size: Count = 1 << 20
     """Elements that the update reads, computes and writes at a time, a multiple of 4096."""
@@ -248,7 +248,7 @@ class Infinity(Section):
     debug: Switch = False
     """Make lifetime errors show: a buffer given back is filled with NaN, and the first given back is reused first."""
 
-    @field_validator("prefetch_bytes", mode="before")
+    @field_validator("prefetch_bytes", "cache_bytes", mode="before")
     @classmethod
     def _size_or_auto(cls, value: object) -> object:
         # Outside the union, so that a size that cannot be read gives one problem and not one for each member.

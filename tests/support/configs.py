@@ -36,14 +36,17 @@ def engine_config(
     accumulated_in: str = "fp32",
     **infinity: Any,
 ) -> Config:
-    """A config with `debug` on. `infinity`: more keys of that section (update, prefetch_bytes, tile_size, master, ...).
+    """A config with `debug` on, whose units leave their buffers as those of a large model do (`cache_bytes` of 0).
+
+    infinity: more keys of that section (update, prefetch_bytes, tile_size, master, ...).
 
     folder: where nvme files lie, or several; the system's folder for temporary files by default. aio, fp16: these
     sections. communication, accumulated_in: the dtypes of the sums of gradients.
     """
     path = folder or tempfile.gettempdir()
     params = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if optimizer in ("Adam", "AdamW") else {})}
-    section = {"unit_size": unit_size, "tile_size": 4096, "debug": debug, "adam_threads": 1, **infinity}
+    section = {"unit_size": unit_size, "tile_size": 4096, "debug": debug, "adam_threads": 1, "cache_bytes": 0}
+    section |= infinity
     return Config.load(
         {
             "train_micro_batch_size_per_gpu": micro,
