@@ -45,6 +45,8 @@ from infinity.units.unit import Unit
 # Units held at least: the one that computes, and its parent's.
 _HELD = 2
 _UPDATED = 1
+_SMALL = 256 << 10
+"""Bytes of all buffers together up to which a pool of small buffers has more of them."""
 _STAYS = 16 << 20
 """Bytes of units that are not worth fetching again: the host takes longer for it than for their computation."""
 
@@ -115,6 +117,12 @@ class Pools(list[Pool]):
         super().__init__()
         self.on_device: list[Pool] = []
         self._device, self._tiers, self._debug = device, list(tiers), debug
+
+    def in_flight(self, count: int, nbytes: int) -> int:
+        """Buffers of `nbytes` for what needs `count` of large ones: up to four times as many small ones, whose copies
+        take their time from latency. `infinity.debug` has no more than needed, so that buffers are reused soon.
+        """
+        return count if self._debug else max(count, min(4 * count, _SMALL // max(nbytes, 1)))
 
     def make(self, name: str, sizes: dict[int, int], *, on_device: bool) -> Pool:
         allocate = self._device.empty if on_device else self._device.host_buffer

@@ -29,8 +29,8 @@ from infinity.units.layout import UnitLayout
 _GRADIENTS_AT_ONCE = 4
 # Of shards that are summed in another dtype than they are reduced in: one is updated from, the next is added to.
 _SUMS_AT_ONCE = 2
-_READS_AHEAD = 3
-_TILE_BUFFERS = 2 * _READS_AHEAD
+# Of tiles: half are read ahead, half are written.
+_TILE_BUFFERS = 6
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,6 @@ def _with_updates(parts: Parts, config: Config) -> TrainingParts:
     pipeline = UpdatePipeline(
         _update_places(parts, trainable),
         partial(update_run, seed=config.infinity.seed, threads=config.infinity.adam_threads),
-        reads_ahead=_READS_AHEAD,
     )
     parts.store.pipeline = pipeline
     parts.store.on_move = collector.moved_on
@@ -113,13 +112,14 @@ def _grad_places(parts: Parts, trainable: Sequence[UnitLayout], threads: int) ->
     reduced = [x.numel * kept.reduced.itemsize for x, kept in zip(trainable, dtypes, strict=True)]
     stored = [x.shard_numel * kept.stored.itemsize for x, kept in zip(trainable, dtypes, strict=True)]
     tier = parts.tiers[rules.optim_tier]
-    at_once = len(trainable) if rules.grads_whole else _GRADIENTS_AT_ONCE
+    few = parts.pools.in_flight(_GRADIENTS_AT_ONCE, max(collected))
+    at_once = len(trainable) if rules.grads_whole else few
     reduce_pool = host_pool = None
     if any(kept.collected != kept.reduced for kept in dtypes):
-        sizes = size_classes(reduced, _GRADIENTS_AT_ONCE)
+        sizes = size_classes(reduced, few)
         reduce_pool = parts.pools.make("gradients to reduce", sizes, on_device=True)
     if not device.host_addressable and not tier.on_device:
-        sizes = size_classes([nbytes // parts.ranks.shards for nbytes in reduced], _GRADIENTS_AT_ONCE)
+        sizes = size_classes([nbytes // parts.ranks.shards for nbytes in reduced], few)
         host_pool = parts.pools.make("gradient shards", sizes, on_device=False)
     sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
     return GradPlaces(
@@ -142,7 +142,7 @@ def _update_places(parts: Parts, trainable: Sequence[UnitLayout]) -> Places:
     tile_size, formats = rules.tile_size, rules.states
     state_bytes = max(tiles(x.shard_numel, tile_size, formats(x.dtype))[0].nbytes for x in trainable)
     grad_bytes = max(min(x.shard_numel, tile_size) * rules.grads(x.dtype).stored.itemsize for x in trainable)
-    count = _TILE_BUFFERS if tier.name == "nvme" else 0
+    count = parts.pools.in_flight(_TILE_BUFFERS, state_bytes) if tier.name == "nvme" else 0
     staged = not device.host_addressable and not tier.on_device
     largest_shard = max(x.shard_nbytes for x in trainable)
     placement = parts.placement  # the thread of the update must not keep the model alive
@@ -156,6 +156,7 @@ def _update_places(parts: Parts, trainable: Sequence[UnitLayout]) -> Places:
         grad_extent=lambda unit: placement.of(unit, State.GRAD),
         formats=formats,
         tile_size=tile_size,
+        reads_ahead=max(count, _TILE_BUFFERS) // 2,
         tile_pool=parts.pools.make("tiles", {state_bytes: count} if count else {}, on_device=False),
         grad_tile_pool=parts.pools.make("gradient tiles", {grad_bytes: count} if count else {}, on_device=False),
         param_pool=parts.pools.make("parameter shards", {largest_shard: 2}, on_device=False) if staged else None,

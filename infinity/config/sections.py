@@ -246,7 +246,8 @@ class Infinity(Section):
     """Stop with an error when the loss, the gradient norm or a gradient is NaN or infinite, before it is used."""
 
     debug: Switch = False
-    """Make lifetime errors show: a buffer given back is filled with NaN, and the first given back is reused first."""
+    """Make lifetime errors show: a buffer given back is filled with NaN, the first given back is reused first, and
+    pools hold no more buffers than needed."""
 
     @field_validator("prefetch_bytes", "cache_bytes", mode="before")
     @classmethod

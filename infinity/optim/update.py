@@ -46,6 +46,8 @@ class Places:
     grad_extent: Callable[[int], Extent]
     formats: Callable[[torch.dtype], StateFormat]
     tile_size: int
+    reads_ahead: int
+    """Tiles that are read while one is computed."""
     tile_pool: Pool
     grad_tile_pool: Pool
     param_pool: Pool | None
@@ -130,13 +132,12 @@ class UpdatePipeline:
     former values, since the gradient was NaN or infinite; all ranks have to be told before one can stop.
     """
 
-    def __init__(self, places: Places, kernel: Kernel, *, reads_ahead: int = 3) -> None:
+    def __init__(self, places: Places, kernel: Kernel) -> None:
         self.seconds = 0.0
         self.elements = 0
         self.refused: list[str] = []
         self._places = places
         self._kernel = kernel
-        self._reads_ahead = reads_ahead
         self._plans: dict[int, _Plan] = {}
         self._inline = places.param_pool is None and all(
             tier is None or tier.immediate for tier in (places.param_tier, places.optim_tier, places.grad_tier)
@@ -207,7 +208,7 @@ class UpdatePipeline:
 
     def _read_ahead(self) -> None:
         """Start reads until enough are in flight, no buffer is free, or no job is queued."""
-        while len(self._reading) < self._reads_ahead:
+        while len(self._reading) < self._places.reads_ahead:
             if self._running is None and not self._open_next():
                 return
             assert self._running is not None

@@ -61,6 +61,7 @@ class Bench:
             grad_extent=lambda _: self.extents[State.GRAD],
             formats=states,
             tile_size=TILE,
+            reads_ahead=3,
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
             param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=True) if staged else None,
