@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.beside import LATE_TOO, PLACES, assert_same_story, training
-from support.models import vector_batches
+import infinity
+from conftest import OpenEngine
+from infinity.errors import LifetimeError
+from support.beside import LATE_TOO, NVME, PLACES, assert_same_story, training
+from support.models import seeded, vector_batches
 
 BATCHES = vector_batches(5)
 Edit = Callable[[torch.Tensor], None]
@@ -180,10 +183,13 @@ def test_through_kept_parameters_in_the_loop(edit: Edit, update: str, place: dic
 
 
 @PLACES
-@pytest.mark.parametrize("when", ["first step", "every step"])
+@pytest.mark.parametrize("when", ["first step", "every step", "after an evaluation"])
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_through_a_kept_view(when: str, place: dict[str, Any]) -> None:
-    """`.data`, `.detach()`, a row and an array that were taken once and are written to ever after."""
+    """`.data`, `.detach()`, a row and an array that were taken once and are written to ever after.
+
+    An evaluation evicts the units, so that the edit is of the buffers that are kept for the views.
+    """
 
     def story(loop: Any) -> Any:
         taken = []
@@ -192,6 +198,9 @@ def test_through_a_kept_view(when: str, place: dict[str, Any]) -> None:
             layers = loop.model.layers
             if number == 0 or when == "every step":
                 taken.append((layers[1].weight.data, layers[2].weight.detach()[3], layers[3].weight.detach().numpy()))
+            if when == "after an evaluation":
+                with torch.no_grad():
+                    loop.model(*BATCHES[0])
             for data, row, array in taken[-1:]:
                 data.clamp_(-0.2, 0.2)
                 row.zero_()
@@ -201,6 +210,38 @@ def test_through_a_kept_view(when: str, place: dict[str, Any]) -> None:
         return training(BATCHES, extra)(loop)
 
     assert_same_story(Net, story, place=place, units=6, leaks=True)
+
+
+@pytest.mark.filterwarnings("ignore:something still refers")
+def test_through_a_view_while_the_unit_is_written_anew(make_engine: OpenEngine) -> None:
+    """Both cannot count, so it is an error; without the edit the view follows."""
+    engine = make_engine(seeded(Net), **NVME)
+    weight = engine.module.layers[1].weight
+    view = weight.data
+
+    def overwrite(value: float) -> None:
+        with torch.no_grad():
+            engine.module(*BATCHES[0])  # which evicts the unit
+        infinity.set_full_fp32_param(weight, torch.full((32, 32), value))
+
+    overwrite(0.25)
+    assert weight.detach()[0, 0] == view[0, 0] == 0.25
+    overwrite(0.5)
+    view.zero_()
+    with pytest.raises(LifetimeError, match=r"a view of the parameters of unit layers\.1 was edited"):
+        weight.sum()
+
+
+def test_an_edit_that_is_undone_after_an_eviction(make_engine: OpenEngine) -> None:
+    """The tier has the edit by then: the values of before differ from it."""
+    engine = make_engine(seeded(Net), **NVME)
+    weight = engine.module.layers[1].weight
+    before = weight.detach().clone()
+    for value in (torch.zeros_like(before), before):
+        with torch.no_grad():
+            weight.copy_(value)
+            engine.module(*BATCHES[0])
+        assert torch.equal(weight.detach(), value)
 
 
 # -- in hooks --------------------------------------------------------------------------------------------------------
