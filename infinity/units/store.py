@@ -231,8 +231,6 @@ class UnitStore:
             if unit.is_viewed():
                 self._viewed.add(unit.index)
             if self._was_edited(unit):
-                if unit.job is not None:
-                    unit.job.done.wait()
                 unit.copied.wait()
                 self.adopt(unit)
             self._leave(unit)

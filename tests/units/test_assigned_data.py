@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conftest import OpenEngine
-from infinity.errors import LifetimeError
+from infinity.errors import LifetimeError, UsageError
 from infinity.units.released import is_released
 from support.beside import MEMORY, NVME, assert_same_story
 from support.loops import parameters_of, train
@@ -92,3 +92,18 @@ def test_data_that_is_refused_leaves_the_parameter_guarded(make_engine: OpenEngi
         engine.settle()
     assert is_released(weight)
     assert torch.equal(weight.detach(), before)
+
+
+@pytest.mark.filterwarnings("ignore:something still refers")
+def test_data_is_refused_while_something_views_the_parameter(make_engine: OpenEngine) -> None:
+    """In a plain loop the view would keep the values of before, here it shows those of now."""
+    engine = make_engine(seeded(Linears), param="none", optim="none", unit_size=4096)
+    train(engine, BATCHES[:2])
+    weight = engine.module.layers[5].weight
+    view = weight.data
+    before = view.clone()
+    weight.data = torch.zeros(32, 32)
+    with pytest.raises(UsageError, match=r"layers\.5\.weight\.data was assigned while something refers"):
+        engine.settle()
+    assert torch.equal(weight.detach(), before) and torch.equal(view, before)
+    train(engine, BATCHES[2:])
