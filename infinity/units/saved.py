@@ -115,7 +115,9 @@ class _Reference:
                 f"parameter {unit.layout.slots[self.slot].name} is at version {version}, but version "
                 f"{self.version} was saved. Edit parameters after backward, under torch.no_grad()."
             )
-        if self.assigned is not None and unit.assigned(self.slot) != self.assigned:
+        if self.assigned is None:
+            unit.adopt_assigned()
+        elif unit.assigned(self.slot) != self.assigned:
             raise LifetimeError(
                 f"{unit.layout.slots[self.slot].name}.data was assigned between forward and backward, which needs the "
                 "values of before: assign before forward or after backward."

@@ -230,8 +230,6 @@ class UnitStore:
             if unit.is_viewed():
                 self._viewed.add(unit.index)
             if self._was_edited(unit):
-                if unit.job is not None:
-                    unit.job.done.wait()
                 unit.copied.wait()
                 self.adopt(unit)
             self._leave(unit)
@@ -312,7 +310,10 @@ class UnitStore:
         """Every unit back to its tier, edits included. Nothing may be held."""
         with self._moving():
             for unit in self.units:
-                if unit.lease is not None:
+                kept = self._kept.get(unit.index)
+                if kept is not None and kept.generation == unit.generation and self._is_edited(unit, kept):
+                    self._write_kept(unit)
+                elif unit.lease is not None:
                     self._evict(unit)
 
     def abandon(self) -> None:
@@ -373,7 +374,7 @@ class UnitStore:
         unit.lease = lease
         self._leased[unit.index] = unit
         kept = self._kept.pop(unit.index, None) if self._kept else None
-        if kept is None or not self._pool.is_referenced(kept.buffer):
+        if kept is None or not (self._pool.is_referenced(kept.buffer) or self._is_edited(unit, kept)):
             return False
         present = kept.generation == unit.generation
         lease.substitute(kept.buffer)
@@ -382,13 +383,29 @@ class UnitStore:
             self._land(unit)
         elif present and unit.pending_job is None:
             return True
-        elif self._fingerprint(unit) != kept.fingerprint:
+        elif self._is_edited(unit, kept):
             self._take(unit).release()
             raise LifetimeError(
                 f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
                 "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
             )
         return False
+
+    def _is_edited(self, unit: Unit, kept: KeptBuffer) -> bool:
+        """Whether views were written to since the unit was released."""
+        return self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
+
+    def _write_kept(self, unit: Unit) -> None:
+        """Write edits through views of a released unit to its tier, without other ranks."""
+        if self._give(unit, self._lease_for(unit)):
+            unit.move(Residency.FETCHING)
+            unit.copied.wait()
+            self.adopt(unit)
+            self._write_back(unit)
+            unit.fingerprint = None  # other ranks' shards may have changed too
+            self._drop(unit)
+        else:
+            self._evict(unit)
 
     def _leave(self, unit: Unit) -> None:
         """Deregister the buffer of a resident unit as its parameters' memory."""

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import infinity
+from infinity.units.residents import is_managed
 from multirank.cases import SAMPLES
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
@@ -70,6 +72,11 @@ EDITS: dict[str, Callable[[torch.Tensor], None]] = {
 After = Callable[[Any, int], Any]
 
 
+def full(weight: nn.Parameter) -> torch.Tensor:
+    """The state of a parameter, of an engine's or of a plain model's."""
+    return infinity.get_full_fp32_param(weight) if is_managed(weight) else weight.detach()
+
+
 def views_of(model: Any) -> list[Any]:
     layers = model.layers
     return [layers[0].weight.data, layers[2].weight.detach()[3], layers[4].weight.detach().numpy()]
@@ -106,6 +113,16 @@ def story_of(name: str, model: Any, rank: int) -> After:
             model(torch.zeros(4, 32), torch.zeros(4, 32))
         return edited_views(model, 1)
 
+    def dropped_views(model: Any, number: int) -> Any:
+        """Views that are written to while their units are released, and gone before these are fetched."""
+        views = [layer.weight.data for layer in model.layers]
+        with torch.no_grad():
+            model(torch.zeros(4, 32), torch.zeros(4, 32))
+        for view in views:
+            view.mul_(0.98)
+        views.clear()
+        return [full(weight)[3].sum().item() for weight in kept] + [weight.detach().clone() for weight in kept[:2]]
+
     def parameters(model: Any, number: int) -> Any:
         for weight in kept[1:4]:
             shrink_data(weight)
@@ -125,6 +142,7 @@ def story_of(name: str, model: Any, rank: int) -> After:
         "views of one rank": views_of_one_rank,
         "edited views": edited_views,
         "edited views, later": edited_views_later,
+        "dropped views": dropped_views,
         "parameters": parameters,
         "freezing": freezing,
         "nothing": nothing,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from conftest import OpenEngine
+from infinity.tiers.transfer import Promise
 from support.configs import engine_config
 from support.late_disk import use_late_disks
 from support.loops import Result, assert_same, open_engine, parameters_of, train
-from support.models import VOCABULARY, Stack, seeded, token_batches
+from support.models import VOCABULARY, Linears, Stack, seeded, token_batches, vector_batches
+from support.seeded_disk import Schedule, use_seeded_disks
 
 BATCHES = token_batches(6)
 KINDS = pytest.mark.parametrize(
@@ -69,3 +74,33 @@ def test_an_edit_in_the_forward_after_the_step(
     expected = run(settle=True)
     use_late_disks(monkeypatch)
     assert_same(run(settle=False), expected)
+
+
+def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its write refers to the buffer, and is no view that somebody keeps: it is waited for."""
+    waited_for = threading.Event()
+
+    def hold() -> None:
+        if threading.current_thread().name == "infinity-update":
+            waited_for.wait(timeout=30)
+            waited_for.set()
+
+    batch, *_ = vector_batches(1, width=96)
+    use_seeded_disks(monkeypatch, Schedule(0, drift=0, before_write=hold))
+    engine = make_engine(seeded(lambda: Linears(96, depth=1)), unit_size="64MiB", update="next_forward")
+    train(engine, [batch])
+    weight, (unit,) = engine.module.layers[0].weight, engine.units
+    weight.data = torch.zeros(96, 96)
+    assert unit.job is not None and not unit.job.done.done()
+    wait = Promise.wait
+
+    def watched(promise: Promise) -> None:
+        if unit.job is not None and promise is unit.job.done:
+            waited_for.set()
+        wait(promise)
+
+    monkeypatch.setattr(Promise, "wait", watched)
+    try:
+        assert engine.module(batch[0], torch.zeros(4, 96)).item() == 0.0
+    finally:
+        waited_for.set()

@@ -14,7 +14,7 @@ from conftest import OpenEngine
 from infinity.errors import UsageError
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
-from support.loops import Result, assert_close, open_engine, parameters_of, plain
+from support.loops import Result, assert_close, open_engine, parameters_of, plain, train
 from support.models import Block, Stack, seeded, token_batches
 
 BATCHES = token_batches(6)
@@ -114,6 +114,25 @@ def test_training_goes_on(
         assert not engine.parts.store.quarantined
         assert_nothing_leaked(engine)
     assert_close(result, expected)
+
+
+def test_a_backward_that_fails_before_its_first_gradient(make_engine: OpenEngine) -> None:
+    """It ends the step all the same: gradients that were accumulated before are dropped."""
+    config = engine_config(update="next_forward", accumulation=2)
+    engine = make_engine(seeded(Stack), config)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise Trouble
+
+    engine.backward(engine(*BATCHES[0]))
+    engine.step()
+    hook = engine.module.head.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    loss = engine(*BATCHES[1])
+    with pytest.raises(Trouble):
+        engine.backward(loss)
+    hook.remove()
+    losses = train(engine, BATCHES[:4])
+    assert_close(Result(losses, parameters_of(engine)), plain(seeded(Stack), BATCHES[:4], config))
 
 
 def test_a_backward_that_failed_after_updates_stops_the_engine(make_engine: OpenEngine) -> None:

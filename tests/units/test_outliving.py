@@ -286,6 +286,33 @@ def test_hooks_around_one_operation_of_a_forward(hooks: str, update: str, place:
     assert_same_story(lambda: Net(layer=Inside), training(BATCHES), place=place, units=6)
 
 
+class Gated(Layer):
+    """Multiplies by its bias: the graph saves the parameter itself and no view of it."""
+
+    def __init__(self, apply: Apply | None = None) -> None:
+        super().__init__(apply)
+        nn.init.ones_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.3 * torch.tanh(F.linear(x, self.weight)) * self.bias
+
+
+@LATE_TOO
+@SCHEDULES
+@AROUND
+@viewed
+def test_hooks_that_keep_the_parameter_itself(hooks: str, update: str, place: dict[str, Any]) -> None:
+    """Its values are there until backward, and its update waits for that, although its unit was released."""
+
+    class Inside(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with HOOKS[hooks]():
+                return super().forward(x)
+
+    place = {**place, "update": update}
+    assert_same_story(lambda: Net(layer=Inside), training(BATCHES), place=place, units=6)
+
+
 @PLACES
 @AROUND
 @viewed

@@ -12,7 +12,7 @@ from torch import nn
 import infinity
 from conftest import OpenEngine
 from infinity.engine import Engine
-from infinity.errors import UsageError
+from infinity.errors import LifetimeError, UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.lifetime import assert_nothing_leaked, assert_trains_like_plain, run_forward
@@ -223,6 +223,33 @@ def test_a_second_backward_after_an_update_during_backward_is_refused(make_engin
         engine.backward(engine(*BATCHES[3]))
     with pytest.raises(UsageError, match="gradient_accumulation_steps"):
         engine(*BATCHES[3])
+
+
+class Shifts(nn.Module):
+    """Adds parameters, of which autograd saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ModuleList(nn.ParameterList([torch.zeros(32)]) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for shift in self.shifts:
+            x = x + shift[0]
+        return x
+
+
+def test_a_gradient_after_the_update_is_refused(make_engine: OpenEngine) -> None:
+    """The second backward needs no values of the units that the first one updated: only its gradients show it."""
+    engine = make_engine(seeded(Shifts), unit_size=256, update="during_backward")
+    inputs = torch.randn(3, 4, 32)
+    for x in inputs[:2]:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    out = engine(inputs[2])
+    out.square().mean().backward()
+    assert engine.parts.collector.spent
+    with pytest.raises(LifetimeError, match="received a gradient after its update in the same step"):
+        out.sum().backward()
 
 
 def test_two_losses_of_one_forward(make_engine: OpenEngine) -> None:

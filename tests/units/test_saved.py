@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,6 +98,34 @@ def test_a_view_kept_by_a_function(options: dict[str, Any]) -> None:
     ]
     assert named and len(named) == len(set(named))
     assert all(name.startswith("layers.") for name in named)
+
+
+class SavesLate(torch.autograd.Function):
+    """x * weight; autograd saves the weight when `between` has run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, between: Callable[[], object]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        out = x * weight[0]
+        between()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        gradient = torch.zeros_like(weight)
+        gradient[0] = (gradients[0] * x).sum(0)
+        return gradients[0] * weight[0], gradient, None
+
+
+class Evicting(Linears):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = SavesLate.apply(x, self.layers[0].weight, lambda: [layer(x.detach()) for layer in self.layers])
+        return super().forward(x, targets)
+
+
+def test_a_parameter_that_is_saved_after_its_unit_was_released() -> None:
+    assert_trains_like_plain(Evicting, VECTORS, units=8, unit_size=4096)
 
 
 def test_a_view_that_the_model_returns(make_engine: OpenEngine) -> None:
