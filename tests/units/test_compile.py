@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from conftest import OpenEngine
+from infinity.errors import UsageError
 from infinity.optim import CPUAdam
 from support.loops import Batches, Result, assert_same, parameters_of
 from support.models import Stack, seeded, token_batches
@@ -220,6 +221,25 @@ def test_fullgraph_over_units_is_one_clear_error(make_engine: OpenEngine) -> Non
     engine = make_engine(model, **NVME)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Infinity engine fetches.*infinity\.unit_size"):
         engine(*token_batches(1)[0])
+
+
+@pytest.mark.parametrize("own_backward", [True, False])
+def test_compiled_autograd_is_refused(make_engine: OpenEngine, own_backward: bool) -> None:
+    """Compiled autograd is one clear error in forward and in either backward; training goes on once it is off."""
+    batches = token_batches(2)
+    options = {**NVME, "update": "next_forward"}
+    engine = make_engine(stack(), **options)
+    expected, _ = trained(engine, engine, batches)
+    engine = make_engine(stack(), **options)
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(UsageError, match=r"Compiled autograd.*off"):
+        engine(*batches[0])
+    loss = engine(*batches[0])
+    # PyTorch puts an error of its own in the place of ours, which says the same.
+    kind, text = (UsageError, "Compiled autograd .*") if own_backward else (NotImplementedError, "compiled autograd")
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(kind, match=text):
+        engine.backward(loss) if own_backward else loss.backward()
+    result, _ = trained(engine, engine, batches)
+    assert_same(result, expected)
 
 
 def test_compiled_models_have_the_names_of_their_own(make_engine: OpenEngine, tmp_path: Any) -> None:
