@@ -74,6 +74,13 @@ def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
     return function
 
 
+def constant_in_graphs(function: _F) -> _F:
+    """Have Dynamo call the function once for each graph that it traces, and take the result for a constant there."""
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function
+
+
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, called and not traced, with all that it calls."""
 

@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 
 from infinity.errors import LifetimeError
 from infinity.units import residents
-from infinity.units.compiled import eager
+from infinity.units.compiled import constant_in_graphs, eager
 from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.units.modes import outside_modes
 from infinity.units.released import is_released, version_of
@@ -181,13 +181,6 @@ class SavedTensors:
             _push(_packing_over(*top), self._unpack_hook)
         return True
 
-    def are_covered(self) -> bool:
-        """Whether hooks of the user's are installed over these, and may keep what they are given. Those of checkpoints
-        do not: it is computed anew.
-        """
-        top = _top(True)
-        return top is not None and top[1] is not self._unpack_hook and top[0].__module__ != _CHECKPOINTS
-
     def uninstall(self) -> None:
         """Undo an `install` that returned True, in the same thread."""
         _pop()
@@ -206,6 +199,18 @@ class SavedTensors:
             return packed.unpack(packed.packed)
         tensor: torch.Tensor = packed
         return tensor
+
+
+@constant_in_graphs
+def are_covered() -> bool:
+    """Whether hooks of the user's are installed over an engine's, and may keep what they are given. Those of
+    checkpoints do not: it is computed anew.
+    """
+    top = _top(True)
+    if top is None:
+        return False
+    pack, unpack = top
+    return getattr(unpack, "__func__", None) is not SavedTensors._unpack and pack.__module__ != _CHECKPOINTS
 
 
 def _reference(tensor: torch.Tensor) -> _Reference | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -427,6 +428,58 @@ class Recomputed(Block):
 def test_checkpoint_within_a_graph(make_engine: OpenEngine) -> None:
     """Blocks of one graph each, which calls a checkpoint."""
     assert_as_plain(make_engine, compiled_blocks(lambda: OfBlocks(Recomputed), fullgraph=True), **BLOCKS)
+
+
+class Offloading:
+    """Saved-tensor hooks as those of activation offloading, which pass parameters through as they are."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return tensor if isinstance(tensor, nn.Parameter) else [tensor.clone()]
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        tensor: torch.Tensor = packed[0] if isinstance(packed, list) else packed
+        return tensor
+
+
+@pytest.mark.filterwarnings("ignore:something still refers to the parameters of unit")
+@pytest.mark.parametrize("around", ["model", "block", "part"])
+def test_saved_tensor_hooks_around_compiled_code(make_engine: OpenEngine, around: str) -> None:
+    """Hooks that keep the parameters they are given: those of a part of a unit may not keep them until backward."""
+    hooks = Offloading()
+
+    def offloading() -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+    class Parted(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.part = torch.compile(self.transformed, backend="aot_eager")
+
+        def transformed(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
+            return out
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with offloading() if around == "part" else nullcontext():
+                return x + self.part(x)
+
+    def make() -> Stack:
+        model = OfBlocks(Parted)
+
+        def run_block(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with offloading():
+                out: torch.Tensor = block(x)
+            return out
+
+        if around == "block":
+            model.run = run_block
+        return model
+
+    def run(engine: Any) -> list[float]:
+        with offloading() if around == "model" else nullcontext():
+            return three_steps(engine)
+
+    assert_as_plain(make_engine, make, run, **BLOCKS, prefetch_bytes=0)
 
 
 class Edited(Block):
