@@ -31,7 +31,7 @@ from infinity.runner import Runner
 from infinity.tiers.device import Device, default_device
 from infinity.training import TrainingParts, assemble_training
 from infinity.units.added import Additions
-from infinity.units.compiled import eager, own_name, uncompiled
+from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Engine(Runner):
         counts as an overflow, and the step is skipped.
         """
         self._check_open()
+        refuse_compiled_autograd()
         self._conclude_backward()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
-from infinity.units.compiled import eager
+from infinity.units.compiled import eager, refuse_compiled_autograd
 
 
 class BackwardTracker:
@@ -37,9 +37,15 @@ class BackwardTracker:
         self._on_begin, self._on_end = on_begin, on_end
 
     def notice(self) -> None:
-        """Note that a backward of the model is active. Does nothing outside of a graph task."""
+        """Note that a backward of the model is active. Does nothing more outside of a graph task.
+
+        Raises UsageError under compiled autograd, which calls nothing when a backward ends.
+        """
         task = torch._C._current_graph_task_id()
-        if task in self._tasks or task == -1:
+        if task in self._tasks:
+            return
+        refuse_compiled_autograd()
+        if task == -1:
             return
         if not self.running:
             assert self._on_begin is not None

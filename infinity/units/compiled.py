@@ -18,6 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from torch._C._dynamo import eval_frame
 
+from infinity.errors import UsageError
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -29,6 +31,18 @@ _REASON = (
     "an Infinity engine fetches and releases parameters around this call, which is no part of a graph: leave out "
     "fullgraph=True, or compile modules that are a unit each (infinity.unit_size) before infinity.initialize()"
 )
+
+
+def refuse_compiled_autograd() -> None:
+    """UsageError where compiled autograd is switched on. It is off where nothing has imported its modules."""
+    config: Any = sys.modules.get("torch._dynamo.config")
+    running: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(config, "compiled_autograd", False) or getattr(running, "compiled_autograd_enabled", False):
+        raise UsageError(
+            "Compiled autograd is switched on (torch._dynamo.config.compiled_autograd or "
+            "torch._dynamo.compiled_autograd). It runs backward as one graph, in which no unit can be fetched, updated "
+            "or released. Switch it off: torch.compile compiles the backward of each block without it."
+        )
 
 
 def _pass_over(code: CodeType) -> None:
@@ -57,6 +71,13 @@ def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
     marked._torchdynamo_disable_msg = _REASON
     marked._torchdynamo_disable_recursive = recursive
     _pass_over(marked.__code__)
+    return function
+
+
+def constant_in_graphs(function: _F) -> _F:
+    """Have Dynamo call the function once for each graph that it traces, and take the result for a constant there."""
+    marked: Any = function
+    marked._dynamo_marked_constant = True
     return function
 
 

@@ -18,6 +18,7 @@ from infinity.units import residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.local import unwrapped
 from infinity.units.modes import transformed
+from infinity.units.saved import are_covered
 from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
@@ -55,14 +56,16 @@ class UnitParameters(dict[str, Any]):
             return parameter
         if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
             self._use(unit)
-        if torch.is_grad_enabled() and self._scope.saved.are_covered():
+        if torch.is_grad_enabled() and are_covered():
             unit.exposed = True
         return parameter
 
     def _check_held(self, name: str) -> None:
-        """Break the graph being traced if the unit is not held: inputs of a graph must stay resident while it runs."""
+        """Break the graph being traced if the unit is not held, since inputs of a graph must stay resident while it runs,
+        or if hooks of the user's would keep the parameter until backward.
+        """
         unit = self._units.get(name)
-        if unit is not None and not unit.holds:
+        if unit is not None and (not unit.holds or are_covered()):
             self._use(unit)
 
     def __setitem__(self, name: str, value: Any) -> None:

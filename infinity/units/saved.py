@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 
 from infinity.errors import LifetimeError
 from infinity.units import residents
-from infinity.units.compiled import eager
+from infinity.units.compiled import constant_in_graphs, eager
 from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.units.modes import outside_modes
 from infinity.units.released import is_released, version_of
@@ -185,13 +185,6 @@ class SavedTensors:
             _push(_packing_over(*top), self._unpack_hook)
         return True
 
-    def are_covered(self) -> bool:
-        """True if hooks of the user's are on top of these and may keep tensors. Hooks of checkpoints keep none: they
-        recompute.
-        """
-        top = _top(True)
-        return top is not None and top[1] is not self._unpack_hook and top[0].__module__ != _CHECKPOINTS
-
     def uninstall(self) -> None:
         """Undo an `install` that returned True, in the same thread."""
         _pop()
@@ -210,6 +203,18 @@ class SavedTensors:
             return packed.unpack(packed.packed)
         tensor: torch.Tensor = packed
         return tensor
+
+
+@constant_in_graphs
+def are_covered() -> bool:
+    """True if hooks of the user's are on top of an engine's and may keep tensors. Hooks of checkpoints keep none: they
+    recompute.
+    """
+    top = _top(True)
+    if top is None:
+        return False
+    pack, unpack = top
+    return getattr(unpack, "__func__", None) is not SavedTensors._unpack and pack.__module__ != _CHECKPOINTS
 
 
 def _reference(tensor: torch.Tensor) -> _Reference | None:
