@@ -17,7 +17,7 @@ from infinity.errors import UsageError
 from infinity.units import residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.local import unwrapped
-from infinity.units.modes import transformed
+from infinity.units.modes import named_refusal, transformed
 from infinity.units.saved import are_covered
 from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
@@ -183,6 +183,10 @@ class ModelHooks:
                 exchange_callback(compiling)
                 try:
                     output = call(*args, **kwargs)
+                except RuntimeError as error:
+                    if (refused := named_refusal(error)) is not error:
+                        raise refused from error
+                    raise
                 finally:
                     exchange_callback(None)
                 return _own_outputs(output)

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from infinity.errors import UsageError
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
+_HOOKS_REFUSED = "don't yet support saved tensor hooks"
+"""In the error of torch.func."""
 
 
 def in_derivative() -> bool:
@@ -31,6 +33,17 @@ def transformed(name: str) -> UsageError:
         f"a derivative by torch.func (grad, vjp, jvp, jacrev, hessian) needs the parameters of {name}, whose memory an "
         "engine lends to other units before it is finished. Use torch.autograd.grad or torch.autograd.functional, or "
         "give torch.func.functional_call tensors of your own for all parameters (p.detach().clone())."
+    )
+
+
+def named_refusal(error: RuntimeError) -> RuntimeError:
+    """UsageError in the place of PyTorch's, where torch.func refused the saved-tensor hooks of a forward."""
+    if _HOOKS_REFUSED not in str(error):
+        return error
+    return UsageError(
+        "a derivative by torch.func (grad, vjp, jacrev, hessian) was taken in the forward of a model that an engine "
+        "has: PyTorch refuses it under saved-tensor hooks, which every forward of an engine needs. Use "
+        "torch.autograd.grad(..., create_graph=True) or torch.autograd.functional."
     )
 
 

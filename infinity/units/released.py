@@ -253,6 +253,12 @@ def is_released(parameter: object) -> bool:
     return isinstance(parameter, Released)
 
 
+def own_type(parameter: torch.Tensor) -> type:
+    """The type that `parameter` has while its unit is resident in a forward."""
+    kind = type(parameter)
+    return kind._kind if issubclass(kind, Released) else kind
+
+
 def release(parameters: Iterable[nn.Parameter]) -> None:
     """Change the types of these parameters so that every use of their values fetches the unit first."""
     for parameter in parameters:

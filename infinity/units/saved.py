@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 from infinity.errors import LifetimeError
 from infinity.units import residents
 from infinity.units.compiled import constant_in_graphs, eager
 from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.units.modes import outside_modes
-from infinity.units.released import is_released, version_of
+from infinity.units.released import own_type, version_of
 from infinity.units.residents import Owner
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class _Reference:
         "conj",
         "dtype",
         "generation",
+        "kind",
         "neg",
         "offset",
         "size",
@@ -59,7 +61,11 @@ class _Reference:
     )
 
     assigned: int | None
-    """Count of `.data` assignments to the parameter when it was saved; None: backward may use data assigned later."""
+    """Count of `.data` assignments to the parameter when it was saved; None: the parameter itself was saved, and shows
+    data assigned later.
+    """
+    kind: type | None
+    """The user's own subclass of Parameter, if it is of one."""
 
     def __init__(self, saved: torch.Tensor, unit: Unit, store: UnitStore) -> None:
         tensor = local(saved)
@@ -71,14 +77,14 @@ class _Reference:
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.spec = spec_of(saved)
+        self.kind = None
         self.slot = unit.layout.slot_at(self.offset * tensor.element_size() // unit.layout.dtype.itemsize)
         self._of(unit, store, version_of(unit.parameters[self.slot]))
-        # Plain PyTorch saves a parameter itself, so backward sees data assigned later; for a view it keeps the memory.
-        self.assigned = None if saved is unit.parameters[self.slot] else unit.assignments[self.slot]
+        self.assigned = unit.assignments[self.slot]
 
     @classmethod
-    def to_released(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
-        """A reference to a whole parameter of a unit that is not resident."""
+    def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
+        """A reference to a parameter itself, whatever its type and wherever its unit and its data are."""
         unit, store, slot = owner
         made = cls.__new__(cls)
         place = unit.layout.slots[slot]
@@ -87,6 +93,8 @@ class _Reference:
         made.conj = made.neg = False
         made.slot = slot
         made.spec = spec_of(parameter)
+        kind = own_type(parameter)
+        made.kind = None if kind is nn.Parameter or made.spec is not None else kind
         made._of(unit, store, version_of(unit.parameters[slot]))
         return made
 
@@ -116,7 +124,8 @@ class _Reference:
                 f"{self.version} was saved. Edit parameters after backward, under torch.no_grad()."
             )
         if self.assigned is None:
-            unit.adopt_assigned()
+            if unit.assigned(self.slot) != unit.assignments[self.slot]:
+                unit.adopt_assigned()
         elif unit.assigned(self.slot) != self.assigned:
             raise LifetimeError(
                 f"{unit.layout.slots[self.slot].name}.data was assigned between forward and backward, which needs the "
@@ -132,6 +141,9 @@ class _Reference:
                 found = found.conj()
             if self.neg:
                 found = torch._neg_view(found)
+            if self.kind is not None:
+                found = found.as_subclass(self.kind)
+                found.__dict__.update(parameter.__dict__)
             return of_spec(found, self.spec)
 
 
@@ -219,9 +231,9 @@ def are_covered() -> bool:
 
 def _reference(tensor: torch.Tensor) -> _Reference | None:
     """Return a reference that rebuilds `tensor`; None if it is in no unit, or of an unsupported subclass."""
-    if is_released(tensor):
-        owner = residents.owner_of(tensor)
-        return None if owner is None else _Reference.to_released(tensor, owner)
+    owner = residents.owner_of(tensor)
+    if owner is not None:
+        return _Reference.to_parameter(tensor, owner)
     if not (is_plain(tensor) or is_distributed(tensor)):
         return None  # a subclass may carry more than its memory
     found = residents.behind(tensor)

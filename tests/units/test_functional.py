@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from conftest import OpenEngine
 from infinity.errors import UsageError
@@ -194,6 +195,61 @@ def test_a_transform_inside_of_the_models_forward() -> None:
             return F.mse_loss(x, targets)
 
     assert_same_story(Outer, training(BATCHES), place={**NVME, "unit_size": 256}, units=4)
+
+
+class Sloped(nn.Module):
+    """(batch, 8) → the same: adds a derivative of its network by `slope`, unless that is None."""
+
+    slope: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(x)).square().sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(x) if self.slope is None else self.slope(x))
+
+
+class Slopes(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sloped() for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    "slope",
+    [
+        lambda part, x: grad(part.energy)(x),
+        lambda part, x: vjp(part.up, x)[1](x)[0],
+        lambda part, x: vmap(grad(part.energy))(x),
+        lambda part, x: vmap(jacrev(part.up))(x).sum(2),
+        lambda part, x: vmap(hessian(part.energy))(x).sum(2),
+        lambda part, x: grad(lambda y: (y * y).sum())(x),
+    ],
+    ids=["grad", "vjp", "gradients of samples", "jacrev", "hessian", "grad without parameters"],
+)
+@PLACES
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_derivative_in_a_forward_is_refused_by_name(
+    slope: Callable[[Any, torch.Tensor], torch.Tensor],
+    place: dict[str, Any],
+    checkpointed: bool,
+    make_engine: OpenEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With what to use instead, and the engine goes on."""
+    engine = make_engine(seeded(Slopes), **place)
+    before = training(BATCHES[:2])(EngineLoop(engine))
+    with monkeypatch.context() as patched:
+        patched.setattr(Sloped, "slope", slope)
+        with pytest.raises(UsageError, match=r"torch\.func \(grad.*torch\.autograd\.grad") as refused:
+            checkpoint(engine, X, Y, use_reentrant=False) if checkpointed else engine(X, Y)
+        assert isinstance(refused.value.__cause__, RuntimeError)
+    seen = before + training(BATCHES[2:])(EngineLoop(engine))
+    assert_like(seen, training(BATCHES)(PlainLoop(seeded(Slopes), engine_config(**place))))
 
 
 def test_nothing_is_left_behind(make_engine: OpenEngine) -> None:
