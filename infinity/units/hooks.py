@@ -61,8 +61,8 @@ class UnitParameters(dict[str, Any]):
         return parameter
 
     def _check_held(self, name: str) -> None:
-        """Break the graph being traced if the unit is not held, since inputs of a graph must stay resident while it runs,
-        or if hooks of the user's would keep the parameter until backward.
+        """Break the graph being traced if the unit is not held (inputs of a graph stay resident while it runs) or if
+        hooks of the user's would keep the parameter until backward.
         """
         unit = self._units.get(name)
         if unit is not None and (not unit.holds or are_covered()):
