@@ -311,7 +311,7 @@ class UnitStore:
         with self._moving():
             for unit in self.units:
                 kept = self._kept.get(unit.index)
-                if kept is not None and kept.generation == unit.generation and self._is_edited(unit, kept):
+                if kept is not None and self._is_edited(unit, kept):
                     self._write_kept(unit)
                 elif unit.lease is not None:
                     self._evict(unit)
@@ -395,7 +395,7 @@ class UnitStore:
         return self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
 
     def _write_kept(self, unit: Unit) -> None:
-        """Write edits through views of a released unit to its tier, without other ranks."""
+        """Write edits through views of a released unit to its tier, without other ranks. Raises as `_give` does."""
         if self._give(unit, self._lease_for(unit)):
             unit.move(Residency.FETCHING)
             unit.copied.wait()
