@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -403,6 +404,19 @@ def test_a_view_after_loading_and_evaluating(place: dict[str, Any]) -> None:
         return training(BATCHES, extra)(loop)
 
     assert_same_story(Net, story, place=place, units=6, leaks=True)
+
+
+@viewed
+def test_closing_releases_the_buffers_of_views(make_engine: OpenEngine) -> None:
+    """Whoever keeps the closed engine keeps no memory with it."""
+    engine = make_engine(seeded(Net), **NVME)
+    views = [layer.weight.data for layer in engine.module.layers]
+    with torch.no_grad():
+        engine.module(*BATCHES[0])
+    buffers = [weakref.ref(kept.buffer) for kept in engine.parts.store._kept.values()]
+    assert buffers and views
+    engine.close()
+    assert all(buffer() is None for buffer in buffers)
 
 
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
