@@ -334,8 +334,6 @@ class UnitStore:
             transfer.wait()
         if unit.residency is Residency.RESIDENT:
             if self._was_edited(unit):
-                unit.copied.wait()
-                self.adopt(unit)
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
@@ -398,8 +396,6 @@ class UnitStore:
         """Write edits through views of a released unit to its tier, without other ranks. Raises as `_give` does."""
         if self._give(unit, self._lease_for(unit)):
             unit.move(Residency.FETCHING)
-            unit.copied.wait()
-            self.adopt(unit)
             self._write_back(unit)
             unit.fingerprint = None  # other ranks' shards may have changed too
             self._drop(unit)
@@ -421,6 +417,9 @@ class UnitStore:
         return self._device.fingerprint(unit.lease.tensor)
 
     def _write_back(self, unit: Unit) -> None:
+        """Write an edit of this rank's shard to its tier, and to its masters."""
+        unit.copied.wait()
+        self.adopt(unit)
         extent = self._placement.of(unit.index, State.PARAM)
         self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from conftest import OpenEngine
 from infinity.errors import InfinityError
 from support.beside import LATE_TOO, NVME, PLACES, SCHEDULES, assert_same_story, training
+from support.loops import train
 from support.models import seeded, vector_batches
 
 BATCHES = vector_batches(5)
@@ -404,6 +405,20 @@ def test_a_view_after_loading_and_evaluating(place: dict[str, Any]) -> None:
         return training(BATCHES, extra)(loop)
 
     assert_same_story(Net, story, place=place, units=6, leaks=True)
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+@pytest.mark.parametrize("prefetch", [0, 9000])
+def test_one_view_costs_no_buffer(prefetch: int, update: str, make_engine: OpenEngine) -> None:
+    """Its unit stays where it is, and others make room: nobody is warned."""
+    engine = make_engine(seeded(Net), **{**NVME, "prefetch_bytes": prefetch}, update=update)
+    train(engine, BATCHES[:2])
+    view = engine.module.layers[2].weight.data
+    train(engine, BATCHES[2:])
+    with torch.no_grad():
+        engine.module(*BATCHES[0])
+    assert torch.equal(view, engine.module.layers[2].weight)
+    assert not engine.parts.store.quarantined
 
 
 @viewed
