@@ -450,7 +450,7 @@ class UnitStore:
         for next_use, victim in self._victims(unit):
             if next_use <= wanted:
                 return None
-            if self._ranks.alone and (_busy(victim) or self._is_viewed(victim)):
+            if self._ranks.alone and (_busy(victim) or victim.is_viewed()):
                 continue
             self._evict(victim)
             return self._pool.try_lease(nbytes)
@@ -463,8 +463,9 @@ class UnitStore:
         if lease is not None:
             return lease
         victims = [victim for _, victim in self._victims(unit)]
+        # Several ranks must choose alike, and when a reference ends is a matter of timing.
         if self._ranks.alone:  # in the order of what they cost: nothing, waiting, a buffer more
-            viewed = {victim.index for victim in victims if self._is_viewed(victim)}
+            viewed = {victim.index for victim in victims if victim.is_viewed()}
             victims.sort(key=lambda victim: 2 if victim.index in viewed else _busy(victim))
         for victim in victims:
             self._evict(victim)
@@ -489,14 +490,6 @@ class UnitStore:
         ]
         found.sort(reverse=True)
         return [(distance, self.units[index]) for distance, index in found]
-
-    def _is_viewed(self, unit: Unit) -> bool:
-        """Whether it is better kept: something refers to its buffer, if only a write that is under way.
-
-        Several ranks must choose alike, and when a reference ends is a matter of timing: there a buffer that turns out
-        to be referred to is replaced.
-        """
-        return self._ranks.alone and unit.residency is Residency.RESIDENT and unit.is_viewed()
 
 
 def _busy(unit: Unit) -> bool:

@@ -422,6 +422,27 @@ def test_one_view_costs_no_buffer(prefetch: int, update: str, make_engine: OpenE
 
 
 @viewed
+def test_a_step_fetches_what_is_viewed_and_nothing_else(make_engine: OpenEngine) -> None:
+    engine = make_engine(seeded(Net), **NVME, update="next_forward")
+    store = engine.parts.store
+
+    def fetches(batch: tuple[torch.Tensor, ...]) -> int:
+        engine.backward(engine(*batch))
+        before = store.fetches
+        engine.step()
+        return store.fetches - before
+
+    fetches(BATCHES[0])
+    assert fetches(BATCHES[1]) == 0
+    views = [layer.weight.data for layer in engine.module.layers[4:]]
+    fetches(BATCHES[2])
+    assert fetches(BATCHES[3]) <= len(views)
+    views.clear()
+    fetches(BATCHES[4])
+    assert fetches(BATCHES[0]) == 0
+
+
+@viewed
 def test_closing_releases_the_buffers_of_views(make_engine: OpenEngine) -> None:
     """Whoever keeps the closed engine keeps no memory with it."""
     engine = make_engine(seeded(Net), **NVME)
