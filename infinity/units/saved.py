@@ -123,14 +123,14 @@ class _Reference:
                 f"parameter {unit.layout.slots[self.slot].name} is at version {version}, but version "
                 f"{self.version} was saved. Edit parameters after backward, under torch.no_grad()."
             )
-        if self.assigned is None:
-            if unit.assigned(self.slot) != unit.assignments[self.slot]:
-                unit.adopt_assigned()
-        elif unit.assigned(self.slot) != self.assigned:
+        assigned = unit.assigned(self.slot)
+        if self.assigned is not None and assigned != self.assigned:
             raise LifetimeError(
                 f"{unit.layout.slots[self.slot].name}.data was assigned between forward and backward, which needs the "
                 "values of before: assign before forward or after backward."
             )
+        if assigned != unit.assignments[self.slot]:
+            unit.adopt_assigned()
         assert unit.lease is not None
         with outside_modes():
             whole = unit.lease.flat(unit.layout.dtype)

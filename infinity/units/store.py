@@ -311,7 +311,7 @@ class UnitStore:
         with self._moving():
             for unit in self.units:
                 kept = self._kept.get(unit.index)
-                if kept is not None and kept.generation == unit.generation and self._is_edited(unit, kept):
+                if kept is not None and self._is_edited(unit, kept):
                     self._write_kept(unit)
                 elif unit.lease is not None:
                     self._evict(unit)
@@ -334,8 +334,6 @@ class UnitStore:
             transfer.wait()
         if unit.residency is Residency.RESIDENT:
             if self._was_edited(unit):
-                unit.copied.wait()
-                self.adopt(unit)
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
@@ -396,11 +394,9 @@ class UnitStore:
         return self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
 
     def _write_kept(self, unit: Unit) -> None:
-        """Write edits through views of a released unit to its tier, without other ranks."""
+        """Write edits through views of a released unit to its tier, without other ranks. Raises as `_give` does."""
         if self._give(unit, self._lease_for(unit)):
             unit.move(Residency.FETCHING)
-            unit.copied.wait()
-            self.adopt(unit)
             self._write_back(unit)
             unit.fingerprint = None  # other ranks' shards may have changed too
             self._drop(unit)
@@ -422,6 +418,9 @@ class UnitStore:
         return self._device.fingerprint(unit.lease.tensor)
 
     def _write_back(self, unit: Unit) -> None:
+        """Write an edit of this rank's shard to its tier, and to its masters."""
+        unit.copied.wait()
+        self.adopt(unit)
         extent = self._placement.of(unit.index, State.PARAM)
         self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
 
@@ -452,7 +451,7 @@ class UnitStore:
         for next_use, victim in self._victims(unit):
             if next_use <= wanted:
                 return None
-            if self._ranks.alone and (_busy(victim) or self._is_viewed(victim)):
+            if self._ranks.alone and (_busy(victim) or victim.is_viewed()):
                 continue
             self._evict(victim)
             return self._pool.try_lease(nbytes)
@@ -478,10 +477,13 @@ class UnitStore:
         )
 
     def _by_cost(self, victims: list[tuple[float, Unit]]) -> Iterator[Unit]:
-        """Yield first the units that cost nothing to evict, then a wait, then one more buffer; on one rank."""
+        """Yield first the units that cost nothing to evict, then a wait, then one more buffer.
+
+        Several ranks must choose alike, and when a reference ends is a matter of timing: there the order stays.
+        """
         waiting, viewed = [], []
         for _, victim in victims:
-            if self._ranks.alone and self._is_viewed(victim):
+            if self._ranks.alone and victim.is_viewed():
                 viewed.append(victim)
             elif self._ranks.alone and _busy(victim):
                 waiting.append(victim)
@@ -500,14 +502,6 @@ class UnitStore:
         ]
         found.sort(reverse=True)
         return [(distance, self.units[index]) for distance, index in found]
-
-    def _is_viewed(self, unit: Unit) -> bool:
-        """Whether it is better kept: something refers to its buffer, if only a write that is under way.
-
-        Several ranks must choose alike, and when a reference ends is a matter of timing: there a buffer that turns out
-        to be referred to is replaced.
-        """
-        return self._ranks.alone and unit.residency is Residency.RESIDENT and unit.is_viewed()
 
 
 def _busy(unit: Unit) -> bool:

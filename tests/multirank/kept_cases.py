@@ -123,6 +123,19 @@ def story_of(name: str, model: Any, rank: int) -> After:
         views.clear()
         return [full(weight)[3].sum().item() for weight in kept] + [weight.detach().clone() for weight in kept[:2]]
 
+    def undone_views(model: Any, number: int) -> Any:
+        """Edits that reach the tiers from buffers that are kept, and are undone in those that are fetched."""
+        views = [layer.weight.data for layer in model.layers]
+        values = [view.clone() for view in views]
+        with torch.no_grad():
+            model(torch.zeros(4, 32), torch.zeros(4, 32))
+        for view in views:
+            view.zero_()
+        seen = [full(weight)[3].sum().item() for weight in kept]
+        for weight, value in zip(kept, values, strict=True):
+            weight.detach().copy_(value)
+        return seen + [full(weight)[3].sum().item() for weight in kept]
+
     def parameters(model: Any, number: int) -> Any:
         for weight in kept[1:4]:
             shrink_data(weight)
@@ -143,6 +156,7 @@ def story_of(name: str, model: Any, rank: int) -> After:
         "edited views": edited_views,
         "edited views, later": edited_views_later,
         "dropped views": dropped_views,
+        "undone views": undone_views,
         "parameters": parameters,
         "freezing": freezing,
         "nothing": nothing,

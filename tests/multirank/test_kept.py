@@ -34,7 +34,7 @@ def test_views_show_what_each_step_made(pair: Group, story: str, update: str, st
 
 
 @STAGES
-@pytest.mark.parametrize("story", ["edited views", "edited views, later", "dropped views"])
+@pytest.mark.parametrize("story", ["edited views", "edited views, later", "dropped views", "undone views"])
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
 def test_edits_through_views(pair: Group, story: str, update: str, stage: int, tmp_path: Path) -> None:
     assert_like_plain(pair, story, stage, tmp_path, update=update)

@@ -1,6 +1,7 @@
 """`make mutants`: removes each guard in turn, runs its tests, and prints the outcome.
 
-The exit status is 1 if a mutant survives without a reason in `justified.toml`.
+The exit status is 1 if a mutant survives that `justified.toml` gives no reason for, and 2 if one of the tables names
+a file, a test or a guard that does not exist.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{mutant.name}  (line {mutant.line})  {mutant.change()}")
         print(f"{len(chosen)} mutants; {', '.join(f'{n} {kind}' for kind, n in _kinds(chosen).most_common())}")
         return 0
-    for pattern in justified.stale(mutant.name for mutant in every):
-        print(f"justified.toml: no mutant is called {pattern}; remove it, or give the new name")
+    names = [mutant.name for mutant in every]
+    if stale := [*selections.stale(names, ROOT), *justified.stale(names)]:
+        print("The tables name what does not exist. Remove it, or give the new name:", *stale, sep="\n  ")
+        return 2
     trials = Trials(selections, Cache(options.cache), fresh=options.fresh, timeout=options.timeout)
     if not options.trust and not _all_sound(chosen, trials):
         return 2
@@ -53,7 +56,18 @@ class Trials:
         self._timeout = timeout
 
     def result(self, mutant: Mutant) -> Result:
-        tests = self._selections.of(mutant.file)
+        return self._result(mutant, self._selections.of(mutant.name))
+
+    def check(self, mutant: Mutant, tests: Sequence[str]) -> Result:
+        """These tests on the unchanged source."""
+        same = Mutant(mutant.file, f"{mutant.file}:unchanged", 0, mutant.original, mutant.original)
+        return self._result(same, tests)
+
+    def of(self, mutant: Mutant) -> Sequence[str]:
+        """Its tests."""
+        return self._selections.of(mutant.name)
+
+    def _result(self, mutant: Mutant, tests: Sequence[str]) -> Result:
         key = key_of(mutant, ROOT, tests)
         found = None if self._fresh else self._cache.get(key)
         if found is None:
@@ -69,18 +83,13 @@ class Trials:
         options = [f"--timeout={_TEST_TIMEOUT}"]
         return run(ROOT, _module(mutant.file), mutant.source, tests, timeout=self._timeout, options=options)
 
-    def check(self, mutant: Mutant) -> Result:
-        """Run the mutant's tests on the unchanged source."""
-        same = Mutant(mutant.file, f"{mutant.file}:unchanged", 0, mutant.original, mutant.original)
-        return self.result(same)
-
 
 def _all_sound(chosen: Sequence[Mutant], trials: Trials) -> bool:
-    """Return True if the tests of all these files pass on the unchanged source; else they would kill every mutant."""
-    for file, mutant in {mutant.file: mutant for mutant in chosen}.items():
-        result = trials.check(mutant)
+    """Whether the tests of all these mutants pass on the unchanged source: they would kill each mutant else."""
+    for (file, tests), mutant in {(mutant.file, tuple(trials.of(mutant))): mutant for mutant in chosen}.items():
+        result = trials.check(mutant, tests)
         passes = result.outcome == "survived"
-        print(f"{file} as it is: {'passes' if passes else result} in {result.seconds:.0f} s", flush=True)
+        print(f"{file} as it is: {'passes' if passes else result} in {result.seconds:.0f} s", *tests, flush=True)
         if not passes:
             return False
     return True

@@ -3,12 +3,18 @@
 | kind | removed |
 |---|---|
 | wait, settle, join | a statement that waits: for a transfer, for all updates, for a thread |
-| after | the transfer that another transfer, a collective or an update waits for before it starts |
-| done | a query whether a transfer has ended, which becomes True |
-| event | a wait for compute to reach a point |
-| version, generation | a comparison that refuses an edited or an updated tensor; the count of updates |
-| quarantine | the quarantine of a buffer that is still referenced: it is reused |
-| guard | an operand of a condition in a function that decides whether a unit may be updated or evicted |
+| after | what a transfer, a collective or an update waits for before it starts |
+| done | a question whether a transfer has ended: the answer is yes |
+| event | the point that compute has reached: it counts as reached |
+| version, generation, fingerprint, assigned | a comparison that notices an edit or an update, or what it compares |
+| hold | the count of forwards that need a unit |
+| token | the reference that counts a saved tensor |
+| mark | a flag or an entry that records an event of a unit in this step, and each question for it |
+| notice | a call that reports that a backward goes on |
+| quarantine | a buffer that is still referred to is reused |
+| substitute | a fetched unit takes the pool's buffer and not the one that is viewed |
+| refusal | a condition before LifetimeError |
+| guard | an operand of a condition in a function that says whether a unit may be updated or evicted |
 | lock | a critical section |
 """
 
@@ -34,7 +40,11 @@ _WAITS = {
     "join": "join",
 }
 _WITHOUT_ARGUMENTS = {"result", "exception", "join"}  # as `", ".join(names)` and `logger.exception(text)` have some
-_COUNTERS = re.compile(r"(?:^|_)(version|generation)s?$")
+_COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignment|hold|token)s?$")
+_MARKS = re.compile(r"^(updated_early|exposed|collected|_viewed|_kept)$")
+"""Attributes that record events of units."""
+_CHANGES = {"add", "discard", "remove", "pop", "clear", "update"}
+_NOTICES = {"notice", "_on_unpack"}
 _LOCKS = re.compile(r"(?:^|_)(lock|mutex|changed|turn|access|condition)$")
 _LIFETIME = re.compile(
     r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|exposed|pinned|victims"
@@ -86,7 +96,9 @@ class _Finder(ast.NodeVisitor):
         self._guards = 0
         """Number of enclosing functions that decide on a unit's lifetime."""
         self._statements: set[int] = set()
-        """Ids of calls whose result is not used."""
+        """Calls whose result nobody takes."""
+        self._lists: set[int] = set()
+        """Calls whose results are iterated over: no answers."""
 
     def _add(self, kind: str, node: ast.expr | ast.stmt, replacement: str, kept: ast.expr | None = None) -> None:
         assert node.end_lineno is not None and node.end_col_offset is not None
@@ -121,18 +133,27 @@ class _Finder(ast.NodeVisitor):
                 self._add(_WAITS[name], node, "pass" if worker is None else "{}", worker)
             elif name == "shutdown" and not call.keywords and not call.args:
                 self._add("join", node, "{}(wait=False)", call.func)
-            elif name == "quarantine":
-                self._add("quarantine", call, "{}.release()", receiver)
+            elif name == "substitute":
+                self._add("substitute", node, "pass")
+            elif name in _NOTICES:
+                self._add("notice", node, "pass")
+            elif name in _CHANGES and _MARKS.search(_name(receiver)):
+                self._add("mark", node, "pass")
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if match := _COUNTERS.search(_name(node.target)):
+        place = node.target.value if isinstance(node.target, ast.Subscript) else node.target
+        if match := _COUNTERS.search(_name(place)):
             self._add(match[1], node, "pass")
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if any(isinstance(target, ast.Attribute) and target.attr == "after" for target in node.targets):
-            self._add("after", node, "pass")
+        for target in node.targets:
+            kind = _kind_of_state(target)
+            if kind and self._names[-1:] != ["__init__"]:
+                # The value of `self._kept[index] = KeptBuffer(lease.quarantine())` is still computed.
+                kept = node.value if isinstance(target, ast.Subscript) and _has_call(node.value) else None
+                self._add(kind, node, "pass" if kept is None else "{}", kept)
         self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> None:
@@ -158,10 +179,14 @@ class _Finder(ast.NodeVisitor):
                 self._add("event", node, _DONE)
             if name == "record" and _name(node.func.value) == "event":
                 self._add("event", node, "None")
+            if name == "quarantine":
+                reused = "(lambda lease: (lease._held(), lease.release())[0])({})"
+                self._add("quarantine", node, reused, node.func.value)
         if name == "Both" and len(node.args) == 2:
             for operand in node.args:
                 self._add("after", node, "{}", operand)
-        if _LIFETIME.search(name) and name not in self._names and id(node) not in self._statements:
+        asked = id(node) not in self._statements and id(node) not in self._lists
+        if asked and _LIFETIME.search(name) and name not in self._names:
             self._add("guard", node, "False")
         self.generic_visit(node)
 
@@ -174,8 +199,28 @@ class _Finder(ast.NodeVisitor):
     def visit_Compare(self, node: ast.Compare) -> None:
         parts = [node.left, *node.comparators]
         matches = [match for part in parts for inner in ast.walk(part) if (match := _COUNTERS.search(_name(inner)))]
-        if matches and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq | ast.NotEq):
-            self._add(matches[0][1], node, str(isinstance(node.ops[0], ast.Eq)))
+        if matches and len(node.ops) == 1:
+            if isinstance(node.ops[0], ast.Eq | ast.NotEq):
+                self._add(matches[0][1], node, str(isinstance(node.ops[0], ast.Eq)))
+            elif isinstance(node.ops[0], ast.Is | ast.IsNot):  # as if it never were, or always
+                self._add(matches[0][1], node, "True")
+        if any(_MARKS.search(_name(part)) for part in node.comparators):
+            self._add("mark", node, "False")
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        branches = (node.body, node.orelse)
+        places = [branch.value if isinstance(branch, ast.Subscript) else branch for branch in branches]
+        kind = next((match[1] for place in places if (match := _COUNTERS.search(_name(place)))), None)
+        if kind is not None:
+            for branch in branches:
+                self._add(kind, node, "{}", branch)
+        if _MARKS.search(_name(node.test)):
+            self._add("mark", node.test, "False")
+        self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        self._lists.add(id(node.iter))
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
@@ -186,11 +231,18 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        if self._guards and not isinstance(node.test, ast.BoolOp):
+        if _MARKS.search(_name(node.test)):
+            self._add("mark", node.test, "False")
+        elif self._guards and not isinstance(node.test, ast.BoolOp):
+            self._add("guard", node.test, "False")
+        elif _refuses(node):
+            self._add("refusal", node.test, "False")
+        elif isinstance(node.test, ast.Name) and _LIFETIME.search(node.test.id):
             self._add("guard", node.test, "False")
         self.generic_visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
+        self._lists.add(id(node.iter))
         if self._guards:
             for condition in node.ifs:
                 if not isinstance(condition, ast.BoolOp):
@@ -202,6 +254,27 @@ def _name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _kind_of_state(target: ast.expr) -> str:
+    """The kind of a statement that assigns to `target`; empty if it is to stay."""
+    place = target.value if isinstance(target, ast.Subscript) else target
+    if not isinstance(place, ast.Attribute):
+        return ""
+    if place.attr == "after":
+        return "after"
+    if match := _COUNTERS.search(place.attr):
+        return match[1]
+    return "mark" if _MARKS.search(place.attr) else ""
+
+
+def _refuses(node: ast.If) -> bool:
+    """Whether the branch is nothing but LifetimeError, and its condition compares no counts, which is another kind."""
+    first = node.body[0]
+    raised = first.exc if isinstance(first, ast.Raise) else None
+    error = raised.func if isinstance(raised, ast.Call) else raised
+    compares = any(_COUNTERS.search(_name(inner)) for inner in ast.walk(node.test))
+    return error is not None and _name(error) == "LifetimeError" and not compares
 
 
 def _has_call(node: ast.AST) -> bool:

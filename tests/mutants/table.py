@@ -31,7 +31,7 @@ def load(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Selections:
-    """Maps a file to the tests of its mutants: those of the longest entry that its path begins with."""
+    """The tests that a mutant is run with: those of the longest entry that its name begins with."""
 
     by_prefix: Mapping[str, Sequence[str]]
 
@@ -39,15 +39,22 @@ class Selections:
     def read(cls) -> Selections:
         return cls(load("selections.toml")["tests"])
 
-    def of(self, file: str) -> Sequence[str]:
-        """Return the tests of a file; empty: the file is left out."""
-        fitting = [prefix for prefix in self.by_prefix if file.startswith(prefix)]
+    def of(self, name: str) -> Sequence[str]:
+        """name: of a mutant or a file. Empty: it is left out."""
+        fitting = [prefix for prefix in self.by_prefix if name.startswith(prefix)]
         return self.by_prefix[max(fitting, key=len)] if fitting else ()
 
     def files(self, package: Path) -> list[str]:
         """The files of the package that have tests here."""
         paths = (str(path.relative_to(package)) for path in sorted(package.rglob("*.py")))
         return [path for path in paths if self.of(path)]
+
+    def stale(self, names: Iterable[str], root: Path) -> list[str]:
+        """Entries that none of these names begins with, and tests that are not below `root`."""
+        every = list(names)
+        entries = [prefix for prefix in self.by_prefix if not any(name.startswith(prefix) for name in every)]
+        tests = dict.fromkeys(test for tests in self.by_prefix.values() for test in tests)
+        return [f"selections.toml: {name}" for name in [*entries, *(t for t in tests if not _exists(root, t))]]
 
 
 class Justified:
@@ -67,7 +74,19 @@ class Justified:
     def stale(self, names: Iterable[str]) -> list[str]:
         """Return the patterns that match none of these names."""
         every = list(names)
-        return [pattern for pattern in self.reasons if not any(matches(name, pattern) for name in every)]
+        return [
+            f"justified.toml: {pattern}"
+            for pattern in self.reasons
+            if not any(matches(name, pattern) for name in every)
+        ]
+
+
+def _exists(root: Path, test: str) -> bool:
+    """Whether a test "file" or "file::function" is in its file; parameters are not checked."""
+    file, _, function = test.partition("::")
+    path = root / file
+    name = function.partition("[")[0]
+    return path.exists() and (not name or f"def {name}(" in path.read_text())
 
 
 def matches(name: str, pattern: str) -> bool:

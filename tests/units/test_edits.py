@@ -11,12 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import infinity
-from conftest import OpenEngine
-from infinity.errors import LifetimeError
-from support.beside import LATE_TOO, NVME, PLACES, SCHEDULES, assert_same_story, training
-from support.loops import train
-from support.models import seeded, vector_batches
+from support.beside import LATE_TOO, PLACES, assert_same_story, training
+from support.models import vector_batches
 
 BATCHES = vector_batches(5)
 Edit = Callable[[torch.Tensor], None]
@@ -181,143 +177,6 @@ def test_through_kept_parameters_in_the_loop(edit: Edit, update: str, place: dic
         return training(BATCHES, extra)(loop)
 
     assert_same_story(Net, story, place={**place, "update": update}, units=6)
-
-
-@PLACES
-@pytest.mark.parametrize("when", ["first step", "every step", "after an evaluation"])
-@pytest.mark.filterwarnings("ignore:something still refers")
-def test_through_a_kept_view(when: str, place: dict[str, Any]) -> None:
-    """Views taken once (`.data`, `.detach()`, a row, an array) can be edited in every later step.
-
-    An evaluation evicts the units first, so that the edits reach the buffers kept for the views.
-    """
-
-    def story(loop: Any) -> Any:
-        taken = []
-
-        def extra(loop: Any, number: int) -> Any:
-            layers = loop.model.layers
-            if number == 0 or when == "every step":
-                taken.append((layers[1].weight.data, layers[2].weight.detach()[3], layers[3].weight.detach().numpy()))
-            if when == "after an evaluation":
-                with torch.no_grad():
-                    loop.model(*BATCHES[0])
-            for data, row, array in taken[-1:]:
-                data.clamp_(-0.2, 0.2)
-                row.zero_()
-                array[...] = array * 0.9
-            return layers[1].weight.detach().clone(), layers[3].weight.detach().clone()
-
-        return training(BATCHES, extra)(loop)
-
-    assert_same_story(Net, story, place=place, units=6, leaks=True)
-
-
-def views_of_evicted_units(model: Any) -> list[torch.Tensor]:
-    """A view of each weight, which an evaluation evicts."""
-    views = [layer.weight.data for layer in model.layers]
-    with torch.no_grad():
-        x, targets = BATCHES[0]
-        model(x.to(views[0].dtype), targets)
-    return views
-
-
-@PLACES
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.filterwarnings("ignore:something still refers")
-def test_through_a_view_that_is_dropped_before_its_unit_is_fetched(bf16: bool, place: dict[str, Any]) -> None:
-    def extra(loop: Any, number: int) -> Any:
-        views = views_of_evicted_units(loop.model)
-        views[number].clamp_(-0.125, 0.125)
-        views[2][3] = 0.25
-        views.clear()
-        return [layer.weight.detach().clone() for layer in loop.model.layers]
-
-    place = {**place, **({"unit_size": 2048} if bf16 and "unit_size" in place else {})}
-    options: dict[str, Any] = {"lr": 1e-2, "tolerance": 2e-2} if bf16 else {}
-    story = training(BF16 if bf16 else BATCHES, extra)
-    assert_same_story(Net, story, place=place, units=6, bf16=bf16, **options)
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("dropped", [False, True], ids=["kept", "dropped"])
-@pytest.mark.filterwarnings("ignore:something still refers")
-def test_through_views_of_released_units_are_in_their_states(
-    dropped: bool, bf16: bool, make_engine: OpenEngine
-) -> None:
-    """States are read from the tiers: a checkpoint has the edits, masters included."""
-    engine = make_engine(seeded(Net), **{**NVME, "unit_size": 2048}, bf16=bf16)
-    train(engine, BF16[:2] if bf16 else BATCHES[:2])
-    views = views_of_evicted_units(engine.module)
-    for view in views:
-        view.fill_(3.0)
-    if dropped:
-        views.clear()
-    weights = [layer.weight for layer in engine.module.layers]
-    for number, weight in enumerate(weights):
-        assert (engine.state_dict()[f"layers.{number}.weight"] == 3.0).all()
-        assert (infinity.get_full_fp32_param(weight) == 3.0).all()
-        assert (weight.detach() == 3.0).all()
-
-
-@pytest.mark.filterwarnings("ignore:something still refers")
-def test_through_a_view_while_the_unit_is_written_anew(make_engine: OpenEngine) -> None:
-    """Both cannot count, so it is an error; without the edit the view follows."""
-    engine = make_engine(seeded(Net), **NVME)
-    weight = engine.module.layers[1].weight
-    view = weight.data
-
-    def overwrite(value: float) -> None:
-        with torch.no_grad():
-            engine.module(*BATCHES[0])  # which evicts the unit
-        infinity.set_full_fp32_param(weight, torch.full((32, 32), value))
-
-    overwrite(0.25)
-    assert weight.detach()[0, 0] == view[0, 0] == 0.25
-    overwrite(0.5)
-    view.zero_()
-    with pytest.raises(LifetimeError, match=r"a view of the parameters of unit layers\.1 was edited"):
-        weight.sum()
-
-
-@pytest.mark.filterwarnings("ignore:something still refers")
-def test_a_view_shows_after_the_step_what_was_set_before_it(make_engine: OpenEngine) -> None:
-    """The unit is frozen: neither an update nor a forward brings it up to date."""
-    engine = make_engine(seeded(lambda: Net(frozen=True)), **NVME, update="next_forward")
-    weight = engine.module.layers[1].weight
-    view = weight.data
-    for number, batch in enumerate(BATCHES):
-        engine.backward(engine(*batch))
-        infinity.set_full_fp32_param(weight, torch.full((32, 32), float(number)))
-        engine.step()
-        assert (view == number).all()
-
-
-@SCHEDULES
-def test_what_nobody_edited_is_not_written_back(
-    update: str, make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Updates have written it."""
-    written: list[str] = []
-    engine = make_engine(seeded(Net), **NVME, update=update)
-    monkeypatch.setattr(engine.parts.store, "_write_back", lambda unit: written.append(unit.name))
-    train(engine, BATCHES)
-    assert not written
-    engine.module.layers[1].weight.data.zero_()
-    train(engine, BATCHES[:1])
-    assert {*written} == {"layers.1"}
-
-
-def test_an_edit_that_is_undone_after_an_eviction(make_engine: OpenEngine) -> None:
-    """The tier has the edit by then: the values of before differ from it."""
-    engine = make_engine(seeded(Net), **NVME)
-    weight = engine.module.layers[1].weight
-    before = weight.detach().clone()
-    for value in (torch.zeros_like(before), before):
-        with torch.no_grad():
-            weight.copy_(value)
-            engine.module(*BATCHES[0])
-        assert torch.equal(weight.detach(), value)
 
 
 # -- in hooks --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from conftest import OpenEngine
 from infinity.errors import InfinityError
 from support.beside import LATE_TOO, NVME, PLACES, SCHEDULES, assert_same_story, training
+from support.loops import train
 from support.models import seeded, vector_batches
 
 BATCHES = vector_batches(5)
@@ -403,6 +405,54 @@ def test_a_view_after_loading_and_evaluating(place: dict[str, Any]) -> None:
         return training(BATCHES, extra)(loop)
 
     assert_same_story(Net, story, place=place, units=6, leaks=True)
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+@pytest.mark.parametrize("prefetch", [0, 9000])
+def test_one_view_costs_no_buffer(prefetch: int, update: str, make_engine: OpenEngine) -> None:
+    """Its unit stays where it is, and others make room: nobody is warned."""
+    engine = make_engine(seeded(Net), **{**NVME, "prefetch_bytes": prefetch}, update=update)
+    train(engine, BATCHES[:2])
+    view = engine.module.layers[2].weight.data
+    train(engine, BATCHES[2:])
+    with torch.no_grad():
+        engine.module(*BATCHES[0])
+    assert torch.equal(view, engine.module.layers[2].weight)
+    assert not engine.parts.store.quarantined
+
+
+@viewed
+def test_a_step_fetches_what_is_viewed_and_nothing_else(make_engine: OpenEngine) -> None:
+    engine = make_engine(seeded(Net), **NVME, update="next_forward")
+    store = engine.parts.store
+
+    def fetches(batch: tuple[torch.Tensor, ...]) -> int:
+        engine.backward(engine(*batch))
+        before = store.fetches
+        engine.step()
+        return store.fetches - before
+
+    fetches(BATCHES[0])
+    assert fetches(BATCHES[1]) == 0
+    views = [layer.weight.data for layer in engine.module.layers[4:]]
+    fetches(BATCHES[2])
+    assert fetches(BATCHES[3]) <= len(views)
+    views.clear()
+    fetches(BATCHES[4])
+    assert fetches(BATCHES[0]) == 0
+
+
+@viewed
+def test_closing_releases_the_buffers_of_views(make_engine: OpenEngine) -> None:
+    """Whoever keeps the closed engine keeps no memory with it."""
+    engine = make_engine(seeded(Net), **NVME)
+    views = [layer.weight.data for layer in engine.module.layers]
+    with torch.no_grad():
+        engine.module(*BATCHES[0])
+    buffers = [weakref.ref(kept.buffer) for kept in engine.parts.store._kept.values()]
+    assert buffers and views
+    engine.close()
+    assert all(buffer() is None for buffer in buffers)
 
 
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])

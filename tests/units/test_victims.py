@@ -1,0 +1,101 @@
+"""The unit that makes room for another one: the one that is used last, of those that cost nothing to evict."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import OpenEngine
+from infinity.engine import Engine
+from infinity.tiers.transfer import DONE
+from infinity.units.unit import Residency, Unit
+from support.beside import NVME
+from support.models import Linears, seeded, vector_batches
+
+BATCHES = vector_batches(2)
+
+
+class Busy:
+    """A transfer that nobody may wait for."""
+
+    def wait(self) -> None:
+        raise AssertionError("a unit was waited for although another one could make room")
+
+    def done(self) -> bool:
+        return False
+
+
+def evaluated(make_engine: OpenEngine) -> tuple[Engine, list[Unit], Unit]:
+    """An engine whose trace is known, its units in the order of their eviction, and one that is released."""
+    engine = make_engine(seeded(Linears), **NVME)
+    for batch in BATCHES:
+        with torch.no_grad():
+            engine.module(*batch)
+    store = engine.parts.store
+    wanted = next(unit for unit in engine.units if unit.residency is Residency.RELEASED)
+    return engine, [victim for _, victim in store._victims(wanted)], wanted
+
+
+def keep_busy(unit: Unit, how: str, transfer: Any) -> None:
+    if how == "update":
+        unit.job = SimpleNamespace(done=transfer)  # type: ignore[assignment]
+    else:
+        unit.transfer = transfer
+
+
+def settle(units: list[Unit]) -> None:
+    for unit in units:
+        unit.job = unit.transfer = None
+
+
+HOW = pytest.mark.parametrize("how", ["update", "fetch"])
+
+
+@HOW
+def test_one_that_nothing_is_under_way_for_goes_first(how: str, make_engine: OpenEngine) -> None:
+    engine, victims, wanted = evaluated(make_engine)
+    assert len(victims) > 1
+    for unit in victims[:-1]:
+        keep_busy(unit, how, Busy())
+    engine.parts.store.use(wanted)
+    assert [unit.residency for unit in victims] == [*[Residency.RESIDENT] * (len(victims) - 1), Residency.RELEASED]
+    settle(victims)
+
+
+@HOW
+def test_one_whose_transfers_have_ended_is_not_busy(how: str, make_engine: OpenEngine) -> None:
+    engine, victims, wanted = evaluated(make_engine)
+    keep_busy(victims[0], how, DONE)
+    engine.parts.store.use(wanted)
+    assert victims[0].residency is Residency.RELEASED
+    settle(victims)
+
+
+@HOW
+def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
+    """It takes the buffer of one that is free, or none."""
+    engine, victims, _ = evaluated(make_engine)
+    store = engine.parts.store
+    store.tracer.begin("eval")
+    store._prefetch_bytes = 9000
+    before = {unit.index for unit in store.resident()}
+    for unit in victims:
+        keep_busy(unit, how, Busy())
+    store.prefetch()
+    assert {unit.index for unit in store.resident()} == before
+    settle(victims)
+    store.prefetch()
+    assert {unit.index for unit in store.resident()} != before
+
+
+def test_the_unit_in_use_and_those_that_are_held_stay(make_engine: OpenEngine) -> None:
+    engine, (held, used, *_), wanted = evaluated(make_engine)
+    store = engine.parts.store
+    store.hold(held)
+    store.use(used)
+    victims = [victim for _, victim in store._victims(wanted)]
+    store.unhold(held)
+    assert held not in victims and used not in victims
