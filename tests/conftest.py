@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from support.late_device import LateDevice
 from support.loops import open_engine
 
 OpenEngine = Callable[..., Engine]
+
+hypothesis.settings.register_profile("suite", deadline=None)  # no test depends on time
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure() -> None:

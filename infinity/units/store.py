@@ -122,14 +122,18 @@ class UnitStore:
 
         Saved tensors and views are counted; uses to come, such as recomputation, are taken from the trace.
         """
-        resident = unit.residency is Residency.RESIDENT
-        wanted = unit.references > 0 or unit.exposed
-        if resident and not wanted and self._ranks.alone:
-            # A view may be read until the step. Several ranks, which must decide alike, go by their trace.
-            wanted = unit.is_viewed()
-        # How often a unit is used may differ between ranks (experts), in which order units are may not.
-        over = self.tracer.finished_with if self._ranks.alone else self.tracer.passed
-        return resident and not wanted and over(unit.index)
+        if unit.residency is not Residency.RESIDENT or unit.references or unit.exposed:
+            return False
+        if not self._ranks.alone:
+            # Ranks must decide alike. How often a unit is used may differ between them (experts), as may views; in
+            # which order units are used may not.
+            return self.tracer.passed(unit.index)
+        if not self.tracer.finished_with(unit.index):
+            return False
+        if unit.job is not None and not unit.job.done.done():
+            with self._moving():
+                unit.job.done.wait()  # its write refers to the buffer, as a view does that may be read until the step
+        return not unit.is_viewed()
 
     @contextmanager
     def _moving(self) -> Iterator[None]:

@@ -54,7 +54,8 @@ def config(folder: Path, bf16: bool, **infinity: Any) -> Config:
 
 
 def scaled(folder: Path, bf16: bool) -> Config:
-    return config(folder, bf16, unit_size=config(folder, bf16).infinity.unit_size // SCALE**2)
+    unit_size = config(folder, bf16).infinity.unit_size // SCALE**2
+    return config(folder, bf16, unit_size=unit_size, cache_bytes=0)  # blocks of 7 B would not fit
 
 
 def block(units: list[Discovered], number: int) -> list[list[str]]:

@@ -240,7 +240,7 @@ class Shifts(nn.Module):
 
 def test_a_gradient_after_the_update_is_refused(make_engine: OpenEngine) -> None:
     """The second backward needs no values of the units that the first one updated: only its gradients show it."""
-    engine = make_engine(seeded(Shifts), unit_size=256, update="during_backward")
+    engine = make_engine(seeded(Shifts), unit_size=256, cache_bytes=1 << 20, update="during_backward")
     inputs = torch.randn(3, 4, 32)
     for x in inputs[:2]:
         engine.backward(engine(x).square().mean())
