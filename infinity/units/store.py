@@ -450,7 +450,7 @@ class UnitStore:
         for next_use, victim in self._victims(unit):
             if next_use <= wanted:
                 return None
-            if self._ranks.alone and (_busy(victim) or victim.is_viewed()):
+            if self._ranks.alone and (_busy(victim) or _is_viewed(victim)):
                 continue
             self._evict(victim)
             return self._pool.try_lease(nbytes)
@@ -465,7 +465,7 @@ class UnitStore:
         victims = [victim for _, victim in self._victims(unit)]
         # Several ranks must choose alike, and when a reference ends is a matter of timing.
         if self._ranks.alone:  # in the order of what they cost: nothing, waiting, a buffer more
-            viewed = {victim.index for victim in victims if victim.is_viewed()}
+            viewed = {victim.index for victim in victims if _is_viewed(victim)}
             victims.sort(key=lambda victim: 2 if victim.index in viewed else _busy(victim))
         for victim in victims:
             self._evict(victim)
@@ -497,3 +497,8 @@ def _busy(unit: Unit) -> bool:
     if unit.job is not None and not unit.job.done.done():
         return True
     return unit.transfer is not None and not unit.transfer.done()
+
+
+def _is_viewed(unit: Unit) -> bool:
+    """Whether somebody views the parameters. What refers to the buffer of any other unit is its own transfers."""
+    return unit.residency is Residency.RESIDENT and unit.is_viewed()
