@@ -455,7 +455,7 @@ class UnitStore:
         for next_use, victim in self._victims(unit):
             if next_use <= wanted:
                 return None
-            if self._ranks.alone and (_busy(victim) or victim.is_viewed()):
+            if self._ranks.alone and (_busy(victim) or _is_viewed(victim)):
                 continue
             self._evict(victim)
             return self._pool.try_lease(nbytes)
@@ -487,7 +487,7 @@ class UnitStore:
         """
         waiting, viewed = [], []
         for _, victim in victims:
-            if self._ranks.alone and victim.is_viewed():
+            if self._ranks.alone and _is_viewed(victim):
                 viewed.append(victim)
             elif self._ranks.alone and _busy(victim):
                 waiting.append(victim)
@@ -513,3 +513,8 @@ def _busy(unit: Unit) -> bool:
     if unit.job is not None and not unit.job.done.done():
         return True
     return unit.transfer is not None and not unit.transfer.done()
+
+
+def _is_viewed(unit: Unit) -> bool:
+    """Whether somebody views the parameters. What refers to the buffer of any other unit is its own transfers."""
+    return unit.residency is Residency.RESIDENT and unit.is_viewed()

@@ -28,6 +28,19 @@ class Busy:
         return False
 
 
+class Writing:
+    """The end of an update, which refers to the unit's buffer until it is waited for."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.references = [unit.shard_bytes(0), unit.shard_bytes(0)]
+
+    def wait(self) -> None:
+        self.references.clear()
+
+    def done(self) -> bool:
+        return False
+
+
 def evaluated(make_engine: OpenEngine) -> tuple[Engine, list[Unit], Unit]:
     """An engine whose trace is known, its units in the order of their eviction, and one that is released."""
     engine = make_engine(seeded(Linears), **NVME)
@@ -71,6 +84,21 @@ def test_one_whose_transfers_have_ended_is_not_busy(how: str, make_engine: OpenE
     keep_busy(victims[0], how, DONE)
     engine.parts.store.use(wanted)
     assert victims[0].residency is Residency.RELEASED
+    settle(victims)
+
+
+def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> None:
+    """It is the furthest of those that are busy: the others, which were fetched ahead, stay."""
+    engine, victims, wanted = evaluated(make_engine)
+    updated, *fetched = victims
+    engine.parts.store._leave(updated)
+    updated.unbind()
+    updated.move(Residency.UPDATING)
+    keep_busy(updated, "update", Writing(updated))
+    for unit in fetched:
+        keep_busy(unit, "fetch", Busy())
+    engine.parts.store.use(wanted)
+    assert updated.residency is Residency.RELEASED
     settle(victims)
 
 
