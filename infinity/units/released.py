@@ -29,6 +29,7 @@ _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _GETTERS = (
     "_backward_hooks",
+    "_base",
     "_post_accumulate_grad_hooks",
     "_version",
     "device",
@@ -56,6 +57,7 @@ _GETTERS = (
 _SETTERS = ("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
 _METHODS = (
     "__len__",
+    "_is_view",
     "backward",
     "dim",
     "element_size",

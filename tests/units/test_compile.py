@@ -345,9 +345,27 @@ class OfBlocks(Stack):
         self.blocks = nn.ModuleList(kind(32) for _ in range(3))
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_parameters_read_by_a_compiled_function(make_engine: OpenEngine, kept: bool) -> None:
-    """Parameters that a compiled function reads outside of the model's forward, looked up there or closed over."""
+class Offloading:
+    """Saved-tensor hooks as those of activation offloading, which pass parameters through as they are."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return tensor if isinstance(tensor, nn.Parameter) else [tensor.clone()]
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        tensor: torch.Tensor = packed[0] if isinstance(packed, list) else packed
+        return tensor
+
+
+def offloading() -> Any:
+    hooks = Offloading()
+    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+
+@pytest.mark.parametrize(("kept", "hooked"), [(True, False), (False, False), (True, True)])
+def test_parameters_read_by_a_compiled_function(make_engine: OpenEngine, kept: bool, hooked: bool) -> None:
+    """Parameters that a compiled function reads outside of the model's forward, looked up there or closed over, and
+    under saved-tensor hooks.
+    """
 
     def run(engine: Any) -> list[float]:
         params = [*engine.module.blocks[0].parameters(), engine.module.head.weight]
@@ -361,7 +379,12 @@ def test_parameters_read_by_a_compiled_function(make_engine: OpenEngine, kept: b
                 total = total + (parameter * parameter).sum()
             return total
 
-        return steps(engine, token_batches(3), lambda *batch: engine(*batch) + 0.01 * penalty())
+        def called(*batch: torch.Tensor) -> Any:
+            with offloading() if hooked else nullcontext():
+                extra = penalty()
+            return engine(*batch) + 0.01 * extra
+
+        return steps(engine, token_batches(3), called)
 
     assert_as_plain(make_engine, lambda: Stack(depth=3), run, **NVME)
 
@@ -430,25 +453,10 @@ def test_checkpoint_within_a_graph(make_engine: OpenEngine) -> None:
     assert_as_plain(make_engine, compiled_blocks(lambda: OfBlocks(Recomputed), fullgraph=True), **BLOCKS)
 
 
-class Offloading:
-    """Saved-tensor hooks as those of activation offloading, which pass parameters through as they are."""
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        return tensor if isinstance(tensor, nn.Parameter) else [tensor.clone()]
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        tensor: torch.Tensor = packed[0] if isinstance(packed, list) else packed
-        return tensor
-
-
 @pytest.mark.filterwarnings("ignore:something still refers to the parameters of unit")
 @pytest.mark.parametrize("around", ["model", "block", "part"])
 def test_saved_tensor_hooks_around_compiled_code(make_engine: OpenEngine, around: str) -> None:
     """Hooks that keep the parameters they are given: those of a part of a unit may not keep them until backward."""
-    hooks = Offloading()
-
-    def offloading() -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
     class Parted(Block):
         def __init__(self, width: int) -> None:
