@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -240,11 +240,14 @@ class UnitStore:
             arrives, unit.transfer = unit.transfer, None
         if unit.lease.is_substituted:
             self._viewed.add(unit.index)
-        unit.unbind()
+        if unit.index in self._viewed:
+            released.release(unit.parameters)
+        else:
+            unit.unbind()
         unit.move(Residency.UPDATING)
         unit.pending_job = None
         unit.updated_early = job.gradient is not None
-        self.rewritten(unit)
+        self.rewritten(unit, job.slots)
         # A save evicts every unit before it begins, so a job that is there has waited for it.
         job.after = unit.copied if unit.job is None else unit.job.done
         unit.job = job
@@ -263,13 +266,14 @@ class UnitStore:
                 if unit.job is not None:
                     unit.job.done.wait()
 
-    def rewritten(self, unit: Unit) -> None:
-        """The unit's parameters are, or are about to be, others than before: saved references and fingerprints of
-        before are void. To PyTorch it is an edit in place, which its own check of saved tensors finds.
+    def rewritten(self, unit: Unit, slots: Collection[int] | None = None) -> None:
+        """The unit's parameters (`slots`; None: all) are, or are about to be, others than before: saved references and
+        fingerprints of before are void. To PyTorch it is an edit in place, which its own check of saved tensors finds.
         """
         unit.generation += 1
         unit.fingerprint = None
-        torch.autograd.graph.increment_version(unit.parameters)
+        written = unit.parameters if slots is None else [unit.parameters[slot] for slot in slots]
+        torch.autograd.graph.increment_version(written)
 
     def end_step(self) -> None:
         """The step's updates belong to it now: what they changed may be seen."""
@@ -281,7 +285,7 @@ class UnitStore:
     def _cover(self, unit: Unit) -> None:
         """No graph holds the unit's parameters themselves any more: their buffer need not be kept for it."""
         unit.exposed = False
-        if unit.residency is Residency.RELEASED:
+        if unit.residency is Residency.RELEASED and not self._is_viewed_released(unit):
             unit.unbind()
 
     def refresh_viewed(self) -> None:
@@ -304,7 +308,12 @@ class UnitStore:
         if kept is None:
             return False
         due = unit.pending_job is not None or kept.generation != unit.generation
-        return due and self._pool.is_referenced(kept.buffer)
+        return due and self._is_viewed_released(unit)
+
+    def _is_viewed_released(self, unit: Unit) -> bool:
+        """Whether somebody views the buffer that the unit was released from, or a graph may hold its parameters."""
+        kept = self._kept.get(unit.index)
+        return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.exposed else unit.bound)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -320,6 +329,7 @@ class UnitStore:
         for unit in self.units:
             if unit.residency is Residency.RESIDENT:
                 self._leave(unit)
+            if unit.bound:
                 unit.unbind()
             residents.remove_parameters(unit)
         self._kept.clear()
@@ -338,7 +348,8 @@ class UnitStore:
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
-            if unit.exposed:
+            # autograd finds the place of a view in its parameter by the layout of both, which a placeholder lacks.
+            if unit.exposed or unit.is_viewed():
                 released.release(unit.parameters)
             else:
                 unit.unbind()
@@ -371,8 +382,11 @@ class UnitStore:
         """
         unit.lease = lease
         self._leased[unit.index] = unit
-        kept = self._kept.pop(unit.index, None) if self._kept else None
-        if kept is None or not self._pool.is_referenced(kept.buffer):
+        if unit.index not in self._kept:
+            return False
+        wanted, kept = self._is_viewed_released(unit), self._kept.pop(unit.index)
+        if not wanted:
+            unit.unbind()
             return False
         present = kept.generation == unit.generation
         lease.substitute(kept.buffer)
