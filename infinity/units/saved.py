@@ -25,6 +25,7 @@ from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_
 from infinity.units.modes import outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Owner
+from infinity.units.unit import placeholder
 
 if TYPE_CHECKING:
     from infinity.units.store import UnitStore
@@ -37,6 +38,8 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _CHECKPOINTS = "torch.utils.checkpoint"
+_STANDS_FOR = "_infinity_stands_for"
+"""Attribute of a stand-in for a tensor that is in a unit."""
 
 
 class _Reference:
@@ -164,10 +167,17 @@ class _Kept(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """What the user's hooks made of a tensor, and the one that undoes it."""
+    """What the user's hooks made of a tensor, and the one that undoes it. token: of the unit that it is in, if any."""
 
     unpack: _Unpack
     packed: Any
+    token: object = None
+
+    def restore(self) -> torch.Tensor | _Reference:
+        """The tensor, or what a stand-in for it refers to."""
+        tensor = self.unpack(self.packed)
+        reference: _Reference | None = getattr(tensor, _STANDS_FOR, None)
+        return tensor if reference is None else reference
 
 
 class SavedTensors:
@@ -175,6 +185,8 @@ class SavedTensors:
 
     def __init__(self, on_unpack: Callable[[], None]) -> None:
         self._on_unpack = on_unpack
+        self.in_forward = False
+        """Whether code of the model runs, with the hooks that it is to have."""
         self._unpack_hook = self._unpack
         """One object, by which the hooks are recognised."""
 
@@ -209,15 +221,15 @@ class SavedTensors:
     @eager
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
+        if isinstance(packed, _Passed):
+            packed = packed.restore()
         if isinstance(packed, _Reference):
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            if not self.in_forward and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
                 # A graph of this backward is being recorded. autograd restores the thread's hooks after each node.
                 self.install()
             return packed.view()
         if isinstance(packed, _Kept):
             return packed.check()
-        if isinstance(packed, _Passed):
-            return packed.unpack(packed.packed)
         tensor: torch.Tensor = packed
         return tensor
 
@@ -249,7 +261,8 @@ def _pack(tensor: torch.Tensor) -> Any:
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
     """As `_pack`, where the user's hooks get what is in no unit.
 
-    A checkpoint would compute again what it saves, after any edit: what backward gets are the present values.
+    A checkpoint, which compares what is saved in forward and as it computes again, gets a stand-in of the same shape
+    for what is in a unit. Backward is given what the recomputation saved, as in PyTorch, after any edit.
     """
     recomputed = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
 
@@ -259,8 +272,12 @@ def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
             reference = _reference(tensor)
         if reference is None:
             return _Passed(unpack, pack(tensor))
-        if recomputed:
-            reference.version = reference.assigned = None
-        return reference
+        if not recomputed:
+            return reference
+        reference.version = None
+        with outside_modes():
+            stand_in = placeholder(tuple(tensor.shape), tensor.dtype, tensor.device).detach()
+        setattr(stand_in, _STANDS_FOR, reference)
+        return _Passed(unpack, pack(stand_in), reference.token)
 
     return over
