@@ -286,6 +286,7 @@ class Engine(Runner):
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
             require_finite=gradient is not None and self.config.infinity.check_nan,
+            slots=frozenset(unit.collected) if self.ranks.alone else None,
         )
 
     def _can_update_live(self, unit: Unit) -> bool:

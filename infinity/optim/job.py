@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -47,6 +47,8 @@ class UpdateJob:
     tile.
     """
     require_finite: bool = False
+    slots: Collection[int] | None = None
+    """Parameters that are updated, as far as this rank knows before it begins; None: perhaps all."""
 
     def __post_init__(self) -> None:
         self.computed = Promise()

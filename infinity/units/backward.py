@@ -57,7 +57,8 @@ class BackwardTracker:
 
     @eager
     def _task_ended(self, task: int) -> None:
-        self._tasks.discard(task)
+        # Later ones ran inside of it. A checkpoint that has computed again what it needs ends them by an exception.
+        self._tasks = {other for other in self._tasks if other < task}
         if not self._tasks:
             if _is_nested():
                 self._ended_inside = True

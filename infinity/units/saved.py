@@ -25,6 +25,7 @@ from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_
 from infinity.units.modes import outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Owner
+from infinity.units.unit import placeholder
 
 if TYPE_CHECKING:
     from infinity.units.store import UnitStore
@@ -37,6 +38,8 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _CHECKPOINTS = "torch.utils.checkpoint"
+_STANDS_FOR = "_infinity_stands_for"
+"""Attribute of a stand-in for a tensor that is in a unit."""
 
 
 class _Reference:
@@ -164,10 +167,19 @@ class _Kept(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """The result of the user's pack hook, and the unpack hook that belongs to it."""
+    """The result of the user's pack hook, and the unpack hook that belongs to it. token: of the unit that the tensor is
+    in, if any.
+    """
 
     unpack: _Unpack
     packed: Any
+    token: object = None
+
+    def restore(self) -> torch.Tensor | _Reference:
+        """The tensor, or what a stand-in for it refers to."""
+        tensor = self.unpack(self.packed)
+        reference: _Reference | None = getattr(tensor, _STANDS_FOR, None)
+        return tensor if reference is None else reference
 
 
 class SavedTensors:
@@ -175,6 +187,8 @@ class SavedTensors:
 
     def __init__(self, on_unpack: Callable[[], None]) -> None:
         self._on_unpack = on_unpack
+        self.in_forward = False
+        """Whether code of the model runs, with the hooks that it is to have."""
         self._unpack_hook = self._unpack
         """The bound method as one object: `install` compares it by identity."""
 
@@ -204,15 +218,15 @@ class SavedTensors:
     @eager
     def _unpack(self, packed: Any) -> torch.Tensor:
         self._on_unpack()
+        if isinstance(packed, _Passed):
+            packed = packed.restore()
         if isinstance(packed, _Reference):
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            if not self.in_forward and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
                 # create_graph=True: autograd records this backward. It restores the thread's hooks after each node.
                 self.install()
             return packed.view()
         if isinstance(packed, _Kept):
             return packed.check()
-        if isinstance(packed, _Passed):
-            return packed.unpack(packed.packed)
         tensor: torch.Tensor = packed
         return tensor
 
@@ -256,7 +270,8 @@ def _pack(tensor: torch.Tensor) -> Any:
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
     """Return a pack hook that passes tensors outside of units to the user's hooks.
 
-    Under a checkpoint references carry no version: its recomputation would read the present values too.
+    A checkpoint compares what is saved in forward and in recomputation, so it gets a stand-in of the same shape for a
+    tensor in a unit. Backward is given what the recomputation saved, as in PyTorch, after any edit.
     """
     recomputed = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
 
@@ -266,8 +281,12 @@ def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
             reference = _reference(tensor)
         if reference is None:
             return _Passed(unpack, pack(tensor))
-        if recomputed:
-            reference.version = reference.assigned = None
-        return reference
+        if not recomputed:
+            return reference
+        reference.version = None
+        with outside_modes():
+            stand_in = placeholder(tuple(tensor.shape), tensor.dtype, tensor.device).detach()
+        setattr(stand_in, _STANDS_FOR, reference)
+        return _Passed(unpack, pack(stand_in), reference.token)
 
     return over

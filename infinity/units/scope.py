@@ -42,9 +42,6 @@ class Scope:
         if self.depth == 0:
             if on_first is not None:
                 on_first()
-            # A reentrant checkpoint recomputes in the graph task of the outer backward, which is noticed here. The
-            # task of the checkpoint's own backward alone would not show where the outermost one ends.
-            self.saved.notice()
             self._thread = thread
             self._autocast_cache = torch.is_autocast_cache_enabled()
             for unit in self.resident.values():
@@ -54,11 +51,15 @@ class Scope:
                 "the model is running in another thread: an engine's model, backward and step run in any thread, but "
                 "in one at a time. Guard them with a lock."
             )
+        # A checkpoint computes again: seen here, in the task of the backward that asks for it. The task of a backward
+        # inside of that alone would not show where the outermost one ends.
+        self.saved.notice()
         installed = self.saved.install(over_others=over_others)
         # Autocast caches casts of leaf parameters until its context ends: they would fill memory and be stale after an
         # update. Set each time, since a context that the model enters may enable the cache again.
         torch.set_autocast_cache_enabled(False)
         self.depth += 1
+        self.saved.in_forward = True
         return installed
 
     def leave(self, installed: bool) -> None:
@@ -66,6 +67,7 @@ class Scope:
         if installed:
             self.saved.uninstall()
         if self.depth == 0:
+            self.saved.in_forward = False
             torch.set_autocast_cache_enabled(self._autocast_cache)
             for unit in self.resident.values():
                 released.release(unit.parameters)

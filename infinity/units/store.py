@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -241,11 +241,14 @@ class UnitStore:
             arrives, unit.transfer = unit.transfer, None
         if unit.lease.is_substituted:
             self._viewed.add(unit.index)
-        unit.unbind()
+        if unit.index in self._viewed:
+            released.release(unit.parameters)
+        else:
+            unit.unbind()
         unit.move(Residency.UPDATING)
         unit.pending_job = None
         unit.updated_early = job.gradient is not None
-        self.rewritten(unit)
+        self.rewritten(unit, job.slots)
         # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
         job.after = unit.copied if unit.job is None else unit.job.done
         unit.job = job
@@ -264,14 +267,16 @@ class UnitStore:
                 if unit.job is not None:
                     unit.job.done.wait()
 
-    def rewritten(self, unit: Unit) -> None:
-        """Invalidate saved references and the fingerprint, because the parameters have been or will be overwritten.
+    def rewritten(self, unit: Unit, slots: Collection[int] | None = None) -> None:
+        """Invalidate saved references and the fingerprint, because parameters have been or will be overwritten.
 
-        Bumps their versions too, so that PyTorch's own check of saved tensors finds the change.
+        slots: the parameters that are; None: all. Bumps their versions too, so that PyTorch's own check of saved
+        tensors finds the change.
         """
         unit.generation += 1
         unit.fingerprint = None
-        torch.autograd.graph.increment_version(unit.parameters)
+        written = unit.parameters if slots is None else [unit.parameters[slot] for slot in slots]
+        torch.autograd.graph.increment_version(written)
 
     def end_step(self) -> None:
         """End the step: parameters that it updated early may be read again."""
@@ -283,7 +288,7 @@ class UnitStore:
     def _cover(self, unit: Unit) -> None:
         """Note that no graph holds the unit's parameters themselves any more, and make released ones placeholders."""
         unit.exposed = False
-        if unit.residency is Residency.RELEASED:
+        if unit.residency is Residency.RELEASED and not self._is_viewed_released(unit):
             unit.unbind()
 
     def refresh_viewed(self) -> None:
@@ -306,7 +311,12 @@ class UnitStore:
         if kept is None:
             return False
         due = unit.pending_job is not None or kept.generation != unit.generation
-        return due and self._pool.is_referenced(kept.buffer)
+        return due and self._is_viewed_released(unit)
+
+    def _is_viewed_released(self, unit: Unit) -> bool:
+        """Whether somebody views the buffer that the unit was released from, or a graph may hold its parameters."""
+        kept = self._kept.get(unit.index)
+        return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.exposed else unit.bound)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -325,6 +335,7 @@ class UnitStore:
         for unit in self.units:
             if unit.residency is Residency.RESIDENT:
                 self._leave(unit)
+            if unit.bound:
                 unit.unbind()
             residents.remove_parameters(unit)
         self._kept.clear()
@@ -341,7 +352,8 @@ class UnitStore:
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
-            if unit.exposed:
+            # autograd finds the place of a view in its parameter by the layout of both, which a placeholder lacks.
+            if unit.exposed or unit.is_viewed():
                 released.release(unit.parameters)
             else:
                 unit.unbind()
@@ -375,8 +387,12 @@ class UnitStore:
         """
         unit.lease = lease
         self._leased[unit.index] = unit
-        kept = self._kept.pop(unit.index, None) if self._kept else None
-        if kept is None or not (self._pool.is_referenced(kept.buffer) or self._is_edited(unit, kept)):
+        if unit.index not in self._kept:
+            return False
+        wanted = self._is_viewed_released(unit) or self._is_edited(unit, self._kept[unit.index])
+        kept = self._kept.pop(unit.index)
+        if not wanted:
+            unit.unbind()
             return False
         present = kept.generation == unit.generation
         lease.substitute(kept.buffer)

@@ -18,6 +18,7 @@ from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import released
 from infinity.units.layout import UnitLayout
 from infinity.units.local import local, set_local
+from infinity.units.modes import outside_modes
 
 if TYPE_CHECKING:
     from infinity.optim.job import UpdateJob
@@ -94,6 +95,8 @@ class Unit:
         """True if a graph may hold the parameters themselves instead of references, through the user's saved-tensor
         hooks. Until the step ends they then stay views of the buffer that they were released from.
         """
+        self.bound = 0
+        """Parameters that view the buffer that the unit is in, or was released from while somebody viewed it."""
         self.copied: Transfer = DONE
         """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
         self.collected: set[int] = set()
@@ -149,6 +152,7 @@ class Unit:
         released.restore(self.parameters)
         for parameter, place in zip(self.parameters, self._places, strict=True):
             set_local(parameter, flat.as_strided(*place))
+        self.bound = len(self.parameters)
         start, itemsize = flat.data_ptr(), flat.itemsize
         self._views = [
             (start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in self._places
@@ -159,6 +163,7 @@ class Unit:
         released.restore(self.parameters)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             set_local(parameter, placeholder(slot.shape, self.layout.dtype, self.device))
+        self.bound = 0
         released.release(self.parameters)
 
     def adopt_assigned(self) -> None:
@@ -168,8 +173,11 @@ class Unit:
         in a plain loop these would keep the former values.
         """
         present = self._present_views()
-        if present == self._views:
-            return
+        if present != self._views:
+            with outside_modes():
+                self._adopt_all(present)
+
+    def _adopt_all(self, present: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
         assert self.lease is not None
         if self.job is not None:
             self.job.done.wait()  # a write under way also refers to the buffer

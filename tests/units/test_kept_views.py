@@ -1,0 +1,143 @@
+"""Gradients through views of parameters that are kept while their units come and go: autograd finds the place of such a
+view in its parameter by the layout of both, anew after every edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from support.beside import LATE_TOO, SCHEDULES, assert_same_story, training
+from support.models import vector_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:something still refers")
+BATCHES = vector_batches(5)
+VIEWS: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
+    "flat": lambda layer: layer.weight.view(-1),
+    "transposed": lambda layer: layer.weight.t(),
+    "rows": lambda layer: layer.weight[3:5],
+    "bias": lambda layer: layer.bias.view(4, 8),
+    "diagonal": lambda layer: layer.weight.diagonal(),
+    "view of a view": lambda layer: layer.weight.t()[1:].unsqueeze(0),
+}
+
+
+class Layers(nn.Module):
+    """(batch, 32) and targets of that shape → mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return F.mse_loss(x, targets)
+
+
+def penalised(view: Callable[[nn.Linear], torch.Tensor], *, first: bool) -> Callable[[Any], list[float]]:
+    """A story whose loop adds a penalty of views that it made once, before the forward or after it."""
+
+    def story(loop: Any) -> list[float]:
+        kept = [view(layer) for layer in loop.model.layers]
+        seen = []
+        for batch in BATCHES:
+            penalty = 0.1 * sum(each.square().sum() for each in kept) if first else 0.0
+            loss = loop.model(*batch) + penalty
+            if not first:
+                loss = loss + 0.1 * sum(each.square().sum() for each in kept)
+            loop.backward(loss)
+            loop.step()
+            seen.append(loss.item())
+        return seen
+
+    return story
+
+
+@LATE_TOO
+@pytest.mark.parametrize("view", list(VIEWS))
+@pytest.mark.parametrize("first", [True, False], ids=["before forward", "after forward"])
+def test_a_loop_keeps_views(view: str, first: bool, place: dict[str, Any]) -> None:
+    assert_same_story(Layers, penalised(VIEWS[view], first=first), place=place, units=6, leaks=True)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("view", ["flat", "bias"])
+def test_in_every_schedule_with_micro_batches(view: str, update: str) -> None:
+    place = {"unit_size": 4096, "prefetch_bytes": 0, "update": update, "accumulation": 2}
+    assert_same_story(Layers, penalised(VIEWS[view], first=False), place=place, units=6, leaks=True)
+
+
+class Lender(nn.Module):
+    """(batch, 32) → the same. Its first forward leaves a view of its weight to the layer after the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.lent: torch.Tensor | None = None
+        self.borrowed: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.lent is None:
+            self.lent = self.linear.weight.t()
+        y = torch.tanh(self.linear(x))
+        return x + (y if self.borrowed is None else y @ self.borrowed[:, 1:].repeat(1, 2)[:, :32])
+
+
+class Lenders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Lender() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for layer, later in zip(self.layers, [*self.layers[2:], None, None], strict=True):
+            x = layer(x)
+            if later is not None:
+                later.borrowed = layer.lent
+        return F.mse_loss(x, targets)
+
+
+@LATE_TOO
+def test_a_module_keeps_a_view_of_anothers_parameter(place: dict[str, Any]) -> None:
+    assert_same_story(Lenders, training(BATCHES), place=place, units=6, leaks=True)
+
+
+class Unused(nn.Module):
+    """(batch, 32) → the same. Its weight is used by a view that a forward without gradients made, and gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 8)
+        self.linear = nn.Linear(32, 32)
+        self.flat: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.flat is None:
+            self.flat = self.weight.view(-1)
+        return x + torch.tanh(self.linear(x @ self.flat.view(32, 32)))
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Unused() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return F.mse_loss(x, targets)
+
+
+@LATE_TOO
+def test_a_parameter_without_a_gradient_counts_no_edit(place: dict[str, Any]) -> None:
+    """PyTorch refuses a view made without gradients once its parameter was edited, which the update of others in its
+    unit is not.
+    """
+    assert_same_story(Recomputed, training(BATCHES), place=place, units=4, leaks=True)
