@@ -60,7 +60,6 @@ class Scope:
         # an update. Set each time, as a context that the model enters may switch the cache on again.
         torch.set_autocast_cache_enabled(False)
         self.depth += 1
-        self.saved.in_forward = True
         return installed
 
     def leave(self, installed: bool) -> None:
@@ -68,7 +67,6 @@ class Scope:
         if installed:
             self.saved.uninstall()
         if self.depth == 0:
-            self.saved.in_forward = False
             torch.set_autocast_cache_enabled(self._autocast_cache)
             for unit in self.resident.values():
                 released.release(unit.parameters)
