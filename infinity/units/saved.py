@@ -37,9 +37,13 @@ _top = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-_CHECKPOINTS = "torch.utils.checkpoint"
 _STANDS_FOR = "_infinity_stands_for"
 """Attribute of a stand-in for a tensor that is in a unit."""
+
+
+def _is_checkpointing(hooks: tuple[_Pack, _Unpack] | None) -> bool:
+    """Whether these are hooks of a non-reentrant checkpoint, which computes anew what it is given."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
 
 class _Reference:
@@ -187,8 +191,6 @@ class SavedTensors:
 
     def __init__(self, on_unpack: Callable[[], None]) -> None:
         self._on_unpack = on_unpack
-        self.in_forward = False
-        """Whether code of the model runs, with the hooks that it is to have."""
         self._unpack_hook = self._unpack
         """The bound method as one object: `install` compares it by identity."""
 
@@ -221,8 +223,10 @@ class SavedTensors:
         if isinstance(packed, _Passed):
             packed = packed.restore()
         if isinstance(packed, _Reference):
-            if not self.in_forward and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            in_backward = torch._C._current_graph_task_id() != -1
+            if in_backward and torch.is_grad_enabled() and not _is_checkpointing(_top(True)):
                 # create_graph=True: autograd records this backward. It restores the thread's hooks after each node.
+                # A checkpoint must see the same hooks in recomputation as in forward, where these are installed.
                 self.install()
             return packed.view()
         if isinstance(packed, _Kept):
@@ -239,8 +243,7 @@ def are_covered() -> bool:
     top = _top(True)
     if top is None:
         return False
-    pack, unpack = top
-    return getattr(unpack, "__func__", None) is not SavedTensors._unpack and pack.__module__ != _CHECKPOINTS
+    return getattr(top[1], "__func__", None) is not SavedTensors._unpack and not _is_checkpointing(top)
 
 
 def _reference(tensor: torch.Tensor) -> _Reference | None:
@@ -267,13 +270,25 @@ def _pack(tensor: torch.Tensor) -> Any:
         return _Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
+def _is_lossless(pack: _Pack, unpack: _Unpack, tensor: torch.Tensor) -> bool:
+    """Whether the user's hooks give `tensor` back as it is."""
+    if getattr(pack, "__module__", None) == torch.autograd.graph.__name__:  # save_on_cpu
+        return True
+    restored = unpack(pack(tensor))
+    if restored is tensor:
+        return True
+    with torch.no_grad(), outside_modes():
+        return restored.dtype == tensor.dtype and torch.equal(restored, tensor.detach())
+
+
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
     """Return a pack hook that passes tensors outside of units to the user's hooks.
 
     A checkpoint compares what is saved in forward and in recomputation, so it gets a stand-in of the same shape for a
-    tensor in a unit. Backward is given what the recomputation saved, as in PyTorch, after any edit.
+    tensor in a unit. Backward is given what the recomputation saved, as in PyTorch, after any edit. Hooks that round
+    get every tensor.
     """
-    recomputed = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
+    recomputed = _is_checkpointing((pack, unpack))
 
     @eager
     def over(tensor: torch.Tensor) -> Any:
@@ -282,7 +297,7 @@ def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
         if reference is None:
             return _Passed(unpack, pack(tensor))
         if not recomputed:
-            return reference
+            return reference if _is_lossless(pack, unpack, tensor) else _Passed(unpack, pack(tensor), reference.token)
         reference.version = None
         with outside_modes():
             stand_in = placeholder(tuple(tensor.shape), tensor.dtype, tensor.device).detach()

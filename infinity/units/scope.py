@@ -59,7 +59,6 @@ class Scope:
         # update. Set each time, since a context that the model enters may enable the cache again.
         torch.set_autocast_cache_enabled(False)
         self.depth += 1
-        self.saved.in_forward = True
         return installed
 
     def leave(self, installed: bool) -> None:
@@ -67,7 +66,6 @@ class Scope:
         if installed:
             self.saved.uninstall()
         if self.depth == 0:
-            self.saved.in_forward = False
             torch.set_autocast_cache_enabled(self._autocast_cache)
             for unit in self.resident.values():
                 released.release(unit.parameters)

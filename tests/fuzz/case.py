@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from fuzz.draw import Draw, HypothesisDraw, SeededDraw, flag
 from fuzz.registry import LEAVES, WRAPPERS
+from fuzz.seldom import ONCE_IN, other_event, other_part
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,6 @@ PENALTIES = (
 )
 KEPT = ("parameters", "parameters", "views", "detached", "named", "from first forward")
 KEPT_BEFORE = ("views before", "detached before")
-SHARING = {
-    ("shared memory", variant)
-    for variant in ("two parameters", "buffer", "overlapping", "data of another", "plain tensor", "part of another")
-} | {("kept view", "from init"), ("kept view", "from init detached"), ("complex", "trained")}
-"""Parts that an engine refuses, mostly because a tensor shares a parameter's memory. They are drawn rarely."""
 OPTIMIZERS = ("AdamW", "AdamW", "Adam", "SGD", "SGD nesterov", "Adagrad", "Lion")
 SCHEDULES = ("none", "none", "lambda", "by hand", "config")
 DTYPES = ("fp32",) * 14 + ("bf16", "bf16", "fp16")
@@ -143,9 +140,7 @@ def draw_node(draw: Draw, depth: int) -> Node:
     wrapped = depth > 0 and draw.integer(0, 9) >= 6
     kinds = WRAPPERS if wrapped else LEAVES
     kind = draw.choice(list(kinds))
-    variant = draw.choice(kinds[kind])
-    if (kind, variant) in SHARING and not flag(draw, 6):
-        kind, variant = "kept view", draw.choice(("flat", "detached", "rows", "data"))
+    kind, variant = other_part(draw, kind, draw.choice(kinds[kind]), kinds[kind])
     children: tuple[Node, ...] = ()
     if wrapped:
         children = tuple(draw_node(draw, depth - 1) for _ in range(draw.choice((1, 1, 2, 3))))
@@ -156,7 +151,7 @@ def draw_loop(draw: Draw) -> Loop:
     steps = draw.choice((3, 3, 4, 5))
     events = []
     for _ in range(draw.choice((0, 0, 1, 1, 2))):
-        kind = draw.choice(list(EVENTS))
+        kind = other_event(draw, draw.choice(list(EVENTS)))
         events.append(Event(draw.integer(0, steps - 1), draw.choice(EVENTS[kind]), kind, draw.integer(0, 40)))
     return Loop(
         steps=steps,
@@ -164,7 +159,7 @@ def draw_loop(draw: Draw) -> Loop:
         call=draw.choice(CALLS),
         backward=draw.choice(BACKWARDS),
         penalty=draw.choice(PENALTIES),
-        kept=draw.choice(KEPT_BEFORE if flag(draw, 40) else KEPT),
+        kept=draw.choice(KEPT_BEFORE if flag(draw, 120) else KEPT),
         optimizer=draw.choice(OPTIMIZERS),
         groups=draw.choice((1, 1, 2)),
         schedule=draw.choice(SCHEDULES),
@@ -201,6 +196,8 @@ def draw_case(draw: Draw) -> Case:
         nodes = tuple(_in_16_bits(node) for node in nodes)
     if loop.clip or loop.dtype == "fp16":  # the norm of all gradients is wanted before the first update
         settings = tuple(_without_live_updates(s) for s in settings)  # type: ignore[assignment]
+    elif _looks_before_the_step(loop) and not flag(draw, ONCE_IN):
+        settings = tuple(replace(s, update="next_forward") for s in settings)  # type: ignore[assignment]
     head = draw.choice(("plain", "plain", "none", "tied", "shared with first"))
     by_grad = loop.penalty in _BY_GRAD or any(event.kind == "grad by hand" for event in loop.events)
     if by_grad and loop.call == "checkpointed":
@@ -209,9 +206,18 @@ def draw_case(draw: Draw) -> Case:
         nodes = tuple(_checkpointed_otherwise(node, reentrant=not by_grad) for node in nodes)
     if loop.penalty == "maml":  # a checkpoint's recomputation uses the parameters, not their replacements
         nodes = tuple(_unchecked(node) for node in nodes)
+    if any("functional" in node.variant for node in each_node(nodes)):  # what it leaves in a module is not saved
+        loop = replace(loop, events=tuple(event for event in loop.events if event.kind != "save and load"))
     if loop.penalty == "sharpness" and loop.dtype != "fp32":  # undoing an edit may round the master
         loop = replace(loop, penalty="none")
     return Case(nodes, loop, settings, head, draw.integer(0, 999))
+
+
+def each_node(nodes: tuple[Node, ...]) -> Iterator[Node]:
+    """All nodes of the model."""
+    for node in nodes:
+        yield node
+        yield from each_node(node.children)
 
 
 def _without_what_a_load_changes(loop: Loop) -> Loop:
@@ -267,6 +273,11 @@ def _unchecked(node: Node) -> Node:
     if node.kind == "checkpoint":
         return replace(node, kind="nest", variant="own after", children=children)
     return replace(node, children=children)
+
+
+def _looks_before_the_step(loop: Loop) -> bool:
+    """Whether the loop goes on with the parameters after a backward, which updates during it have changed."""
+    return loop.backward == "twice uncounted" or any(event.place == "between" for event in loop.events)
 
 
 def _without_live_updates(setting: Setting) -> Setting:

@@ -113,6 +113,16 @@ def derivative_with_a_parameter(part: Part, x: torch.Tensor) -> torch.Tensor:
     return again(slope, x, part.down.weight)
 
 
+def second_derivative(part: Part, x: torch.Tensor) -> torch.Tensor:
+    """Weights are saved by the graphs of backwards, in forward and as it is computed again."""
+
+    def curvature(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(part.inner(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x, create_graph=True)[0]
+
+    return again(curvature, x)
+
+
 RUNS: list[Run] = [
     weight_first,
     edited_after_use,
@@ -121,6 +131,7 @@ RUNS: list[Run] = [
     nested,
     derivative,
     derivative_with_a_parameter,
+    second_derivative,
 ]
 
 
