@@ -49,6 +49,8 @@ class Measurement:
     device: str | None
     steps: int = 30
     unit_size: int = 4 * WIDTH**2
+    cache_bytes: int | None = None
+    """As in the config; None: its default."""
 
     @property
     def plain(self) -> Measurement:
@@ -58,6 +60,8 @@ class Measurement:
 MEASUREMENTS = {
     "memory": Measurement("units", 250, "none"),
     "nvme": Measurement("units", 250, "nvme"),
+    "memory, none cached": Measurement("units", 250, "none", cache_bytes=0),
+    "nvme, none cached": Measurement("units", 250, "nvme", cache_bytes=0),
     "memory, 1,000 units": Measurement("units", 1000, "none", steps=10),
     "memory, 4,000 units": Measurement("units", 4000, "none", steps=4),
     "nvme, 4,000 units": Measurement("units", 4000, "nvme", steps=4),
@@ -158,7 +162,7 @@ def measure(what: Measurement, nvme_path: str, around: Callable[[Callable[[], No
     import infinity
 
     began = time.perf_counter()
-    engine, *_ = infinity.initialize(model=model, config=_config(what.device, nvme_path, what.unit_size))
+    engine, *_ = infinity.initialize(model=model, config=_config(what, nvme_path))
     sample["initialize"] = time.perf_counter() - began
 
     def engine_step() -> None:
@@ -177,14 +181,15 @@ def measure(what: Measurement, nvme_path: str, around: Callable[[Callable[[], No
     return sample
 
 
-def _config(device: str, nvme_path: str, unit_size: int) -> dict[str, Any]:
-    offload = {"device": device, **({"nvme_path": nvme_path} if device == "nvme" else {})}
+def _config(what: Measurement, nvme_path: str) -> dict[str, Any]:
+    offload = {"device": what.device, **({"nvme_path": nvme_path} if what.device == "nvme" else {})}
+    cache = {} if what.cache_bytes is None else {"cache_bytes": what.cache_bytes}
     return {
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-        "infinity": {"adam_threads": 1, "unit_size": unit_size},
+        "infinity": {"adam_threads": 1, "unit_size": what.unit_size, **cache},
     }
 
 
