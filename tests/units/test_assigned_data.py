@@ -20,8 +20,14 @@ BATCHES = vector_batches(4)
 
 @pytest.mark.parametrize("placement", ["none", "nvme"])
 @pytest.mark.parametrize("prefetch", [0, "auto"])
-def test_data_that_backward_needs_as_it_was(placement: str, prefetch: int | str, make_engine: OpenEngine) -> None:
-    """Linear layers save a view of their weight, whose memory plain PyTorch keeps; the new data counts afterwards."""
+@pytest.mark.parametrize("adopted", [False, True], ids=["pending", "adopted"])
+def test_data_that_backward_needs_as_it_was(
+    placement: str, prefetch: int | str, adopted: bool, make_engine: OpenEngine
+) -> None:
+    """Linear layers save a view of their weight, whose memory plain PyTorch keeps; the new data counts afterwards.
+
+    adopted: another forward has copied the new data into the unit's buffer before backward.
+    """
     options = {"param": placement, "optim": placement, "prefetch_bytes": prefetch, "unit_size": 4096}
     engine = make_engine(seeded(Linears), update="next_forward", **options)
     train(engine, BATCHES[:2])
@@ -29,6 +35,9 @@ def test_data_that_backward_needs_as_it_was(placement: str, prefetch: int | str,
     weight = engine.module.layers[5].weight
     assigned = torch.full_like(weight.detach(), 0.01)
     weight.data = assigned.clone()
+    if adopted:
+        with torch.no_grad():
+            engine.module.layers[5](BATCHES[0][0])
     with pytest.raises(LifetimeError, match=r"layers\.5\.weight\.data was assigned between forward and backward"):
         engine.backward(loss)
     del loss

@@ -10,6 +10,7 @@ from torch import nn
 
 from conftest import OpenEngine
 from infinity.tiers.transfer import Promise
+from infinity.units.unit import Unit
 from support.configs import engine_config
 from support.late_disk import use_late_disks
 from support.loops import Result, assert_same, open_engine, parameters_of, train
@@ -76,8 +77,8 @@ def test_an_edit_in_the_forward_after_the_step(
     assert_same(run(settle=False), expected)
 
 
-def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its write refers to the buffer, and is no view that somebody keeps: it is waited for."""
+def hold_updates(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Make updates write to disk only once this event is set, which gives up after 30 seconds."""
     waited_for = threading.Event()
 
     def hold() -> None:
@@ -85,13 +86,12 @@ def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, m
             waited_for.wait(timeout=30)
             waited_for.set()
 
-    batch, *_ = vector_batches(1, width=96)
     use_seeded_disks(monkeypatch, Schedule(0, drift=0, before_write=hold))
-    engine = make_engine(seeded(lambda: Linears(96, depth=1)), unit_size="64MiB", update="next_forward")
-    train(engine, [batch])
-    weight, (unit,) = engine.module.layers[0].weight, engine.units
-    weight.data = torch.zeros(96, 96)
-    assert unit.job is not None and not unit.job.done.done()
+    return waited_for
+
+
+def set_when_awaited(waited_for: threading.Event, unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the event when somebody waits for the unit's update to end."""
     wait = Promise.wait
 
     def watched(promise: Promise) -> None:
@@ -100,7 +100,35 @@ def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, m
         wait(promise)
 
     monkeypatch.setattr(Promise, "wait", watched)
+
+
+def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its write refers to the buffer, and is no view that somebody keeps: it is waited for."""
+    waited_for = hold_updates(monkeypatch)
+    batch, *_ = vector_batches(1, width=96)
+    engine = make_engine(seeded(lambda: Linears(96, depth=1)), unit_size="64MiB", update="next_forward")
+    train(engine, [batch])
+    weight, (unit,) = engine.module.layers[0].weight, engine.units
+    weight.data = torch.zeros(96, 96)
+    assert unit.job is not None and not unit.job.done.done()
+    set_when_awaited(waited_for, unit, monkeypatch)
     try:
         assert engine.module(batch[0], torch.zeros(4, 96)).item() == 0.0
+    finally:
+        waited_for.set()
+
+
+def test_a_step_after_backward_ends_once_the_update_is_written(
+    make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step waits for the write and leaves it to no later use of the unit."""
+    waited_for = hold_updates(monkeypatch)
+    batch, *_ = vector_batches(1, width=96)
+    engine = make_engine(seeded(lambda: Linears(96, depth=1)), unit_size="64MiB", update="after_backward")
+    (unit,) = engine.units
+    set_when_awaited(waited_for, unit, monkeypatch)
+    try:
+        train(engine, [batch])
+        assert unit.job is not None and unit.job.done.done()
     finally:
         waited_for.set()

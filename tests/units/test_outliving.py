@@ -315,6 +315,36 @@ def test_hooks_that_keep_the_parameter_itself(hooks: str, update: str, place: di
     assert_same_story(lambda: Net(layer=Inside), training(BATCHES), place=place, units=6)
 
 
+def test_hooks_of_one_step_cost_the_next_nothing(make_engine: OpenEngine) -> None:
+    """Units whose parameters no graph holds any more are updated during backward and leave their buffers again."""
+    hooks: Callable[[], Any] = nullcontext
+
+    class Inside(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with hooks():
+                return super().forward(x)
+
+    engine = make_engine(seeded(lambda: Net(layer=Inside)), **NVME, update="during_backward")
+    units = engine.units
+
+    def updated_early(batch: tuple[torch.Tensor, ...]) -> list[bool]:
+        engine.backward(engine(*batch))
+        early = [unit.updated_early for unit in units]
+        engine.step()
+        return early
+
+    train(engine, BATCHES[:2])
+    assert all(updated_early(BATCHES[2]))
+    hooks = save_on_cpu
+    with pytest.warns(UserWarning, match="something still refers"):
+        assert not any(updated_early(BATCHES[3]))
+    hooks = nullcontext
+    train(engine, BATCHES[:1])  # the hooks changed the trace
+    assert all(updated_early(BATCHES[4]))
+    engine.settle()
+    assert not any(unit.bound for unit in units) and not engine.parts.store._kept
+
+
 @PLACES
 @AROUND
 @viewed

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import OpenEngine
 from infinity.engine import Engine
 from infinity.tiers.transfer import DONE
 from infinity.units.unit import Residency, Unit
 from support.beside import NVME
+from support.loops import parameters_of
 from support.models import Linears, seeded, vector_batches
+from support.seeded_disk import Schedule, use_seeded_disks
 
 BATCHES = vector_batches(2)
 
@@ -41,9 +45,27 @@ class Writing:
         return False
 
 
-def evaluated(make_engine: OpenEngine) -> tuple[Engine, list[Unit], Unit]:
+class Wide(nn.Linear):
+    """A linear layer of four times the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1, 32, 4).mean(-1)
+
+
+class WithWide(Linears):
+    """Layers of one size class, and a last one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[7] = Wide()
+
+
+def evaluated(make_engine: OpenEngine, make: Callable[[], nn.Module] = Linears) -> tuple[Engine, list[Unit], Unit]:
     """An engine whose trace is known, its units in the order of their eviction, and one that is released."""
-    engine = make_engine(seeded(Linears), **NVME)
+    engine = make_engine(seeded(make), **NVME)
     for batch in BATCHES:
         with torch.no_grad():
             engine.module(*batch)
@@ -117,6 +139,56 @@ def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
     settle(victims)
     store.prefetch()
     assert {unit.index for unit in store.resident()} != before
+
+
+def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
+    """A view would keep the buffer of an evicted unit, at the price of one more."""
+    engine, victims, _ = evaluated(make_engine)
+    store = engine.parts.store
+    store.tracer.begin("eval")
+    store._prefetch_bytes = 9000
+    before = {unit.index for unit in store.resident()}
+    views = [unit.flat()[:] for unit in victims]  # a view by the parameter would count as a use
+    store.prefetch()
+    assert {unit.index for unit in store.resident()} == before
+    views.clear()
+    store.prefetch()
+    assert {unit.index for unit in store.resident()} != before
+
+
+def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that departs from its trace waits for the read into the buffer that it takes."""
+    schedule = Schedule(0, drift=0)
+    use_seeded_disks(monkeypatch, schedule)
+    engine, _, _ = evaluated(make_engine)
+    store, values = engine.parts.store, parameters_of(engine)
+    store.release_all()
+    store.tracer.begin("eval")
+    store._prefetch_bytes = 1 << 20
+    store.prefetch()
+    reading = store.resident()
+    assert {unit.residency for unit in reading} == {Residency.FETCHING}
+    *_, wanted = engine.units
+    assert wanted.residency is Residency.RELEASED
+    store._prefetch_bytes = 0
+    store.use(wanted)
+    assert [unit.residency for unit in reading].count(Residency.RELEASED) == 1
+    schedule.end()  # a read that nobody waited for is carried out now
+    (weight,), (slot,) = wanted.parameters, wanted.layout.slots
+    assert torch.equal(weight, values[slot.name])
+    assert not store.quarantined
+
+
+def test_one_of_another_size_stays(make_engine: OpenEngine) -> None:
+    """The buffer would be of no use, although its next use is the furthest."""
+    engine, victims, wanted = evaluated(make_engine, WithWide)
+    store, wide = engine.parts.store, engine.units[7]
+    store.tracer.begin("eval")
+    assert wide.residency is Residency.RESIDENT and store._sizes[wide.index] > store._sizes[wanted.index]
+    assert all(store.tracer.next_use(wide.index) > store.tracer.next_use(unit.index) for unit in victims)
+    store.use(wanted)
+    assert wide.residency is Residency.RESIDENT
+    assert [unit.residency for unit in victims].count(Residency.RELEASED) == 1
 
 
 def test_the_unit_in_use_and_those_that_are_held_stay(make_engine: OpenEngine) -> None:
