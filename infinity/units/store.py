@@ -113,6 +113,7 @@ class UnitStore:
         self.use(unit)
         if not unit.holds:
             unit.adopt_assigned()  # so that a checkpoint sees the same tensors now and as it computes again
+            unit.check_frozen()
         unit.holds += 1
 
     def unhold(self, unit: Unit) -> None:
