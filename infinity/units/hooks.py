@@ -56,6 +56,8 @@ class UnitParameters(dict[str, Any]):
             return parameter
         if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
             self._use(unit)
+        if not unit.layout.trainable and parameter.requires_grad:
+            unit.check_frozen()  # of a module whose forward nobody calls, as that of a ParameterDict
         if torch.is_grad_enabled() and are_covered():
             unit.exposed = True
         return parameter
@@ -179,8 +181,6 @@ class ModelHooks:
                     if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:
                         store.hold(unit)
                         held.append(unit)
-                        if not unit.layout.trainable:
-                            _check_frozen(unit)
                 exchange_callback(compiling)
                 try:
                     output = call(*args, **kwargs)
@@ -230,17 +230,6 @@ class ModelHooks:
                 if buffer is not None:
                     part._buffers[name] = fn(buffer)
         return module
-
-
-def _check_frozen(unit: Unit) -> None:
-    """Raise UsageError if a parameter requires a gradient that was frozen when the engine was made."""
-    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-        if parameter.requires_grad:
-            raise UsageError(
-                f"{slot.name} was frozen when the engine was made, which keeps no gradient and no optimizer states for "
-                "it, and now requires a gradient. To train it, close the engine with engine.close(restore=True) and "
-                "make a new one. Parameters that were trained when it was made can be frozen and unfrozen at any time."
-            )
 
 
 def _own_state(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:

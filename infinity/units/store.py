@@ -112,6 +112,7 @@ class UnitStore:
         self.use(unit)
         if not unit.holds:
             unit.adopt_assigned()  # now, so that a checkpoint's recomputation sees the same tensors
+            unit.check_frozen()
         unit.holds += 1
 
     def unhold(self, unit: Unit) -> None:

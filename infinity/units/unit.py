@@ -146,6 +146,19 @@ class Unit:
         nbytes = self.layout.shard_nbytes
         return self.lease.tensor[rank * nbytes : (rank + 1) * nbytes]
 
+    def check_frozen(self) -> None:
+        """Raise UsageError if a parameter requires a gradient that was frozen when the engine was made."""
+        if self.layout.trainable:
+            return
+        for slot, trained in zip(self.layout.slots, self.trained(), strict=True):
+            if trained:
+                raise UsageError(
+                    f"{slot.name} was frozen when the engine was made, which keeps no gradient and no optimizer states "
+                    "for it, and now requires a gradient. To train it, close the engine with engine.close(restore=True) "
+                    "and make a new one. Parameters that were trained when it was made can be frozen and unfrozen at any "
+                    "time."
+                )
+
     def bind(self) -> None:
         """Make the parameters views of the leased buffer, of their own type."""
         flat = self.flat()

@@ -202,3 +202,43 @@ def test_unfreezing_what_was_frozen_at_the_start(
     seen += training(BATCHES[4:])(loop)
     assert_like(seen, expected)
     assert_nothing_leaked(engine)
+
+
+class Scaled(nn.Module):
+    """(batch, 32) → the same, by frozen scales of a ParameterDict, whose own forward nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.scales = nn.ParameterDict({"one": torch.ones(32), "other": torch.ones(32)}).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x) * self.scales["one"] + self.scales["other"])
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x, targets)
+
+
+@PLACES
+@pytest.mark.parametrize("used", ["in forward", "in the loop"])
+def test_unfreezing_what_no_module_holds(used: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
+    """It is refused where it is used, in whatever code."""
+    place = {**place, **({"unit_size": 64} if "unit_size" in place else {})}
+    engine = make_engine(seeded(Scales), **place)
+    scale = engine.module.layers[1].scales["other"]
+    engine.backward(engine(*BATCHES[0]))
+    engine.step()
+    scale.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"layers\.1\.scales\.other was frozen when the engine was made"):
+        engine(*BATCHES[1]) if used == "in forward" else scale.square().sum()
+    scale.requires_grad_(False)
+    engine.backward(engine(*BATCHES[1]))
+    engine.step()
