@@ -307,8 +307,7 @@ class Engine(Runner):
             raise NonFiniteError(
                 f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {ranks} ranks). "
                 "Nothing was updated by this step: lower the learning rate, set gradient_clipping, or look at this "
-                "batch. If the loss reads weights, read them as attributes (module.weight): parameters() hands out "
-                "placeholders of NaN."
+                "batch."
             )
 
     def _check_norm(self, norm: float) -> None:

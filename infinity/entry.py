@@ -111,8 +111,8 @@ def _telling(group: Group | None) -> Iterator[None]:
 def _check(model: nn.Module, maker: str) -> None:
     if isinstance(model, Runner):
         raise ModelError(
-            f"model is an engine already: {maker} takes the nn.Module. Use the engine as it is, or close it and build "
-            "the model anew"
+            f"model is an engine already: {maker} takes the nn.Module. Use the engine as it is, or close it with "
+            "engine.close(restore=True) and pass engine.module"
         )
     check_model(model)
 

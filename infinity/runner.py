@@ -25,6 +25,7 @@ from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
 from infinity.units.hooks import ModelHooks
+from infinity.units.released import is_released
 from infinity.units.restore import restoring
 from infinity.units.unit import Unit
 
@@ -165,9 +166,16 @@ class Runner(ABC):
         The model keeps its parameters' values if they were whole in this rank's memory (`offload_param.device` none or
         cpu; one rank or a stage below 3) and fit once more. Otherwise any use of a parameter raises UsageError.
         restore: bring all values back; every rank must call `close` then. Raises OutOfMemoryError if they do not fit;
-        everything is released all the same.
+        everything is released all the same. Raises UsageError if an earlier `close` did not keep them.
         """
-        if self._closed or os.getpid() != self._process:  # a forked child has nothing to release
+        if os.getpid() != self._process:  # a forked child has nothing to release
+            return
+        if self._closed:
+            if restore and any(map(is_released, self.module.parameters())):
+                raise UsageError(
+                    "engine.close(restore=True) was called on an engine that is closed already, and the parameters' "
+                    "values are gone. Load a checkpoint into a new engine, and close that one with restore=True."
+                )
             return
         self._closed = True
         access.closed(self)

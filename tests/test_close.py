@@ -36,7 +36,11 @@ def test_values_after_close(param: str, asked: bool, late: bool, tmp_path: Path)
         with pytest.raises(ModelError, match="closed"):
             open_engine(model, engine_config(folder=tmp_path))
         assert kept.shape == (61, 32)
+        engine.close()
+        with pytest.raises(UsageError, match=r"closed already.*values are gone"):
+            engine.close(restore=True)
         return
+    engine.close(restore=True)
     assert model.head.weight is kept and type(kept) is torch.nn.Parameter
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, values[name]), name
@@ -75,3 +79,19 @@ def test_a_model_that_only_ran_has_its_values_back() -> None:
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     infinity.init_inference(model, {"zero_optimization": {"stage": 0}}).close()
     assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_a_model_is_changed_between_two_engines(tmp_path: Path) -> None:
+    """A layer replaced under an engine is refused; closed with restore=True, the model trains on with its values."""
+    engine = open_engine(seeded(Stack), engine_config("nvme", "nvme", folder=tmp_path))
+    train(engine, BATCHES)
+    values = parameters_of(engine)
+    model = engine.module
+    model.head = torch.nn.Linear(32, 61)
+    with pytest.raises(UsageError, match=r"parameter head\.weight.*engine\.close\(restore=True\)"):
+        engine(*BATCHES[0])
+    engine.close(restore=True)
+    with open_engine(model, engine_config("nvme", "nvme", folder=tmp_path)) as again:
+        kept = parameters_of(again)
+        assert all(torch.equal(kept[name], values[name]) for name in values if not name.startswith("head."))
+        train(again, BATCHES)

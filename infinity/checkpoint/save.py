@@ -219,6 +219,11 @@ def _file(layout: UnitLayout) -> str:
 
 def _pack(client_state: dict[str, Any]) -> bytes:
     """What `load` will read back, tried now: a checkpoint that cannot be loaded must not replace one that can."""
+    if not isinstance(client_state, dict):
+        raise CheckpointError(
+            f"client_state is a {type(client_state).__name__}: pass a dict, as {{'epoch': 3}}, which "
+            "load_checkpoint() returns."
+        )
     packed = io.BytesIO()
     try:
         torch.save(client_state, packed)

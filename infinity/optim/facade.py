@@ -77,8 +77,8 @@ class UnitOptimizer(torch.optim.Optimizer):
         if self._step is not None:
             raise UsageError(
                 "optimizer.add_param_group() was called on an engine's optimizer, which trains the parameters that "
-                "initialize() was given: save a checkpoint, close the engine, and pass all groups as model_parameters "
-                "of infinity.initialize()"
+                "initialize() was given: close the engine with engine.close(restore=True), which gives the model its "
+                "values back, and pass all groups as model_parameters to a new infinity.initialize()"
             )
         super().add_param_group(param_group)
 

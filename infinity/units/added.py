@@ -48,8 +48,9 @@ class Additions:
                     full = f"{path}.{name}" if path else name
                     raise UsageError(
                         f"parameter {full} ({type(module).__name__}) was added to the model while an engine has it, "
-                        "which would neither train nor save it: save a checkpoint if the training so far is wanted, "
-                        "close the engine, change the model and make a new one; or take the parameter away again."
+                        "which would neither train nor save it. Close the engine with engine.close(restore=True), "
+                        "which gives the model its values back, and make a new engine; or remove the parameter to go "
+                        "on without it."
                     )
         for module in self._model.modules():  # modules without parameters may get some later
             self._known.setdefault(module, {})

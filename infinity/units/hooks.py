@@ -73,8 +73,9 @@ class UnitParameters(dict[str, Any]):
         if managed is not None and value is not managed and sys._getframe(1).f_code is _REGISTER:
             raise UsageError(
                 f"{name} was given another parameter while an engine has the model, which would go on to train the one "
-                "before: close the engine, change the model and make a new one. To change only values, assign to "
-                f"{name}.data, or edit it in place."
+                "before. Close the engine with engine.close(restore=True), which gives the model its values back, "
+                f"change the model and make a new engine. To change only values, assign to {name}.data, or edit it in "
+                "place."
             )
         if managed is not None:
             if value is not managed and isinstance(value, torch.Tensor) and residents.owner_of(unwrapped(value)):
@@ -237,8 +238,8 @@ def _check_frozen(unit: Unit) -> None:
         if parameter.requires_grad:
             raise UsageError(
                 f"{slot.name} was frozen when the engine was made, which keeps no gradient and no optimizer states for "
-                "it, and now requires a gradient. To train it, close the engine and make a new one; parameters that "
-                "were trained when it was made can be frozen and unfrozen at any time."
+                "it, and now requires a gradient. To train it, close the engine with engine.close(restore=True) and "
+                "make a new one. Parameters that were trained when it was made can be frozen and unfrozen at any time."
             )
 
 

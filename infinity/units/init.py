@@ -34,7 +34,8 @@ def check_values(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module._parameters, UnitParameters):
             raise ModelError(
-                "the model already belongs to an engine: use that one, or close it and build the model anew"
+                "the model already belongs to an engine: use that one, or close it with engine.close(restore=True) and "
+                "make a new one"
             )
     for name, parameter in model.named_parameters():
         if parameter.is_meta and is_distributed(parameter):
@@ -45,7 +46,7 @@ def check_values(model: nn.Module) -> None:
         if is_released(parameter):
             raise ModelError(
                 f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it anew, "
-                "and load a checkpoint of that engine into the new one."
+                "and load a checkpoint of that engine into the new one, or close the engine with restore=True."
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:

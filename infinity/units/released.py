@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from infinity.errors import UsageError
+from infinity.errors import LifetimeError, UsageError
 from infinity.units.compiled import eager
 from infinity.units.residents import Owner, owner_of
 
@@ -87,6 +87,8 @@ def _metadata() -> Iterator[Any]:
 _METADATA = frozenset(_metadata())
 _grad: Any = torch.Tensor.grad
 _GRAD = (_grad.__get__, _grad.__set__, _grad.__delete__)
+_data: Any = torch.Tensor.data
+_SET_DATA = _data.__set__
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
 """Functions that take parameters as inputs of a derivative and do not read their values."""
 _WRITES = re.compile(r"(?!__).*_$|__i\w+__$|__[gs]et(item)?__$")
@@ -115,6 +117,8 @@ class Released:
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)
+        if func == _SET_DATA:  # a new wrapper at each access
+            _check_data(*args)
         # The user's hooks get every tensor that this operation saves (`over_others=False`): a checkpoint compares their
         # number with its recomputation's. They get views: hooks may keep them, and the parameter's memory is reused.
         recorded = _hooks(True) and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
@@ -147,14 +151,33 @@ def _check_grad(parameter: Any, *value: Any) -> None:
     if owner.slot in owner.unit.collected:
         raise UsageError(
             f"{name}.grad was {'set' if value else 'read'} between backward and engine.step(), and the engine has "
-            'taken the gradient. To clip, set "gradient_clipping"; to read or change it, use infinity.get_full_grad() '
-            "and infinity.set_full_grad(); to drop the gradients of the step, engine.drop_gradients()."
+            'taken the gradient. To clip, set "gradient_clipping". To read, change or drop gradients, set '
+            'infinity.update to "next_forward" and call infinity.get_full_grad(), infinity.set_full_grad() or '
+            "engine.drop_gradients()."
         )
     if value and value[0] is not None and torch._C._current_graph_task_id() == -1 and owner.unit.layout.trainable:
         raise UsageError(
             f"{name}.grad was set by hand: the engine updates with gradients that a backward leaves. Call backward, "
             "and then infinity.set_full_grad(), before engine.step()."
         )
+
+
+def _check_data(parameter: Any, data: Any) -> None:
+    """Raise LifetimeError if `data`, to be assigned to `parameter.data`, has another shape."""
+    owner = owner_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, given = parameter.shape, getattr(data, "shape", None)
+    if owner is not None and given is not None and given != shape:
+        raise wrong_shape(owner.unit.layout.slots[owner.slot].name, given, shape)
+
+
+def wrong_shape(name: str, given: torch.Size, shape: torch.Size) -> LifetimeError:
+    """Error for data of shape `given` assigned to a managed parameter of `shape`."""
+    return LifetimeError(
+        f"{name} was given data of shape {list(given)} while an engine has the model, where its shape is "
+        f"{list(shape)}: the data was dropped. Close the engine with engine.close(restore=True), which gives the model "
+        "its values back, change the model and make a new engine."
+    )
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,8 +248,8 @@ def _owner(parameter: Any) -> Owner:
             shape = list(parameter.shape)
         raise UsageError(
             f"a parameter of shape {shape} was used, whose engine is closed or belongs to another process: its values "
-            "are gone from memory. Read them before engine.close(), call engine.close(restore=True), or load a "
-            "checkpoint into a new engine."
+            "are gone from memory. Close with engine.close(restore=True) to keep them, or load a checkpoint into a new "
+            "engine."
         )
     return owner
 

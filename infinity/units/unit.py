@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from infinity.errors import LifetimeError, ResidencyError, UsageError
+from infinity.errors import ResidencyError, UsageError
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import released
@@ -189,11 +189,7 @@ class Unit:
         view, assigned = flat.as_strided(*self._places[number]), local(parameter).data
         set_local(parameter, view)
         if assigned.shape != view.shape:
-            raise LifetimeError(
-                f"{slot.name} was given data of shape {list(assigned.shape)} while an engine has the model, where its "
-                f"shape is {list(view.shape)}: the data was dropped. Close the engine, change the model and make a new "
-                "one."
-            )
+            raise released.wrong_shape(slot.name, assigned.shape, view.shape)
         if viewed:
             raise UsageError(
                 f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, a "

@@ -203,6 +203,8 @@ def test_client_state_that_could_not_be_loaded_is_refused_before_anything_is_wri
         train(engine, BATCHES[:1])
         with pytest.raises(CheckpointError, match="client_state"):
             engine.save_checkpoint(tmp_path, client_state={"args": argparse.Namespace(a=1)})
+        with pytest.raises(CheckpointError, match="client_state is a list: pass a dict"):
+            engine.save_checkpoint(tmp_path, client_state=[3])  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

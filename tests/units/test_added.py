@@ -73,7 +73,7 @@ def test_what_is_added_is_refused(name: str) -> None:
         for _ in range(2):
             with pytest.raises(UsageError, match=said) as caught:
                 engine(*BATCHES[2])
-        assert "close the engine, change the model and make a new one" in str(caught.value)
+        assert "Close the engine with engine.close(restore=True)" in str(caught.value)
 
 
 def test_a_parameter_that_is_moved() -> None:
