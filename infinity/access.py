@@ -221,6 +221,11 @@ def _param_kind(engine: Runner, unit: Unit) -> StateKind:
 
 
 def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(
+            f"the value for {unit.layout.slots[slot].name} is a {type(value).__name__}: pass a tensor of shape "
+            f"{list(param.shape)}"
+        )
     if value.shape != param.shape:
         name, shapes = unit.layout.slots[slot].name, f"{list(param.shape)}, the value {list(value.shape)}"
         raise UsageError(f"{name} has shape {shapes}: pass a value of the parameter's shape")

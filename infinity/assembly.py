@@ -151,6 +151,7 @@ def _check_memory(placement: Placement, device: Device) -> None:
     hint = "give offload_param or offload_optimizer the device cpu or nvme (zero_optimization), or use more ranks"
     if device.torch_device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
+        hint = "give offload_param or offload_optimizer the device nvme (zero_optimization), or use more ranks"
     for where, needed, available in (
         ("host memory", on_host, available_memory()),
         ("device memory", on_device, device.available_bytes()),

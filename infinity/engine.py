@@ -115,9 +115,10 @@ class Engine(Runner):
             )
         if self.parts.collector.complete and self.parts.update == "during_backward":
             raise UsageError(
-                "one backward more than gradient_accumulation_steps without engine.step(): units are updated during "
-                "the last one. Call engine.step(), raise gradient_accumulation_steps, or set infinity.update to "
-                '"next_forward"'
+                "engine.backward() was called more than gradient_accumulation_steps times "
+                f"({self.batch.accumulation}) before engine.step(), and the last of these has updated units. Call "
+                "engine.step() first, add the losses of a micro-batch and call backward once, raise "
+                'gradient_accumulation_steps, or set infinity.update to "next_forward".'
             )
         if self.config.infinity.check_nan and not self.config.fp16.enabled:
             self._check_loss(loss)
@@ -211,6 +212,7 @@ class Engine(Runner):
     @uninterrupted()
     def _update(self) -> None:
         """The step's stored gradients become updates that are due, and the step ends."""
+        self._check_open()
         self._check_synced()
         if self.parts.backward.conclude():
             raise step_order.after_a_failed_backward()
@@ -403,7 +405,7 @@ class Engine(Runner):
     def _settle(self) -> None:
         with self._failing():
             self.parts.store.settle()
-            self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused)), does="looks at states"))
+            self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused)), does="reads states"))
         super().settle()
 
     def save_checkpoint(

@@ -18,7 +18,7 @@ from infinity.comm.groups import Group
 from infinity.comm.join import join_process_group
 from infinity.config import Config
 from infinity.engine import Engine
-from infinity.errors import ConfigError, InfinityError, ModelError
+from infinity.errors import ConfigError, InfinityError, ModelError, UsageError
 from infinity.inference import InferenceEngine
 from infinity.optim.facade import ParamGroups, UnitOptimizer
 from infinity.runner import Runner
@@ -51,6 +51,7 @@ def initialize(
     Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError before
     anything is trained; nothing is left behind then.
     """
+    _check_device(device)
     join_process_group(dist_init_required, device)
     with _telling(process_group):
         config = config if isinstance(config, Config) else Config.load(config)
@@ -90,6 +91,7 @@ def init_inference(
     Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError; nothing
     is left behind then.
     """
+    _check_device(device)
     join_process_group(dist_init_required, device)
     with _telling(process_group):
         config = Config.load(config if config is not None else {})
@@ -106,6 +108,14 @@ def _telling(group: Group | None) -> Iterator[None]:
     except InfinityError as error:
         refuse(error, group)
         raise
+
+
+def _check_device(device: Any) -> None:
+    if device is not None and not isinstance(device, Device):
+        raise UsageError(
+            f"device is {device!r}: leave it out. An engine computes on the CUDA device of this rank (LOCAL_RANK, else "
+            "torch.cuda.set_device()), or on the CPU where there is none; CUDA_VISIBLE_DEVICES='' hides CUDA devices"
+        )
 
 
 def _check(model: nn.Module, maker: str) -> None:

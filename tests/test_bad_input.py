@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import math
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from torch import nn
 import infinity
 from infinity import _aio
 from infinity.errors import (
+    CheckpointError,
     ConfigError,
     InfinityError,
     ModelError,
@@ -559,3 +562,42 @@ def test_a_process_that_is_killed(tmp_path: Path, number: signal.Signals) -> Non
         process.communicate()
     assert process.returncode == -number
     assert os.listdir(folder) == []
+
+
+# -- calls that PyTorch's own classes take -----------------------------------------------------------------------------
+
+
+def test_a_device_by_name(leaves_nothing: Path) -> None:
+    for device in ("cpu", torch.device("cpu")):
+        with pytest.raises(UsageError, match=r"device is .*cpu.*: leave it out"):
+            infinity.initialize(seeded(Stack), raw(leaves_nothing), device=device)  # type: ignore[arg-type]
+
+
+def test_copies_of_the_optimizer(leaves_nothing: Path) -> None:
+    with make(seeded(Stack), raw(leaves_nothing)) as engine:
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(UsageError, match=r"optimizer cannot be copied or pickled.*optimizer\.state_dict"):
+                copied(engine.optimizer)
+        train(engine, token_batches(1))
+
+
+def test_optimizer_step_after_close(leaves_nothing: Path) -> None:
+    engine = make(seeded(Stack), raw(leaves_nothing))
+    engine.close()
+    with pytest.raises(UsageError, match="the engine is closed"):
+        engine.optimizer.step()
+
+
+def test_a_value_that_is_no_tensor(leaves_nothing: Path) -> None:
+    said = r"the value for head\.weight is a float: pass a tensor of shape \[61, 32\]"
+    with make(seeded(Stack), raw(leaves_nothing)) as engine, pytest.raises(UsageError, match=said):
+        infinity.set_full_fp32_param(engine.module.head.weight, 0.5)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_named_by_its_own_folder(leaves_nothing: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("saved")
+    with make(seeded(Stack), raw(leaves_nothing)) as engine:
+        saved = engine.save_checkpoint(folder)
+        with pytest.raises(CheckpointError, match=rf"is a checkpoint itself: pass '{folder}' and tag='global_step0'"):
+            engine.load_checkpoint(saved)
+        engine.load_checkpoint(folder, tag="global_step0")

@@ -151,9 +151,10 @@ def find(directory: Path, tag: str | None) -> Path:
         try:
             tag = (directory / LATEST).read_text(encoding="utf-8").strip()
         except OSError:
-            raise CheckpointError(
-                f"{directory} has no file {LATEST!r}: nothing was saved there, or give the tag to load"
-            ) from None
+            fix = "nothing was saved there, or give the tag to load"
+            if (directory / INDEX).is_file():
+                fix = f"it is a checkpoint itself: pass {str(directory.parent)!r} and tag={directory.name!r}"
+            raise CheckpointError(f"{directory} has no file {LATEST!r}: {fix}") from None
     folder = directory / tag
     if not folder.is_dir():
         # A save of the same tag was killed between two renames: what it was to replace is still whole.

@@ -110,7 +110,7 @@ def failures(failure: str, group: dist.ProcessGroup) -> str:
     said = _from_all(failure, group)
     by_text = by_value([text or None for text in said])
     text = "; ".join(f"{who} cannot go on: {why}" for why, who in by_text.items() if why)
-    return text and f"{text}. Mend that, and start all ranks again"
+    return text and f"{text}. Fix the error and restart all ranks."
 
 
 def _first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:

@@ -38,7 +38,7 @@ _DOINGS = (
     "gathers a state",
     "broadcasts",
     "sums numbers",
-    "looks at states",
+    "reads states",
     "refreshes views",
     "waits for all",
     "gives up",
@@ -124,7 +124,7 @@ class Ranks:
     def know(self, units: Sequence[UnitLayout]) -> None:
         """What will be exchanged, by the index of a unit; the same on all ranks."""
         self._units = units
-        # As many words whatever is done, or ranks that do different things could not be told.
+        # As many words for every collective, so that ranks which issue different ones can compare them.
         self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
         if self.backend == "gloo":
             largest = max((layout.numel for layout in units if layout.trainable), default=0)
@@ -236,8 +236,8 @@ class Ranks:
             raise
         except RuntimeError as error:
             self._disagreement = (
-                f"a collective failed ({error}): unless that says why, another rank ended, or did not answer within "
-                "the process group's timeout. Look at what the other ranks said last"
+                f"a collective failed ({error}). Another rank probably ended, closed its engine, or did not answer "
+                "within the process group's timeout: see the last messages of the other ranks."
             )
             raise RanksError(self._disagreement) from error
 
@@ -246,10 +246,10 @@ class Ranks:
         for (kind, unit), who in by_value(doings).items():
             parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self._units[unit].name}" if unit >= 0 else ""))
         return (
-            f"the ranks do different things: {'; '.join(parts)}. Every rank has to use the same units in the same "
-            "order: let no rank's data decide which blocks run, or run the others too, on nothing (experts that are "
-            "units of their own become one where infinity.unit_size is as large as the block that holds them). And all "
-            "ranks save, load and look at states together, not one alone"
+            f"the ranks issued different collectives: {'; '.join(parts)}. All ranks must use the same units in the "
+            "same order, and save, load and read states together. Control flow must not depend on rank-local data: run "
+            "skipped blocks on empty inputs instead, or raise infinity.unit_size to the size of the block that holds "
+            "all experts, which makes them one unit."
         )
 
     def _together(self, does: str, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -358,7 +358,7 @@ class Ranks:
         """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest."""
         if self.alone:
             return self.model.gather(mine)
-        found: list[Any] = self._together("looks at states", 1, self._gather_objects, mine)
+        found: list[Any] = self._together("reads states", 1, self._gather_objects, mine)
         return [each for column in self.model.gather(found) for each in column]
 
     def _gather_objects(self, mine: Any) -> list[Any]:

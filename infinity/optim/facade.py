@@ -72,6 +72,13 @@ class UnitOptimizer(torch.optim.Optimizer):
         """
         self._drop()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise UsageError: a copy would hold the values of the whole model and no engine that updates it."""
+        raise UsageError(
+            "an engine's optimizer cannot be copied or pickled: save optimizer.state_dict(), or "
+            "engine.save_checkpoint(), which writes parameters and optimizer states unit by unit"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError once the engine is constructed, since all states have been placed by then."""
         if self._step is not None:

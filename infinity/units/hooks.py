@@ -220,10 +220,12 @@ class ModelHooks:
                 before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 after = fn(before)
                 if (after.dtype, after.device) != (before.dtype, before.device):
+                    fix = 'Convert the model before infinity.initialize(), or set "bf16" or "fp16" in the config.'
+                    if after.device != before.device:
+                        fix = "The engine computes on engine.device, a CUDA device if there is one: move inputs there."
                     raise UsageError(
                         f"{type(module).__name__} was to be moved to {after.dtype} on {after.device} while an engine "
-                        f"has its parameters, which are {before.dtype} on {before.device}: convert the model before "
-                        'infinity.initialize(), or set "bf16" or "fp16" in the config. Nothing was changed.'
+                        f"has its parameters, which are {before.dtype} on {before.device}. {fix} Nothing was changed."
                     )
         for part in module.modules() if recurse else [module]:
             for name, buffer in part._buffers.items():
@@ -243,8 +245,9 @@ def _own_state(module: nn.Module, state: dict[str, Any], prefix: str, local_meta
 
 def _refuse_state(module: nn.Module, *_: Any) -> None:
     raise UsageError(
-        f"load_state_dict() of {type(module).__name__} was called while an engine has its parameters: load them before "
-        "infinity.initialize(), or use engine.load_checkpoint()."
+        f"load_state_dict() was called on a model (on its {type(module).__name__}) while an engine has its parameters. "
+        "Load them before infinity.initialize(), use engine.load_checkpoint(), or call infinity.set_full_fp32_param() "
+        "for each."
     )
 
 

@@ -60,8 +60,8 @@ def check_values(model: nn.Module) -> None:
         if holds and rules.of(module) is reset and not resets(module):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) was built on the meta device and has no "
-                "reset_parameters(): give it one, give the model an initialize_module(module) method, or build the "
-                "model on the cpu."
+                "reset_parameters(). Give it one, give the model an initialize_module(module) method, or build the "
+                "model on the cpu or, where it does not fit in memory, under infinity.Init."
             )
     check_reproducible(model, rules, _drawn(model))
 

@@ -153,9 +153,9 @@ def _check_grad(parameter: Any, *value: Any) -> None:
     if owner.slot in owner.unit.collected:
         raise UsageError(
             f"{name}.grad was {'set' if value else 'read'} between backward and engine.step(), and the engine has "
-            'taken the gradient. To clip, set "gradient_clipping". To read, change or drop gradients, set '
-            'infinity.update to "next_forward" and call infinity.get_full_grad(), infinity.set_full_grad() or '
-            "engine.drop_gradients()."
+            'taken the gradient. To update, call engine.step(). To clip, set "gradient_clipping". To read, change or '
+            'drop gradients, set infinity.update to "next_forward" and call infinity.get_full_grad(), '
+            "infinity.set_full_grad() or engine.drop_gradients()."
         )
     if value and value[0] is not None and torch._C._current_graph_task_id() == -1 and owner.unit.layout.trainable:
         raise UsageError(

@@ -491,10 +491,9 @@ class UnitStore:
                 return lease
         held = ", ".join(other.name for other in self.units if other.lease is not None and other.holds)
         raise InfinityError(
-            f"unit {unit.name} needs a device buffer, and all buffers of its size are in use by modules that are "
-            f"running ({held}). "
-            "Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, so that fewer are "
-            "open at once."
+            f"unit {unit.name} needs a device buffer, and running modules or GatheredParameters hold all buffers of "
+            f"its size ({held}). Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, "
+            "so that fewer are held at once, or gather fewer parameters at a time."
         )
 
     def _by_cost(self, victims: list[tuple[float, Unit]]) -> Iterator[Unit]:

@@ -154,9 +154,9 @@ class Unit:
             if trained:
                 raise UsageError(
                     f"{slot.name} was frozen when the engine was made, which keeps no gradient and no optimizer states "
-                    "for it, and now requires a gradient. To train it, close the engine with engine.close(restore=True) "
-                    "and make a new one. Parameters that were trained when it was made can be frozen and unfrozen at any "
-                    "time."
+                    "for it, and now requires a gradient. To train it, close the engine with "
+                    "engine.close(restore=True) and make a new one. Parameters that were trained when it was made can "
+                    "be frozen and unfrozen at any time."
                 )
 
     def bind(self) -> None:

@@ -97,10 +97,10 @@ def test_ranks_that_go_apart_are_told(
     """Both, at once, with the units; and neither hangs, exchanges what does not belong together, or goes on."""
     one, other = pair.run(cases.apart, folder=str(tmp_path), stage=stage, paths=paths, clip=clip)
     assert one["raised"] == other["raised"]
-    assert one["raised"].startswith("the ranks do different things: rank 0 ") and "; rank 1 " in one["raised"]
+    assert one["raised"].startswith("the ranks issued different collectives: rank 0 ") and "; rank 1 " in one["raised"]
     assert "unit body.blocks." in one["raised"]
     for outcome in (one, other):
-        assert outcome["stopped"].startswith("the engine stopped (the ranks do different things")
+        assert outcome["stopped"].startswith("the engine stopped (the ranks issued different collectives")
         assert outcome["seconds"] < 30
 
 
@@ -131,4 +131,4 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: 
 def test_a_rank_that_looks_at_states_alone(pair: Group, stage: int, what: str, tmp_path: Path) -> None:
     """What it adds up is not mistaken for what the other one does."""
     for said in pair.run(odd_cases.alone, folder=str(tmp_path), stage=stage, what=what):
-        assert "rank 0 looks at states" in said and "all ranks save, load and look at states together" in said
+        assert "rank 0 reads states" in said and "save, load and read states together" in said

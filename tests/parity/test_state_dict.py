@@ -438,6 +438,6 @@ def test_no_group_is_added_to_an_engine(tmp_path: Path) -> None:
     model = seeded(Stack)
     rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
     with Engine(model, engine_config(folder=tmp_path), rest, device=CpuDevice()) as engine:
-        with pytest.raises(UsageError, match=r"add_param_group.*model_parameters of infinity.initialize"):
+        with pytest.raises(UsageError, match=r"add_param_group.*restore=True.*model_parameters to a new infinity"):
             engine.optimizer.add_param_group({"params": [engine.module.head.weight]})
         assert len(engine.optimizer.param_groups) == 1
