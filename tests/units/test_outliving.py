@@ -19,6 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from conftest import OpenEngine
 from infinity.errors import InfinityError
+from infinity.units.unit import Residency
 from support.beside import LATE_TOO, NVME, PLACES, SCHEDULES, assert_same_story, training
 from support.loops import train
 from support.models import seeded, vector_batches
@@ -343,6 +344,29 @@ def test_hooks_of_one_step_cost_the_next_nothing(make_engine: OpenEngine) -> Non
     assert all(updated_early(BATCHES[4]))
     engine.settle()
     assert not any(unit.bound for unit in units) and not engine.parts.store._kept
+
+
+@viewed
+def test_a_view_edited_after_a_step_under_hooks(make_engine: OpenEngine) -> None:
+    """Autograd places the edited view in its parameter by the layout of both, which the end of the step keeps."""
+
+    class Inside(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with save_on_cpu():
+                return super().forward(x)
+
+    engine = make_engine(seeded(lambda: Net(layer=Inside)), **NVME, update="next_forward")
+    weights = [layer.weight for layer in engine.module.layers]
+    views = [weight.t() for weight in weights]
+    engine.backward(engine(*BATCHES[0]))
+    assert engine.units[5].exposed and engine.units[5].residency is Residency.RELEASED
+    engine.drop_gradients()
+    with torch.no_grad():
+        views[5].mul_(2)
+    (gradient,) = torch.autograd.grad(views[5][:, 0].sum(), weights[5])
+    expected = torch.zeros(32, 32)
+    expected[0] = 1
+    assert torch.equal(gradient, expected)
 
 
 @PLACES
