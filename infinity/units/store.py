@@ -127,7 +127,7 @@ class UnitStore:
             return False
         if not self._ranks.alone:
             # Ranks must decide alike. How often a unit is used may differ between them (experts), as may views; in
-            # which order units are used may not.
+            # which order units are used may not. Views keep the former values (`_leave_to_viewers`).
             return self.tracer.passed(unit.index)
         if not self.tracer.finished_with(unit.index):
             return False
@@ -170,6 +170,8 @@ class UnitStore:
             self._drop(unit, valid=False)
             raise
         self.wait_seconds += time.perf_counter() - began
+        if unit.index in self._kept:
+            self._return_to_viewers(unit)
         self._land(unit)
 
     def _land(self, unit: Unit) -> None:
@@ -230,14 +232,21 @@ class UnitStore:
         """
         assert unit.lease is not None and self.pipeline is not None
         arrives: Transfer | None = None
+        early, viewed = job.gradient is not None, False
         if unit.residency is Residency.RESIDENT:
             arrives = DONE
-            if unit.is_viewed():
+            if early and unit.job is not None and unit.is_viewed():
+                with self._moving():
+                    unit.job.done.wait()  # its write refers to the buffer too
+            viewed = unit.is_viewed()
+            if viewed:
                 self._viewed.add(unit.index)
             if self._was_edited(unit):
                 unit.copied.wait()
                 self.adopt(unit)
             self._leave(unit)
+            if early and viewed:
+                arrives = self._leave_to_viewers(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
         if unit.lease.is_substituted:
@@ -248,13 +257,42 @@ class UnitStore:
             unit.unbind()
         unit.move(Residency.UPDATING)
         unit.pending_job = None
-        unit.updated_early = job.gradient is not None
+        unit.updated_early = early
         self.rewritten(unit, job.slots)
         # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
         job.after = unit.copied if unit.job is None else unit.job.done
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
         self.pipeline.submit(job)
+        if early and viewed:
+            self._name_viewer(unit)  # last, since warnings may be set to raise
+
+    def _leave_to_viewers(self, unit: Unit) -> Transfer:
+        """Leave the buffer to its views, which backward may read until the step ends. Return the transfer that copies
+        the parameters into a fresh buffer, for the update.
+        """
+        assert unit.lease is not None
+        fingerprint, nbytes = self._fingerprint(unit), unit.lease.nbytes
+        kept = KeptBuffer(unit.lease.quarantine(), unit.generation, fingerprint)
+        unit.lease = self._pool.try_lease(nbytes)
+        assert unit.lease is not None  # `quarantine` gave the pool one
+        self._kept[unit.index] = kept
+        return self._device.copy(unit.lease.tensor, kept.buffer[:nbytes])
+
+    def _return_to_viewers(self, unit: Unit) -> None:
+        """Move updated parameters that have arrived into the buffer that was left to views, if these are alive.
+
+        Raises LifetimeError if a view was edited since.
+        """
+        assert unit.lease is not None
+        viewed = self._is_viewed_released(unit)
+        kept = self._kept.pop(unit.index)
+        if self._is_edited(unit, kept):
+            self._evict(unit)
+            raise _edit_lost(unit)
+        if viewed:
+            kept.buffer[: unit.lease.nbytes].copy_(unit.lease.tensor)
+            unit.lease.substitute(kept.buffer)
 
     def settle(self) -> None:
         """Start every update that is due and wait until all are done, written back included."""
@@ -326,10 +364,10 @@ class UnitStore:
         with self._moving():
             for unit in self.units:
                 kept = self._kept.get(unit.index)
+                if unit.lease is not None:
+                    self._evict(unit)
                 if kept is not None and self._is_edited(unit, kept):
                     self._write_kept(unit)
-                elif unit.lease is not None:
-                    self._evict(unit)
 
     def abandon(self) -> None:
         """Take the parameters out of the buffers without writing anything back: the engine ends after an error."""
@@ -404,10 +442,7 @@ class UnitStore:
             return True
         elif self._is_edited(unit, kept):
             self._take(unit).release()
-            raise LifetimeError(
-                f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
-                "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
-            )
+            raise _edit_lost(unit)
         return False
 
     def _is_edited(self, unit: Unit, kept: KeptBuffer) -> bool:
@@ -522,6 +557,13 @@ class UnitStore:
         ]
         found.sort(reverse=True)
         return [(distance, self.units[index]) for distance, index in found]
+
+
+def _edit_lost(unit: Unit) -> LifetimeError:
+    return LifetimeError(
+        f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
+        "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
+    )
 
 
 def _busy(unit: Unit) -> bool:

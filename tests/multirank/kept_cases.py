@@ -12,14 +12,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
+from infinity.errors import LifetimeError
 from infinity.units.residents import is_managed
 from multirank.cases import SAMPLES
 from support.configs import engine_config
+from support.late_device import LateDevice
 from support.lifetime import assert_nothing_leaked
 from support.loops import open_engine, parameters_of
 from support.models import seeded, vector_batches
 
 STEPS = 5
+LEARNING_RATE = 1e-2
 
 
 class Layer(nn.Module):
@@ -48,6 +51,41 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.mse_loss(x, targets)
+
+
+class KeepsView(torch.autograd.Function):
+    """x @ weight that keeps a view of its weight on `ctx`, which autograd knows nothing of. between: called in backward
+    before the view is read. copies: keep a copy of the view instead.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, between: Callable[[], None], copies: bool
+    ) -> torch.Tensor:
+        ctx.view, ctx.between = weight.t().clone() if copies else weight.t(), between
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ctx.between()
+        return gradients[0] @ ctx.view, None, None, None
+
+
+class Twice(Net):
+    """A net that uses all its weights once more, before the layers and without a gradient. In backward the gradients of
+    the layers have all arrived before these uses read the views that they keep, for the gradient of `first`.
+    """
+
+    def __init__(self, between: Callable[[], None], copies: bool) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(32))
+        self._between, self._copies = between, copies
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = x + self.first
+        for layer in self.layers:
+            x = x + 0.3 * torch.tanh(KeepsView.apply(x, layer.weight.detach(), self._between, self._copies))
+        return super().forward(x, targets)
 
 
 def clamp(weight: torch.Tensor) -> None:
@@ -169,13 +207,39 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def told(
-    rank: int, *, story: str, folder: str, edit: str = "", hooks: bool = False, leaks: bool = True, **options: Any
+    rank: int,
+    *,
+    story: str,
+    folder: str,
+    edit: str = "",
+    hooks: bool = False,
+    leaks: bool = True,
+    twice: str = "",
+    late: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Return this rank's losses, the story's results and all final parameters."""
+    """Return this rank's losses, the story's results and all final parameters.
+
+    twice: train a model that uses its weights twice and keeps views on "all ranks" or on "one rank". late: on a device
+    whose copies complete late.
+    """
+
+    def make() -> nn.Module:
+        if twice:
+            return Twice(let_updates_end, copies=twice == "one rank" and rank == 0)
+        return Net(edit=EDITS.get(edit), hooks=hooks)
+
+    def let_updates_end() -> None:
+        for unit in engine.units:
+            if unit.job is not None:
+                unit.job.done.wait()
+
     warnings.filterwarnings("ignore", "something still refers")
     try:
-        config = engine_config(folder=folder, micro=SAMPLES, unit_size=4096, prefetch_bytes=0, **options)
-        with open_engine(seeded(lambda: Net(edit=EDITS.get(edit), hooks=hooks)), config) as engine:
+        config = engine_config(
+            folder=folder, micro=SAMPLES, lr=LEARNING_RATE, unit_size=4096, prefetch_bytes=0, **options
+        )
+        with open_engine(seeded(make), config, LateDevice() if late else None) as engine:
             after = story_of(story, engine.module, rank)
             losses, seen = [], []
             for number, batch in enumerate(batches(rank)):
@@ -193,10 +257,32 @@ def told(
         warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
 
 
-def plain(ranks: int, *, story: str, edit: str = "", bf16: bool = False) -> dict[str, Any]:
+def edits_before_the_step(rank: int, *, folder: str) -> str:
+    """Return the error of a step after an edit through a view whose unit was updated in backward; "" without one."""
+    warnings.filterwarnings("ignore", "something still refers")
+    try:
+        config = engine_config(folder=folder, micro=SAMPLES, unit_size=4096, prefetch_bytes=0, update="during_backward")
+        engine = open_engine(seeded(Net), config)
+        view = engine.module.layers[3].weight.data
+        try:
+            for number, batch in enumerate(batches(rank)):
+                engine.backward(engine(*batch))
+                if number == 2:
+                    view.mul_(0.98)
+                engine.step()
+        except LifetimeError as error:
+            return str(error)
+        finally:
+            engine.close()
+        return ""
+    finally:
+        warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
+
+
+def plain(ranks: int, *, story: str, edit: str = "", twice: str = "") -> dict[str, Any]:
     """Return the same from plain PyTorch, with the gradient averaged over the ranks' batches."""
-    model = seeded(lambda: Net(edit=EDITS.get(edit)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    model = seeded(lambda: Twice(lambda: None, copies=False) if twice else Net(edit=EDITS.get(edit)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     after = story_of(story, model, 1)
     losses, seen = [], []
     every = [batches(rank) for rank in range(ranks)]

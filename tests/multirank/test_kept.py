@@ -15,10 +15,13 @@ STAGES = pytest.mark.parametrize("stage", [0, 2, 3])
 SCHEDULES = pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
 
 
-def assert_like_plain(pair: Group, story: str, stage: int, folder: Path, edit: str = "", **options: Any) -> None:
+def assert_like_plain(
+    pair: Group, story: str, stage: int, folder: Path, edit: str = "", twice: str = "", **options: Any
+) -> None:
     places = {} if stage == 3 else {"param": "none", "optim": "cpu"}
-    found = pair.run(kept_cases.told, story=story, folder=str(folder), edit=edit, stage=stage, **places, **options)
-    expected = kept_cases.plain(2, story=story, edit=edit)
+    model = {"story": story, "edit": edit, "twice": twice}
+    found = pair.run(kept_cases.told, folder=str(folder), stage=stage, **model, **places, **options)
+    expected = kept_cases.plain(2, **model)
     assert_like([list(losses) for losses in zip(*(o["losses"] for o in found), strict=True)], expected["losses"])
     for outcome in found:
         if story != "views of one rank" or outcome is found[1]:
@@ -31,6 +34,26 @@ def assert_like_plain(pair: Group, story: str, stage: int, folder: Path, edit: s
 @pytest.mark.parametrize("story", ["views", "views of one rank"])
 def test_views_show_what_each_step_made(pair: Group, story: str, update: str, stage: int, tmp_path: Path) -> None:
     assert_like_plain(pair, story, stage, tmp_path, update=update)
+
+
+@STAGES
+@pytest.mark.parametrize("story", ["nothing", "edited views"])
+@pytest.mark.parametrize("twice", ["all ranks", "one rank"])
+def test_views_that_backward_reads_after_an_update(
+    pair: Group, twice: str, story: str, stage: int, tmp_path: Path
+) -> None:
+    """Backward waits for the updates under way, so that one in the buffers of the views changes the result."""
+    assert_like_plain(pair, story, stage, tmp_path, twice=twice, update="during_backward")
+
+
+@pytest.mark.parametrize("story", ["nothing", "edited views"])
+def test_views_that_backward_reads_with_late_copies(pair: Group, story: str, tmp_path: Path) -> None:
+    assert_like_plain(pair, story, 3, tmp_path, twice="all ranks", late=True, update="during_backward")
+
+
+def test_edits_through_views_after_an_update_in_backward_are_refused(pair: Group, tmp_path: Path) -> None:
+    for error in pair.run(kept_cases.edits_before_the_step, folder=str(tmp_path)):
+        assert "layers.3 was edited while the unit was released" in error
 
 
 @STAGES
