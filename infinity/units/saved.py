@@ -271,11 +271,15 @@ def _pack(tensor: torch.Tensor) -> Any:
 
 
 def _is_lossless(pack: _Pack, unpack: _Unpack, tensor: torch.Tensor) -> bool:
-    """Whether the user's hooks give `tensor` back as it is."""
+    """Return True if the user's hooks return the values of `tensor`, tried on a copy, which they may keep."""
     if getattr(pack, "__module__", None) == torch.autograd.graph.__name__:  # save_on_cpu
         return True
-    restored = unpack(pack(tensor))
-    if restored is tensor:
+    with torch.no_grad(), outside_modes():
+        copied = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        copied = nn.Parameter(copied, tensor.requires_grad)
+    restored = unpack(pack(copied))
+    if restored is copied:
         return True
     with torch.no_grad(), outside_modes():
         return restored.dtype == tensor.dtype and torch.equal(restored, tensor.detach())
