@@ -21,8 +21,8 @@ from infinity.config import Config
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
-from infinity.optim.cpu_adam import Hyper
-from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer
+from infinity.optim.cpu_adam import HYPER_KEYS, Hyper
+from infinity.optim.facade import ParamGroups, param_groups, unit_optimizer, watch_other_optimizers
 from infinity.optim.job import Gradient, UpdateJob
 from infinity.optim.loss_scale import LossScale, ScaledBackwards
 from infinity.optim.lr import make_scheduler
@@ -92,7 +92,7 @@ class Engine(Runner):
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
         collector.on_arrival = parts.backward.notice
-        self._watches = collector.watch()
+        self._watches = [*collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
 
@@ -220,7 +220,7 @@ class Engine(Runner):
             return
         self._check_scaled()
         parts = self.parts
-        self._hypers = self.optimizer.hypers()  # they may have been changed since backward
+        self._hypers = self._step_hypers()
         parts.collector.send_all()
         if not self._make_due():
             return
@@ -232,6 +232,18 @@ class Engine(Runner):
         parts.store.refresh_viewed()
         if parts.update != "after_backward":
             parts.store.prefetch()
+
+    def _step_hypers(self) -> list[Hyper]:
+        """The present hyper-parameters; UsageError if backward has updated units with others, which would differ from
+        a plain loop.
+        """
+        present = self.optimizer.hypers()
+        if self.parts.collector.spent:
+            for group, (now, used) in enumerate(zip(present, self._hypers, strict=True)):
+                names = [name for name in HYPER_KEYS[now.rule] if getattr(now, name) != getattr(used, name)]
+                if names:
+                    raise step_order.changed_during_update(group, ", ".join(names))
+        return present
 
     def _make_due(self) -> bool:
         """Turn stored gradients into updates that are due; start those of units that are in a buffer. False: they
@@ -310,7 +322,8 @@ class Engine(Runner):
             raise NonFiniteError(
                 f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {ranks} ranks). "
                 "Nothing was updated by this step: lower the learning rate, set gradient_clipping, or look at this "
-                "batch."
+                "batch. Code that bypasses __torch_function__ (torch.vmap, torch.tensor, TorchScript) reads NaN from "
+                "weights: give it weight.clone()."
             )
 
     def _check_norm(self, norm: float) -> None:

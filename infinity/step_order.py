@@ -22,6 +22,15 @@ def read_during_update(what: str) -> UsageError:
     )
 
 
+def changed_during_update(group: int, names: str) -> UsageError:
+    """Error for hyper-parameters `names` of a param_group that were changed after backward had updated units."""
+    return UsageError(
+        f"{names} of param_group {group} changed between backward and engine.step(), and backward has already updated "
+        "units with the values before. Change them before backward or after engine.step(), or set infinity.update to "
+        '"next_forward", which changes nothing before engine.step(). To go on, set them back.'
+    )
+
+
 def zero_grad_in_mid_step(micro_steps: int, accumulation: int) -> UsageError:
     """Error for `optimizer.zero_grad()` before the last micro-batch of a step."""
     return UsageError(

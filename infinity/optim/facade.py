@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from infinity.config import Optimizer
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.optim.cpu_adam import HYPER_KEYS, Hyper
 from infinity.optim.state_dict import RULE_KEYS, hyper_of, torch_keys
 from infinity.units.compiled import eager
+from infinity.units.residents import owner_of
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -23,6 +28,20 @@ ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple
 
 _OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
 """Keys of a param_group that somebody expects something of."""
+
+
+class _NoStates(dict[Any, Any]):
+    """The `state` of an optimizer whose states live in tiers. Uses that a plain loop would feel are refused."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "optimizer.state was used, which is empty: an engine keeps the optimizer's states in their tiers. Use "
+            'infinity.get_full_optimizer_state(parameter, "exp_avg") and set_full_optimizer_state() for one parameter, '
+            "optimizer.state_dict() and load_state_dict() for all."
+        )
+
+    __contains__ = __delitem__ = __getitem__ = __setitem__ = _refuse
+    clear = get = pop = popitem = setdefault = update = _refuse
 
 
 class UnitOptimizer(torch.optim.Optimizer):
@@ -36,6 +55,7 @@ class UnitOptimizer(torch.optim.Optimizer):
         self._step: Callable[[], None] | None = None
         self._drop: Callable[[], None] = lambda: None
         self._states: TierStates | None = None
+        self._shown: dict[Any, Any] = _NoStates()
         self.rule = hyper.rule
         known = HYPER_KEYS[hyper.rule]
         for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
@@ -43,6 +63,16 @@ class UnitOptimizer(torch.optim.Optimizer):
                 f"a param_group has {name!r}, which {hyper.rule} does not read: {', '.join(known)} may differ"
             )
         super().__init__(groups, {name: getattr(hyper, name) for name in known})
+        self._lists = [list(group["params"]) for group in self.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return self._shown
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if self._step is not None:  # else `Optimizer.__init__` sets it
+            _NoStates()._refuse()
 
     def on_step(self, step: Callable[[], None], drop: Callable[[], None], states: TierStates) -> None:
         """Set the actions of `step` and `zero_grad`, and the states that `state_dict` reads."""
@@ -101,11 +131,11 @@ class UnitOptimizer(torch.optim.Optimizer):
         assert self._states is not None
         states = self._states.read()
         listed = [param for group in self.param_groups for param in group["params"]]
-        self.state.update({param: states[param] for param in listed if param in states})
+        self._shown = {param: states[param] for param in listed if param in states}
         try:
             packed = super().state_dict()
         finally:
-            self.state.clear()
+            self._shown = _NoStates()
         extra = torch_keys(self.rule)
         return {**packed, "param_groups": [{**extra, **group} for group in packed["param_groups"]]}
 
@@ -137,8 +167,43 @@ class UnitOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def hypers(self) -> list[Hyper]:
-        """Return the present hyper-parameters of each param_group; ConfigError for values out of range."""
+        """Return the present hyper-parameters of each param_group; ConfigError for values out of range. UsageError for
+        changes that a plain loop would follow and an engine cannot.
+        """
+        groups = self.param_groups
+        lists = [group["params"] for group in groups]
+        if [*map(len, lists)] != [*map(len, self._lists)] or not all(map(is_, chain(*lists), chain(*self._lists))):
+            raise UsageError(
+                "the parameters of optimizer.param_groups were changed, and an engine trains those that initialize() "
+                "was given, in their groups: undo it. To leave a parameter out, call requires_grad_(False) on it; for "
+                "other groups, save a checkpoint, close the engine, and pass them as model_parameters."
+            )
+        for name in ("maximize", "amsgrad"):
+            if name in torch_keys(self.rule) and any(group.get(name) for group in groups):
+                raise UsageError(f"{name} of a param_group was set, which an engine does not support: undo it")
         return [hyper_of(self.rule, group) for group in self.param_groups]
+
+
+def watch_other_optimizers() -> RemovableHandle:
+    """Refuse steps of other optimizers over parameters of an engine, whose `.grad` is None, until `remove` is called.
+
+    torch.optim passes over parameters without a gradient and says nothing.
+    """
+    return register_optimizer_step_pre_hook(_refuse_managed)
+
+
+def _refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, UnitOptimizer):
+        return
+    for parameter in (param for group in optimizer.param_groups for param in group["params"]):
+        owner = owner_of(parameter)
+        if owner is not None and owner.unit.layout.trainable and parameter.requires_grad:
+            raise UsageError(
+                f"a {type(optimizer).__name__} of its own was to update {owner.unit.layout.slots[owner.slot].name}, "
+                "whose gradients an engine takes: it would change nothing. Use the optimizer that "
+                "infinity.initialize() returns, and give parameters with other hyper-parameters as a group of "
+                "model_parameters."
+            )
 
 
 def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.loops import Result, assert_close, open_engine, parameters_of, train
@@ -73,6 +73,74 @@ def test_groups_within_one_unit(clip: float, update: str, tmp_path: Path) -> Non
             losses += train(engine, [batch])
         ours = Result(losses, parameters_of(engine))
     assert_close(ours, reference(config, halve_at=5))
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
+def test_a_rate_that_changes_between_backward_and_step(update: str, tmp_path: Path) -> None:
+    """It counts for the step, as in torch, or is refused where units have been updated with the one before."""
+    losses = []
+    with open_engine(seeded(Stack), engine_config(folder=tmp_path, update=update)) as engine:
+        group = engine.optimizer.param_groups[0]
+        for step, batch in enumerate(token_batches(STEPS)):
+            loss = engine(*batch)
+            engine.backward(loss)
+            if step == 5:
+                before = group["lr"]
+                group["lr"] *= 0.5
+                if update == "during_backward":
+                    with pytest.raises(UsageError, match=r"lr of param_group 0 changed between backward and engine"):
+                        engine.step()
+                    group["lr"] = before
+            engine.step()
+            losses.append(loss.item())
+        ours = Result(losses, parameters_of(engine))
+    model = seeded(Stack)
+    config = engine_config(folder=tmp_path, update=update)
+    halve_at = STEPS + 1 if update == "during_backward" else 5
+    params = config.optimizer.params
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=params.lr, betas=params.betas, eps=params.eps, weight_decay=params.weight_decay
+    )
+    losses = []
+    for step, batch in enumerate(token_batches(STEPS)):
+        loss = model(*batch)
+        loss.backward()
+        if step == halve_at:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_close(ours, Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()}))
+
+
+CHANGES: dict[str, Any] = {
+    "pop": lambda groups: groups[1]["params"].pop(),
+    "empty": lambda groups: groups[2].update(params=[]),
+    "move": lambda groups: groups[0]["params"].append(groups[1]["params"].pop()),
+    "swap": lambda groups: groups.reverse(),
+    "delete": lambda groups: groups.pop(),
+    "append": lambda groups: groups.append({**groups[0], "params": [groups[1]["params"].pop()]}),
+    "maximize": lambda groups: groups[1].update(maximize=True),
+    "amsgrad": lambda groups: groups[1].update(amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("update", ["auto", "next_forward"])
+def test_groups_that_change(change: str, update: str, tmp_path: Path) -> None:
+    """torch.optim trains what param_groups list at each step. An engine refuses, and goes on once that is undone."""
+    config, model = engine_config(folder=tmp_path, update=update), seeded(Stack)
+    with Engine(model, config, groups_of(model), device=CpuDevice()) as engine:
+        batches = token_batches(STEPS)
+        losses = train(engine, batches[:5])
+        groups = [{**group, "params": list(group["params"])} for group in engine.optimizer.param_groups]
+        CHANGES[change](engine.optimizer.param_groups)
+        with pytest.raises(UsageError, match="undo it"):
+            train(engine, [batches[5]])
+        engine.optimizer.param_groups[:] = groups
+        losses += train(engine, batches[5:])
+        ours = Result(losses, parameters_of(engine))
+    assert_close(ours, reference(config))
 
 
 def test_a_parameter_of_no_group_stays(tmp_path: Path) -> None:
