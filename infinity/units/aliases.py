@@ -98,12 +98,36 @@ def _span(values: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_overlaps(held: Sequence[_Held]) -> None:
-    """Raise ModelError if two parameters, or a parameter and a buffer, have an element in common."""
+    """Raise ModelError if two parameters, or a parameter and a buffer, have an element in common, or if two elements
+    of a trained parameter are one.
+    """
     problems = [
+        f"elements of parameter {each.name} share memory (its strides are {tuple(each.values.stride())}), and would be "
+        f"trained apart: give each memory of its own ({each.name}.data = {each.name}.data.contiguous())"
+        for each in held
+        if each.is_parameter and each.tensor.requires_grad and _overlaps_itself(each.values)
+    ]
+    problems += [
         _overlap_problem(one, other) for one, other in _overlapping(held) if one.is_parameter or other.is_parameter
     ]
     if problems:
         raise ModelError(_listed(problems))
+
+
+def _overlaps_itself(values: torch.Tensor) -> bool:
+    """Whether two elements have the same address."""
+    dimensions = sorted((stride, size) for stride, size in zip(values.stride(), values.shape, strict=True) if size > 1)
+    reach = 0
+    for stride, size in dimensions:
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    addresses = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dimensions:
+        addresses = (addresses[:, None] + stride * torch.arange(size)).flatten()
+    return len(addresses.unique()) < len(addresses)
 
 
 def _overlapping(held: Sequence[_Held]) -> Iterator[tuple[_Held, _Held]]:

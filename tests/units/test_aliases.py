@@ -148,6 +148,31 @@ def test_shared_memory_is_named(name: str, start: str, tmp_path: Path) -> None:
         infinity.initialize(model, engine_config(folder=tmp_path), device=CpuDevice())[0].close()
 
 
+@pytest.mark.parametrize("strides", [(1, 1), (0, 1), (1, 0), (2, 31)], ids=str)
+def test_elements_in_one_place(strides: tuple[int, int], tmp_path: Path) -> None:
+    """torch.optim adds to such memory once for each element; frozen values do not change."""
+    model = seeded(Pair)
+    model.a.weight = nn.Parameter(torch.randn(2000).as_strided((32, 32), strides))
+    with pytest.raises(ModelError, match=r"elements of parameter a\.weight share memory") as caught:
+        infinity.initialize(model, engine_config(folder=tmp_path), device=CpuDevice())
+    assert "a.weight.data = a.weight.data.contiguous()" in str(caught.value)
+    frozen = copy.deepcopy(model)
+    frozen.a.weight.requires_grad_(False)
+    infinity.initialize(frozen, engine_config(folder=tmp_path), device=CpuDevice())[0].close()
+    model.a.weight.data = model.a.weight.data.contiguous()
+    infinity.initialize(model, engine_config(folder=tmp_path), device=CpuDevice())[0].close()
+
+
+@pytest.mark.parametrize("strides", [(1, 32), (2, 64), (100, 3), (2, 33)], ids=str)
+def test_elements_in_places_of_their_own(strides: tuple[int, int], tmp_path: Path) -> None:
+    """Transposed and spread memory; strides of 2 and 33 interleave rows."""
+    config, model = engine_config(folder=tmp_path), seeded(Pair)
+    model.a.weight.data = torch.randn(4000).as_strided((32, 32), strides)
+    expected = copy.deepcopy(model)
+    ours, theirs = trained(model, BATCHES, config), plain(expected, BATCHES, config)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+
+
 def test_many_are_counted(tmp_path: Path) -> None:
     model = seeded(Stack)
     kept = [parameter.data for parameter in model.parameters()]
