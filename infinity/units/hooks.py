@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from infinity.errors import UsageError
 from infinity.units import residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
+from infinity.units.copies import StateCopies
 from infinity.units.local import unwrapped
 from infinity.units.modes import named_refusal, transformed
 from infinity.units.saved import are_covered
@@ -80,8 +81,11 @@ class UnitParameters(dict[str, Any]):
                 "place."
             )
         if managed is not None:
-            if value is not managed and isinstance(value, torch.Tensor) and residents.owner_of(unwrapped(value)):
-                raise transformed(name)  # a torch.func wrapper has captured the placeholder
+            if value is not managed and isinstance(value, torch.Tensor):
+                inner = unwrapped(value)
+                owner = residents.owner_of(inner) if inner is not value else None
+                if owner is not None:  # a torch.func wrapper has captured the placeholder
+                    raise transformed(owner.unit.layout.slots[owner.slot].name)
             index = self._units[name].index
             self._replaced[index] += (self.get(name) is managed) - (value is managed)
             if not self._replaced[index]:
@@ -100,6 +104,10 @@ def _refuse(what: str) -> NoReturn:
         f"the model cannot {what} while an engine has its parameters: read engine.state_dict(), or "
         "engine.save_checkpoint(); a second model is built anew and takes these values by load_state_dict()."
     )
+
+
+def _refuse_script() -> NoReturn:
+    _refuse("be scripted or traced, since TorchScript reads parameters without Python,")
 
 
 class ModelHooks:
@@ -127,19 +135,22 @@ class ModelHooks:
         self._members: Counter[int] = Counter()
         """unit → number of names that modules have for its parameters."""
         self._open = True
+        self._copies = StateCopies()
         self._handles: list[Any] = []
         self._wrapped = [module for module in model.modules() if module._parameters]
         for module in self._wrapped:
             parameters = UnitParameters(module._parameters, store, self._scope, self._replaced)
             self._members.update(unit.index for unit in parameters._units.values())
             module.__dict__["_parameters"] = parameters
-            self._handles.append(module.register_state_dict_post_hook(_own_state))
+            put = functools.partial(self._copies.put)  # of a type that takes the attributes of a hook
+            self._handles.append(module.register_state_dict_post_hook(put))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_state))
         self._forwards: list[tuple[nn.Module, Any, Any]] = []
         for module in dict.fromkeys([model, *units_of_module]):
             self._wrap_forward(module, units_of_module.get(module, []))
         for module in model.modules():
             module.__dict__["_apply"] = functools.partial(self._apply, module)
+            module.__dict__["__prepare_scriptable__"] = _refuse_script  # torch.jit.script calls it
 
     def remove(self) -> None:
         self._open = False
@@ -155,6 +166,7 @@ class ModelHooks:
                     module.__dict__["forward"] = before
         for module in self._model.modules():
             module.__dict__.pop("_apply", None)
+            module.__dict__.pop("__prepare_scriptable__", None)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -166,11 +178,15 @@ class ModelHooks:
         """
         call, scope, store = module.forward, self._scope, self._store
         is_root = module is self._model
+        before = module.__dict__.get("forward")
+        of_class = type(module).forward
 
         @wraps(call)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._open:
                 return call(*args, **kwargs)
+            if torch._C._get_tracing_state() is not None:
+                _refuse_script()
             compiling = exchange_callback(None)
             installed, held = None, list[Unit]()
             try:
@@ -181,9 +197,12 @@ class ModelHooks:
                     if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:
                         store.hold(unit)
                         held.append(unit)
+                run: Any = call
+                if before is None and type(module).forward is not of_class:
+                    run = type(module).forward.__get__(module)  # the class was patched, or the module has another one
                 exchange_callback(compiling)
                 try:
-                    output = call(*args, **kwargs)
+                    output = run(*args, **kwargs)
                 except RuntimeError as error:
                     if (refused := named_refusal(error)) is not error:
                         raise refused from error
@@ -202,13 +221,13 @@ class ModelHooks:
                     scope.leave(installed)
                 exchange_callback(compiling)
 
-        before = module.__dict__.get("forward")
         module.__dict__["forward"] = breaks_graphs(forward)
         self._forwards.append((module, forward, before))
 
     def _enter(self) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._on_entry()
+            self._copies.check()
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """`module._apply`, which `.to()`, `.half()` and `.cuda()` call: applies `fn` to buffers only.
@@ -232,15 +251,6 @@ class ModelHooks:
                 if buffer is not None:
                     part._buffers[name] = fn(buffer)
         return module
-
-
-def _own_state(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Clone parameters in the result of `state_dict()`: their buffer is reused once the unit is released."""
-    for name in module._parameters:
-        key = prefix + name
-        value = state.get(key)
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # Parameters: keep_vars=True
-            state[key] = value.detach().clone()
 
 
 def _refuse_state(module: nn.Module, *_: Any) -> None:

@@ -1,13 +1,15 @@
 """Shields the engine's operations from modes of the user's code.
 
-Dispatch and inference modes, `torch.device(...)` contexts and torch.func transforms apply to the model's operations
-only. Otherwise selective checkpointing would count the engine's operations, vmap would wrap its buffers, and tensors
-created for transfers would still be inference tensors after an inference mode has ended.
+Dispatch and inference modes, `torch.device(...)` contexts, torch.func transforms and traces of torch.jit apply to the
+model's operations only. Otherwise selective checkpointing would count the engine's operations, vmap would wrap its
+buffers, sizes would be tensors, and tensors created for transfers would still be inference tensors after an inference
+mode has ended.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,10 +30,10 @@ def in_derivative() -> bool:
 
 
 def transformed(name: str) -> UsageError:
-    """Error for a torch.func derivative that needs parameters of the unit `name`."""
+    """Error for a torch.func derivative that needs the parameter, or parameters of the unit, `name`."""
     return UsageError(
-        f"a derivative by torch.func (grad, vjp, jvp, jacrev, hessian) needs the parameters of {name}, whose memory an "
-        "engine lends to other units before it is finished. Use torch.autograd.grad or torch.autograd.functional, or "
+        f"a derivative by torch.func (grad, vjp, jvp, jacrev, hessian) needs parameters of an engine ({name}), whose "
+        "memory is lent to other units before it is finished. Use torch.autograd.grad or torch.autograd.functional, or "
         "give torch.func.functional_call tensors of your own for all parameters (p.detach().clone())."
     )
 
@@ -51,9 +53,14 @@ def outside_modes() -> AbstractContextManager[object]:
     """Suspend every mode of this thread in the block. Without any mode it costs a microsecond."""
     dispatch, function = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     transforms, inference = torch._C._are_functorch_transforms_active(), torch.is_inference_mode_enabled()
-    if not (dispatch or function or transforms or inference):
+    trace = torch._C._get_tracing_state()
+    if not (dispatch or function or transforms or inference or trace):
         return _NOTHING
     suspended = ExitStack()
+    if trace:
+        set_trace: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+        set_trace(None)
+        suspended.callback(set_trace, trace)
     if inference:
         suspended.enter_context(torch.inference_mode(False))
     if transforms:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -93,6 +94,7 @@ _data: Any = torch.Tensor.data
 _SET_DATA = _data.__set__
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
 """Functions that take parameters as inputs of a derivative and do not read their values."""
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 _WRITES = re.compile(r"(?!__).*_$|__i\w+__$|__[gs]et(item)?__$")
 """Names of operations that write into a tensor or access its attributes."""
 
@@ -128,6 +130,22 @@ class Released:
             if recorded and not _WRITES.match(func.__name__):
                 args, kwargs = tree_map_only(nn.Parameter, _alias, (args, kwargs))
             return func(*args, **kwargs)
+
+    def detach(self) -> torch.Tensor:
+        if sys._getframe(1).f_code is _NEW_PARAMETER:
+            unit, _, slot = _owner(self)
+            raise UsageError(
+                f"nn.Parameter(…) was made from {unit.layout.slots[slot].name}, which an engine has: pass "
+                ".detach().clone() of it, or .detach() to share its memory."
+            )
+        return torch.Tensor.detach(self)  # type: ignore[arg-type]
+
+    @eager
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """`Tensor.set_`, for which PyTorch does not call `__torch_function__`."""
+        with _whole(_owners((self, args, kwargs))):
+            set_: Any = torch.Tensor.set_
+            return set_(self, *args, **kwargs)
 
     @eager
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -56,6 +56,11 @@ def by_assignment(p: torch.Tensor) -> None:
     p.data = p.data.clamp(-0.2, 0.2)
 
 
+def by_set(p: torch.Tensor) -> None:
+    with torch.no_grad():
+        p.set_(p.detach().clamp(-0.2, 0.2))
+
+
 def by_view(p: torch.Tensor) -> None:
     p.detach().view(-1)[::3].mul_(0.5)
 
@@ -81,6 +86,7 @@ EDITS = [
     by_item,
     by_copy,
     by_assignment,
+    by_set,
     by_view,
     by_out,
     by_foreach,

@@ -57,6 +57,15 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "to_empty": lambda model: model.to_empty(device="meta"),
     "half of a part": lambda model: model.layers[2].half(),
     "half of a part without parameters of its own": lambda model: model.part.half(),
+    "script": torch.jit.script,
+    "script of a part": lambda model: torch.jit.script(model.part),
+    "trace": lambda model: torch.jit.trace(model, BATCHES[0], check_trace=False),
+    "trace of a part": lambda model: torch.jit.trace(model.part, BATCHES[0][0], check_trace=False),
+    "trace of a function": lambda model: torch.jit.trace(lambda x: model.layers[2](x), BATCHES[0][0]),
+    "step of another optimizer": lambda model: torch.optim.SGD(model.parameters()).step(),
+    "step of another optimizer of a part": lambda model: torch.optim.AdamW(model.layers[2].parameters()).step(),
+    "a Parameter of a Parameter": lambda model: nn.Parameter(model.layers[2].weight),
+    "an embedding of a parameter": lambda model: nn.Embedding.from_pretrained(model.layers[2].weight),
     "load": lambda model: model.load_state_dict(Nested().state_dict()),
     "load of a part": lambda model: model.layers[2].load_state_dict(nn.Linear(32, 32, bias=False).state_dict()),
 }
@@ -67,6 +76,10 @@ ALLOWED: dict[str, Callable[[Any], Any]] = {
     "state_dict": lambda model: model.state_dict(),
     "apply": lambda model: model.apply(lambda module: None),
     "repr": repr,
+    "trace of a function of a parameter": lambda model: torch.jit.trace(torch.sin, model.layers[2].weight.detach()),
+    "step of another optimizer over other parameters": lambda model: torch.optim.SGD(
+        [nn.Parameter(torch.ones(2))]
+    ).step(),
     "zero_grad": lambda model: model.zero_grad(),
     "named": lambda model: [list(model.named_parameters()), list(model.named_buffers()), list(model.named_modules())],
 }
@@ -90,6 +103,55 @@ def test_refused_or_harmless(name: str, place: dict[str, Any], make_engine: Open
     assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     seen += training(BATCHES[3:])(loop)
     assert_like(seen, expected)
+    assert_nothing_leaked(engine)
+
+
+STATES: dict[str, Callable[[Any], Any]] = {
+    "read": lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]],
+    "get": lambda optimizer: optimizer.state.get(optimizer.param_groups[0]["params"][0]),
+    "in": lambda optimizer: optimizer.param_groups[0]["params"][0] in optimizer.state,
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "delete": lambda optimizer: optimizer.state.pop(optimizer.param_groups[0]["params"][0], None),
+    "set": lambda optimizer: optimizer.state.update({optimizer.param_groups[0]["params"][0]: {}}),
+    "assign": lambda optimizer: setattr(optimizer, "state", {}),
+}
+
+
+@WHERE
+@pytest.mark.parametrize("use", STATES)
+def test_states_of_the_optimizer(use: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
+    """`optimizer.state`, which is empty, is refused where a plain loop would read or change moments."""
+    engine = make_engine(seeded(Linears), **place)
+    expected = training(BATCHES)(PlainLoop(seeded(Linears), engine.config))
+    loop, optimizer = EngineLoop(engine), engine.optimizer
+    seen = training(BATCHES[:3])(loop)
+    with pytest.raises(UsageError, match="get_full_optimizer_state"):
+        STATES[use](optimizer)
+    assert not optimizer.state and not list(optimizer.state.items())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    seen += training(BATCHES[3:])(loop)
+    assert_like(seen, expected)
+
+
+@WHERE
+@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "kept"])
+def test_edits_of_a_state_dict(dropped: bool, place: dict[str, Any], make_engine: OpenEngine) -> None:
+    """In a plain loop they change the model. The next forward says that they did not, and then training goes on."""
+    engine = make_engine(seeded(Linears), **place)
+    expected = training(BATCHES)(PlainLoop(seeded(Linears), engine.config))
+    loop, model = EngineLoop(engine), engine.module
+    seen = training(BATCHES[:3])(loop)
+    state = model.state_dict()
+    copied = {name: value.clone().mul_(2) for name, value in state.items()}
+    seen += training(BATCHES[3:4])(loop)
+    state["layers.3.weight"].mul_(2)
+    if dropped:
+        del state
+    with pytest.raises(UsageError, match=r"layers\.3\.weight of the model's state_dict\(\) was edited"):
+        model(*BATCHES[4])
+    seen += training(BATCHES[4:])(loop)
+    assert_like(seen, expected)
+    assert copied and not engine.parts.store.quarantined
     assert_nothing_leaked(engine)
 
 

@@ -1,0 +1,53 @@
+"""Copies of parameters in results of `state_dict()`: an edit in one, which would change a plain model, is noticed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.errors import UsageError
+from infinity.units.local import is_plain
+
+
+class _Copy(NamedTuple):
+    """counter: an empty tensor that shares the copy's version counter and outlives the copy."""
+
+    key: str
+    tensor: weakref.ref[torch.Tensor]
+    counter: torch.Tensor
+
+
+class StateCopies:
+    """Clones parameters in results of `state_dict()`, whose buffers are reused once their units are released."""
+
+    def __init__(self) -> None:
+        self._copies: list[_Copy] = []
+
+    def put(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Replace the parameters of `module` in `state` by copies; a state-dict post-hook."""
+        for name in module._parameters:
+            key = prefix + name
+            value = state.get(key)
+            if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):  # Parameters: keep_vars=True
+                continue
+            state[key] = copied = value.detach().clone()
+            if is_plain(copied) and not copied.is_inference():
+                counter = copied.detach()
+                counter.data = copied.new_empty(0)  # keeps the version counter, not the memory
+                self._copies.append(_Copy(key, weakref.ref(copied), counter))
+
+    def check(self) -> None:
+        """Raise UsageError if a copy was edited in place since it was made; once for each edit."""
+        if not self._copies:
+            return
+        edited = [copy.key for copy in self._copies if copy.counter._version]
+        self._copies = [copy for copy in self._copies if not copy.counter._version and copy.tensor() is not None]
+        if edited:
+            raise UsageError(
+                f"{edited[0]} of the model's state_dict() was edited in place. It is a copy while an engine has the "
+                "parameters, so the model did not change. To change the model, edit its parameters under "
+                "torch.no_grad(). To keep values of your own, clone them from state_dict() first."
+            )
