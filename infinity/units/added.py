@@ -25,6 +25,7 @@ class Additions:
         self._model = model
         self._known = {module: _held(module) for module in model.modules()}
         """module → name in it → parameter, for the parameters that the engine manages."""
+        self._names = dict(model.named_parameters(remove_duplicate=False))
         self._changed = False
         watch = _Watch(self)
         handles = [register_module_parameter_registration_hook(watch), register_module_module_registration_hook(watch)]
@@ -36,25 +37,37 @@ class Additions:
             self._changed = True
 
     def check(self) -> None:
-        """Raise UsageError that names the first parameter which the engine does not manage."""
+        """Raise UsageError that names the first parameter which the engine does not manage, or which it saves under
+        another parameter's name.
+        """
         if self._changed:
             self._look()
 
     def _look(self) -> None:
-        for path, module in self._model.named_modules():
+        for path, module in self._model.named_modules(remove_duplicate=False):
             known = self._known.get(module, {})
             for name, parameter in _held(module).items():
+                full = f"{path}.{name}" if path else name
                 if known.get(name) is not parameter:
-                    full = f"{path}.{name}" if path else name
                     raise UsageError(
                         f"parameter {full} ({type(module).__name__}) was added to the model while an engine has it, "
                         "which would neither train nor save it. Close the engine with engine.close(restore=True), "
                         "which gives the model its values back, and make a new engine; or remove the parameter to go "
                         "on without it."
                     )
+                if self._names.get(full, parameter) is not parameter:
+                    raise self._exchanged(full, parameter)
         for module in self._model.modules():  # modules without parameters may get some later
             self._known.setdefault(module, {})
         self._changed = False
+
+    def _exchanged(self, name: str, parameter: nn.Parameter) -> UsageError:
+        other = next(each for each, known in self._names.items() if known is parameter)
+        return UsageError(
+            f"{name} of the model is now {other}, since a module was put in the place of another while an engine has "
+            "the model, which saves the former parameter under that name. Put it back; or close the engine with "
+            "engine.close(restore=True), change the model and make a new engine."
+        )
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""

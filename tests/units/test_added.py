@@ -88,6 +88,29 @@ def test_a_parameter_that_is_moved() -> None:
             engine(*BATCHES[1])
 
 
+def tied(model: Any) -> None:
+    model.blocks[1] = model.blocks[0]
+
+
+def swapped(model: Any) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+@pytest.mark.parametrize("change", [tied, swapped])
+def test_a_module_in_the_place_of_another(change: Callable[[Any], None]) -> None:
+    """The engine would save the former parameter under the name that the model now has for another."""
+    with open_engine(seeded(Stack), engine_config()) as engine:
+        model: Any = engine.module
+        train(engine, BATCHES[:1])
+        blocks = list(model.blocks)
+        change(model)
+        with pytest.raises(UsageError, match=r"blocks\.\d\.norm\.weight of the model is now blocks\.\d\.norm\.weight"):
+            engine(*BATCHES[1])
+        for index, block in enumerate(blocks):
+            model.blocks[index] = block
+        train(engine, BATCHES[1:])
+
+
 def allowed(model: Any) -> None:
     """Change the model without adding a parameter that the engine does not manage."""
     model.register_buffer("mask", torch.ones(3))
