@@ -89,7 +89,10 @@ class _Running:
 
     job: UpdateJob
     plan: _Plan
+    memory: torch.Tensor
+    """The shard's bytes, uint8."""
     param: torch.Tensor
+    """The same as elements."""
     arrived: Transfer
     staging: Lease | None
     tiles: deque[_Cut]
@@ -100,7 +103,7 @@ class _Running:
 
     def forget(self) -> None:
         """Let go of every view of the unit's buffer: its lease may end as soon as the job is done."""
-        self.param = _NOTHING
+        self.memory = self.param = _NOTHING
         self.arrived = DONE
         self.job.target = None
         self.job.arrives = None
@@ -139,6 +142,10 @@ class UpdatePipeline:
         self._places = places
         self._kernel = kernel
         self._plans: dict[int, _Plan] = {}
+        self._views: dict[tuple[int, int, torch.dtype], dict[str, torch.Tensor]] = {}
+        """(address, elements, dtype of parameters) → states in a buffer of the tile pool, by name. Making a view takes
+        longer than finding it, and hands the interpreter to the model's thread.
+        """
         self._inline = places.param_pool is None and all(
             tier is None or tier.immediate for tier in (places.param_tier, places.optim_tier, places.grad_tier)
         )
@@ -191,6 +198,7 @@ class UpdatePipeline:
             threading.current_thread() is not self._thread
         ):  # an engine that nobody closed may be collected in any thread
             self._thread.join()
+        self._views.clear()
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -254,7 +262,7 @@ class UpdatePipeline:
             work = staging.tensor
         arrived = self._bring(job, target, work)
         plan = self._plan(job.layout)
-        return _Running(job, plan, work.view(job.layout.dtype), arrived, staging, deque(plan.cuts))
+        return _Running(job, plan, work, work.view(job.layout.dtype), arrived, staging, deque(plan.cuts))
 
     def _plan(self, layout: UnitLayout) -> _Plan:
         plan = self._plans.get(layout.index)
@@ -324,7 +332,7 @@ class UpdatePipeline:
                     self.refused.append(job.layout.name)
             if running.skipped:
                 return
-            grad = job.arrived().shard[tile.start : tile.stop]
+            grad = _part(job.arrived().shard, tile.start, tile.stop)
         if running.runs is None:
             running.runs = job.runs()
         began = time.perf_counter()
@@ -340,8 +348,8 @@ class UpdatePipeline:
                 states = {name: state[ranges[name].kind.part(start, stop)] for name, state in whole.items()}
             self._kernel(
                 states,
-                running.param[low:high],
-                grad[start:stop],
+                _part(running.param, low, high),
+                _part(grad, start, stop),
                 job.hypers[run.group],
                 run.step,
                 job.grad_scale,
@@ -352,12 +360,17 @@ class UpdatePipeline:
 
     def _states(self, item: _Tile) -> dict[str, torch.Tensor]:
         """The states of the tile, by name."""
-        cut = item.cut
+        cut, tensor = item.cut, item.states.tensor
         if cut.states is not None:
             return cut.states
-        states = {name: place.of(item.states.tensor) for name, place in cut.ranges.items()}
-        if item.states.lease is None:
-            cut.states = states
+        key = tensor.data_ptr(), cut.tile.stop - cut.tile.start, item.running.job.layout.dtype
+        states = self._views.get(key)
+        if states is None:
+            states = {name: place.of(tensor) for name, place in cut.ranges.items()}
+            if item.states.lease is None:
+                cut.states = states
+            else:
+                self._views[key] = states
         return states
 
     def _conclude(self, running: _Running) -> list[Transfer]:
@@ -369,7 +382,7 @@ class UpdatePipeline:
         if running.failed is not None:
             return []
         try:
-            write = places.param_tier.write(running.plan.param, running.param.view(torch.uint8))
+            write = places.param_tier.write(running.plan.param, running.memory)
             if running.staging is not None:
                 assert job.target is not None
                 places.device.copy(job.target, running.staging.tensor).wait()
@@ -404,3 +417,8 @@ class UpdatePipeline:
             running.job.fail(running.failed)
         else:
             running.job.mark_done()
+
+
+def _part(elements: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return `elements[start:stop]`, which takes longer than to return all of them."""
+    return elements if stop - start == elements.numel() else elements[start:stop]

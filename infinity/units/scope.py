@@ -52,8 +52,10 @@ class Scope:
                 "in one at a time. Guard them with a lock."
             )
         # A checkpoint computes again: seen here, in the task of the backward that asks for it. The task of a backward
-        # inside of that alone would not show where the outermost one ends.
-        self.saved.notice()
+        # inside of that alone would not show where the outermost one ends. Outside of backward, the outermost scope
+        # looks for compiled autograd, which takes a few microseconds.
+        if self.depth == 0 or torch._C._current_graph_task_id() != -1:
+            self.saved.notice()
         installed = self.saved.install(over_others=over_others)
         # Autocast caches casts of leaf parameters until its context ends: they would fill memory and be stale after an
         # update. Set each time, since a context that the model enters may enable the cache again.

@@ -101,7 +101,7 @@ class UnitStore:
         news = self.tracer.touch(unit.index)
         if news:
             self.on_move(unit, self.tracer.passed)
-        if unit.residency is Residency.RESIDENT and not news:
+        if unit.residency is Residency.RESIDENT and (not news or self._is_complete()):
             return
         with self._moving():
             if unit.residency is not Residency.RESIDENT:
@@ -206,8 +206,17 @@ class UnitStore:
         unit.move(Residency.FETCHING)
         unit.transfer = self._ranks.all_gather(unit.flat(), unit.job.computed, unit.index)
 
+    def _is_complete(self) -> bool:
+        """Return whether every unit has a buffer, so that nothing can be prefetched.
+
+        Several ranks gather shards ahead, after an update in the buffer too.
+        """
+        return len(self._leased) == len(self.units) and self._ranks.alone
+
     def prefetch(self) -> None:
         """Start to fetch the units that the trace says come next, as far as `prefetch_bytes` and the pool reach."""
+        if self._is_complete():
+            return
         budget = self._prefetch_bytes
         for index in self.tracer.upcoming():
             unit = self.units[index]
