@@ -1,7 +1,8 @@
 """Finds parameters added to a model after its engine was made, which the engine would neither train nor save.
 
-torch calls global hooks whenever a parameter or a module is registered in any module. Ours only set a flag for modules
-of the engine's model; the next forward then searches the model. Without changes a forward costs one comparison.
+torch calls global hooks whenever a parameter or a module is registered in any module. The hooks here only set a flag
+for modules of the engine's model; the next forward then searches the model. Without changes a forward costs one
+comparison.
 """
 
 from __future__ import annotations
@@ -32,14 +33,12 @@ class Additions:
         self._finalizer = weakref.finalize(self, _remove, handles)
 
     def note(self, module: nn.Module) -> None:
-        """Note that something was registered in `module`, which may belong to any model."""
+        """Record a registration in `module`, which may belong to any model."""
         if module in self._known:
             self._changed = True
 
     def check(self) -> None:
-        """Raise UsageError that names the first parameter which the engine does not manage, or which it saves under
-        another parameter's name.
-        """
+        """Raise UsageError for the first parameter that the engine does not manage, or saves under another name."""
         if self._changed:
             self._look()
 
@@ -57,7 +56,7 @@ class Additions:
                     )
                 if self._names.get(full, parameter) is not parameter:
                     raise self._exchanged(full, parameter)
-        for module in self._model.modules():  # modules without parameters may get some later
+        for module in self._model.modules():  # modules without parameters may get one later
             self._known.setdefault(module, {})
         self._changed = False
 
@@ -75,7 +74,7 @@ class Additions:
 
 
 class _Watch:
-    """The hook that torch calls. Its weak reference lets an engine be freed without being closed."""
+    """Hook that torch calls. Its weak reference allows an engine to be freed without `close`."""
 
     def __init__(self, additions: Additions) -> None:
         self._additions = weakref.ref(additions)

@@ -1,4 +1,4 @@
-"""Checks that initialisation rules reproduce the values a model on the meta device would have got from its own code.
+"""Checks that initialisation rules reproduce the values that the model's own code would have produced.
 
 A tensor on the meta device has no values, but it counts its in-place edits (`_version`), including those by
 `torch.nn.init`. The rules are replayed on stand-ins. A parameter that only its constructor and its rules have edited
@@ -125,7 +125,7 @@ class Replay:
         )
 
     def doubt(self, parameter: nn.Parameter) -> str | None:
-        """Return the problem if edit counts cannot tell an added module from the model's own; else None.
+        """Return the problem if edit counts cannot distinguish an added module from the model's own; else None.
 
         An adapter's own code may happen to edit its parameters as often as the model's rule does.
         """
@@ -183,9 +183,10 @@ def stand_ins(
 
 
 class Twins:
-    """Compares transformers models with twins, which their config builds a second time.
+    """Compares transformers models with twins, built a second time from their configs.
 
-    A parameter that the twin lacks was added. One with another count of edits was edited after construction.
+    A parameter that the twin lacks was added. A parameter with a different count of edits was edited after
+    construction.
     """
 
     def __init__(self, model: nn.Module) -> None:
