@@ -108,7 +108,7 @@ def failures(failure: str, group: dist.ProcessGroup) -> str:
     """Return which ranks failed and why; empty if none did. A collective on gloo."""
     said = _from_all(failure, group)
     by_text = by_value([text or None for text in said])
-    text = "; ".join(f"{who} cannot go on: {why}" for why, who in by_text.items() if why)
+    text = "; ".join(f"{who} failed: {why}" for why, who in by_text.items() if why)
     return text and f"{text}. Fix the error and restart all ranks."
 
 

@@ -114,8 +114,8 @@ class UnitOptimizer(torch.optim.Optimizer):
         if self._step is not None:
             raise UsageError(
                 "optimizer.add_param_group() was called on an engine's optimizer, which trains the parameters that "
-                "initialize() was given: close the engine with engine.close(restore=True), which gives the model its "
-                "values back, and pass all groups as model_parameters to a new infinity.initialize()"
+                "initialize() was given: close the engine with engine.close(restore=True), which returns the "
+                "values to the model, and pass all groups as model_parameters to a new infinity.initialize()"
             )
         super().add_param_group(param_group)
 
@@ -226,7 +226,7 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
             if id(parameter) not in names:
                 raise ConfigError(
                     f"model_parameters holds a parameter of shape {list(parameter.shape)} that is not the model's: "
-                    "pass model.parameters(), or groups of them, of the very model given to initialize()."
+                    "pass model.parameters(), or groups of them, of the model given to initialize()."
                 )
             if id(parameter) in seen:
                 raise ConfigError(f"model_parameters holds {names[id(parameter)]} twice: put it in one group")

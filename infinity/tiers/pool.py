@@ -86,7 +86,7 @@ class Lease:
 
     def _held(self) -> torch.Tensor:
         if self._buffer is None:
-            raise LifetimeError("internal error: a lease was used or given back after it was given back")
+            raise LifetimeError("internal error: a lease was used or released after its release")
         return self._buffer if self._substitute is None else self._substitute
 
 
@@ -164,7 +164,7 @@ class Pool:
         finally:
             self._waiting -= 1
         if not free:
-            raise InfinityError(f"pool {self.name}: no buffer of {nbytes} bytes was given back in {timeout} s")
+            raise InfinityError(f"pool {self.name}: no buffer of {nbytes} bytes was released within {timeout} s")
 
     def _take(self, size: int, nbytes: int) -> Lease | None:
         free = self._free[size]

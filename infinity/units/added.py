@@ -49,10 +49,10 @@ class Additions:
                 full = f"{path}.{name}" if path else name
                 if known.get(name) is not parameter:
                     raise UsageError(
-                        f"parameter {full} ({type(module).__name__}) was added to the model while an engine has it, "
-                        "which would neither train nor save it. Close the engine with engine.close(restore=True), "
-                        "which gives the model its values back, and make a new engine; or remove the parameter to go "
-                        "on without it."
+                        f"parameter {full} ({type(module).__name__}) was added to the model while an engine has it. "
+                        "The engine would neither train nor save it. Close the engine with "
+                        "engine.close(restore=True), which returns the values to the model, and make a new engine; or "
+                        "remove the parameter to continue without it."
                     )
                 if self._names.get(full, parameter) is not parameter:
                     raise self._exchanged(full, parameter)
@@ -63,9 +63,9 @@ class Additions:
     def _exchanged(self, name: str, parameter: nn.Parameter) -> UsageError:
         other = next(each for each, known in self._names.items() if known is parameter)
         return UsageError(
-            f"{name} of the model is now {other}, since a module was put in the place of another while an engine has "
-            "the model, which saves the former parameter under that name. Put it back; or close the engine with "
-            "engine.close(restore=True), change the model and make a new engine."
+            f"{name} of the model is now {other}, since a module was replaced by another while an engine has the "
+            "model. The engine saves the former parameter under that name. Undo the replacement; or close the engine "
+            "with engine.close(restore=True), change the model and make a new engine."
         )
 
     def close(self) -> None:

@@ -262,8 +262,9 @@ def _roots(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 def _inside_problem(path: str, parameter: _Held) -> str:
     return (
-        f"{path} shares the memory of parameter {parameter.name}, and would keep its first values: make it in forward "
-        "from the parameter itself, register a tied weight as the same Parameter, or keep a copy (.detach().clone())"
+        f"{path} shares the memory of parameter {parameter.name}, and would keep its initial values: compute it in "
+        "forward from the parameter itself, register a tied weight as the same Parameter, or keep a copy "
+        "(.detach().clone())"
     )
 
 
@@ -271,7 +272,7 @@ def _outside_problem(alias: _Alias) -> str:
     holder = describe_holder(alias.tensor, besides=alias)
     return (
         f"a tensor of shape {list(alias.tensor.shape)} outside of the model ({holder}) shares the memory of parameter "
-        f"{alias.parameter.name}. It would keep the first values, while in a plain loop it follows the training: "
+        f"{alias.parameter.name}. It would keep the initial values instead of following the training: "
         "delete it (del) before infinity.initialize, or keep a copy (.detach().clone())"
     )
 

@@ -28,7 +28,7 @@ exchange_callback = eval_frame.set_eval_frame
 """Set Dynamo's callback of the current thread (None: compile nothing) and return the previous one."""
 
 _REASON = (
-    "an Infinity engine fetches and releases parameters around this call, which is no part of a graph: leave out "
+    "an Infinity engine fetches and releases parameters around this call, which cannot be in a graph: leave out "
     "fullgraph=True, or compile modules that are a unit each (infinity.unit_size) before infinity.initialize()"
 )
 

@@ -75,10 +75,9 @@ class UnitParameters(dict[str, Any]):
         managed = self._managed.get(name)
         if managed is not None and value is not managed and sys._getframe(1).f_code is _REGISTER:
             raise UsageError(
-                f"{name} was given another parameter while an engine has the model, which would go on to train the one "
-                "before. Close the engine with engine.close(restore=True), which gives the model its values back, "
-                f"change the model and make a new engine. To change only values, assign to {name}.data, or edit it in "
-                "place."
+                f"{name} was given another parameter while an engine has the model, but the engine trains the former "
+                "one. Close the engine with engine.close(restore=True), which returns the values to the model, change "
+                f"the model and make a new engine. To change only values, assign to {name}.data, or edit it in place."
             )
         if managed is not None:
             if value is not managed and isinstance(value, torch.Tensor):
@@ -102,7 +101,7 @@ class UnitParameters(dict[str, Any]):
 def _refuse(what: str) -> NoReturn:
     raise UsageError(
         f"the model cannot {what} while an engine has its parameters: read engine.state_dict(), or "
-        "engine.save_checkpoint(); a second model is built anew and takes these values by load_state_dict()."
+        "engine.save_checkpoint(). For a second model, construct it and load these values by load_state_dict()."
     )
 
 

@@ -48,13 +48,13 @@ def check_values(model: nn.Module) -> None:
             )
         if is_released(parameter):
             raise ModelError(
-                f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it anew, "
+                f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it again, "
                 "and load a checkpoint of that engine into the new one, or close the engine with restore=True."
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(
-                f"buffer {name} is on the meta device, and only its module knows its values. Compute it under "
+                f"buffer {name} is on the meta device, and no initialisation rule sets it. Compute it under "
                 "`with torch.device('cpu')`, or build the model on the cpu."
             )
     rules = Rules(model)

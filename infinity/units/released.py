@@ -198,8 +198,8 @@ def wrong_shape(name: str, given: torch.Size, shape: torch.Size) -> LifetimeErro
     """Return the error for data of shape `given` assigned to a managed parameter of shape `shape`."""
     return LifetimeError(
         f"{name} was given data of shape {list(given)} while an engine has the model, where its shape is "
-        f"{list(shape)}: the data was dropped. Close the engine with engine.close(restore=True), which gives the model "
-        "its values back, change the model and make a new engine."
+        f"{list(shape)}: the data was dropped. Close the engine with engine.close(restore=True), which returns the "
+        "values to the model, change the model and make a new engine."
     )
 
 

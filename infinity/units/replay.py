@@ -22,7 +22,7 @@ from infinity.units.rules import Rule, Rules, reset
 
 FIX = (
     "Build the model on the cpu; where it does not fit in memory, under infinity.Init, in which from_pretrained and "
-    "adapters work as ever. Or load the values with infinity.load_pretrained."
+    "adapters work unchanged. Or load the values with infinity.load_pretrained."
 )
 
 
@@ -121,7 +121,7 @@ class Replay:
             return None
         return (
             f"was edited {parameter._version} times in place, and {max(expected)} times by its constructor and "
-            f"{name_of(self._rules.of(owner))}: initialising it anew would not give what the model's own code gave it"
+            f"{name_of(self._rules.of(owner))}: reinitialising it would not reproduce the model's own values"
         )
 
     def doubt(self, parameter: nn.Parameter) -> str | None:
@@ -133,7 +133,7 @@ class Replay:
         if not (self._ruled[parameter] and self._applied(owner)):
             return None
         return (
-            f"is trained beside frozen ones, and {name_of(self._rules.of(owner))} would initialise it anew: the values "
+            f"is trained beside frozen ones, and {name_of(self._rules.of(owner))} would reinitialise it: the values "
             "of an adapter that was added to the model would be lost"
         )
 
@@ -221,12 +221,12 @@ class Twins:
             if other is None or other.shape != parameter.shape or not _alike(module.get_submodule(path), modules[path]):
                 self._problems[parameter] = (
                     f"is no part of the {type(module).__name__} that its config describes: it was added or moved, "
-                    "and initialising it anew would not give its values"
+                    "and reinitialising it would not reproduce its values"
                 )
             elif other._version != parameter._version:
                 self._problems[parameter] = (
                     f"was edited after {type(module).__name__} was constructed ({parameter._version} edits instead of "
-                    f"{other._version}): initialising it anew would lose that"
+                    f"{other._version}): reinitialising it would lose the edits"
                 )
             else:
                 self._known.add(parameter)

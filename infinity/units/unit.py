@@ -216,8 +216,8 @@ class Unit:
         if viewed:
             raise UsageError(
                 f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, a "
-                "detached tensor or an array that somebody keeps, which would no longer follow them. The data was "
-                f"dropped. Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
+                "detached tensor or an array, which would no longer follow them. The data was dropped. "
+                f"Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
             )
         self.assignments[number] += 1
         view.copy_(assigned.clone())  # clone: it may view the same memory
