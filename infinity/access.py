@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states whole, wherever their shards live: to look at, and to change.
+"""Reads and edits whole parameters, gradients and optimizer states, regardless of sharding and tiers.
 
     with infinity.GatheredParameters(model.head.parameters(), modifier_rank=0):
         if rank == 0:
@@ -7,9 +7,8 @@
     master = infinity.get_full_fp32_param(model.head.weight)
     infinity.set_full_optimizer_state(model.head.weight, "exp_avg", torch.zeros_like(master))
 
-A parameter that is read as an attribute (`model.head.weight`) while an engine is open is fetched all the same; what is
-here keeps it there, is the same on all ranks, and reaches the exact values behind 16-bit parameters. All ranks call
-these functions, in the same order.
+A read of an attribute (`model.head.weight`) fetches the parameter too. These functions also hold it, edit it on all
+ranks alike, and reach the exact fp32 values behind 16-bit parameters. All ranks call them in the same order.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _engines: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 def opened(engine: Runner) -> None:
-    """`engine` has parameters from now on."""
+    """Register `engine` as the owner of its parameters."""
     _engines.add(engine)
 
 
@@ -55,13 +54,13 @@ def closed(engine: Runner) -> None:
 
 
 class GatheredParameters:
-    """Hold parameters whole, in the memory that the model computes in, until the block ends.
+    """Gather parameters and hold them whole on the device of the model until the block ends.
 
-    params: one or more parameters of an open engine; those that are not an engine's are left alone.
-    modifier_rank: the rank whose changes in the block become everybody's; without it nothing should be changed, unless
-        all ranks make the same change.
+    params: one or more parameters of an open engine; other parameters are ignored.
+    modifier_rank: the rank whose edits in the block are broadcast at its end. Without it, edits must be the same on all
+        ranks.
 
-    Raises InfinityError if they are more than there are buffers for: gather fewer at a time.
+    Raises InfinityError if too few buffers are free: gather fewer parameters at a time.
     """
 
     def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None) -> None:
@@ -99,14 +98,14 @@ class GatheredParameters:
 
 
 def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The exact value, fp32 in the parameter's shape, in host memory: the master of a parameter that is trained."""
+    """Return the exact value: fp32 in the parameter's shape, in host memory. For a trained parameter, its master."""
     engine, unit, slot = _owner(param)
     values = _read(engine, unit)[_param_kind(engine, unit), slot].float().clone()
     return engine.ranks.model.whole(param, values)
 
 
 def set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Change it to `value`, of the parameter's shape; a parameter in 16 bits becomes `value` rounded."""
+    """Set the exact value to `value`, in the parameter's shape. A 16-bit parameter becomes `value` rounded."""
     engine, unit, slot = _owner(param)
     _check(value, param, unit, slot)
     states = _read(engine, unit)
@@ -115,8 +114,9 @@ def set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
-    """A moment (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`: those of the optimizer), fp32 in the parameter's
-    shape, in host memory, whatever it is kept in.
+    """Return a moment of the optimizer: fp32 in the parameter's shape, in host memory.
+
+    name: `exp_avg`, `exp_avg_sq`, `sum` or `momentum_buffer`, depending on the rule. Raises UsageError for others.
     """
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
@@ -124,7 +124,7 @@ def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
 
 
 def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-    """Change it to `value`, of the parameter's shape, rounded as an update rounds where it is kept in fewer bits."""
+    """Set a moment to `value`, in the parameter's shape. Moments kept in 16 or 8 bits are rounded as in an update."""
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
     _check(value, param, unit, slot)
@@ -137,11 +137,11 @@ def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor
 
 
 def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient of the present step, fp32 in the parameter's shape, in host memory: the mean over ranks and
-    micro-batches, without loss scale, before clipping. None if there is none.
+    """Return the gradient of the present step: fp32 in the parameter's shape, in host memory; None if there is none.
 
-    To be called between the last `backward` of a step and `step`. UsageError if the update has taken it already: set
-    infinity.update to "next_forward" or "after_backward".
+    It is the mean over ranks and micro-batches, without the loss scale, before clipping. Call it between the last
+    `backward` of a step and `step`. Raises UsageError if the update has consumed it: set infinity.update to
+    "next_forward" or "after_backward".
     """
     found = _with_grad(param)
     if found is None:
@@ -155,7 +155,7 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Change it to `value`, of the parameter's shape; see `get_full_grad`. UsageError if there is none."""
+    """Replace the gradient by `value`, in the parameter's shape; see `get_full_grad`. Raises UsageError without one."""
     _, unit, slot = _owner(param)
     _check(value, param, unit, slot)
     found = _with_grad(param)
@@ -172,7 +172,7 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 class _States:
-    """A unit's states, whole on every rank, by kind and slot."""
+    """States of one unit, whole on every rank, by kind and slot."""
 
     def __init__(self, engine: Runner, unit: Unit) -> None:
         self._engine, self._unit = engine, unit
@@ -183,11 +183,11 @@ class _States:
         return view(kind, self._unit.layout.slots[slot], self._flats[kind.name])
 
     def of_slot(self, slot: int) -> dict[str, torch.Tensor]:
-        """A parameter's states by name."""
+        """Return one parameter's states by name."""
         return {kind.name: self[kind, slot] for kind in self._engine.parts.states.kinds(self._unit.layout)}
 
     def write(self) -> None:
-        """Every rank its shard."""
+        """Write this rank's shard to its tiers."""
         self._unit.copied.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
         self._engine.parts.store.rewritten(self._unit)
@@ -199,7 +199,7 @@ def _read(engine: Runner, unit: Unit) -> _States:
 
 
 def _find(param: Any) -> tuple[Runner, Unit, int] | None:
-    """The open engine, the unit and the slot of a parameter."""
+    """Return the open engine, unit and slot of a parameter; None if no engine is open for it."""
     for engine in list(_engines):
         unit = engine.parts.unit_of.get(id(param))
         if unit is not None:
@@ -211,12 +211,12 @@ def _find(param: Any) -> tuple[Runner, Unit, int] | None:
 def _owner(param: Any) -> tuple[Runner, Unit, int]:
     found = _find(param)
     if found is None:
-        raise UsageError("this is no parameter of an open engine: pass one of the model's, as model.head.weight")
+        raise UsageError("param is no parameter of an open engine: pass one of its model, such as model.head.weight")
     return found
 
 
 def _param_kind(engine: Runner, unit: Unit) -> StateKind:
-    """Its master, or a frozen parameter as it is."""
+    """Return the kind of its exact value: the master, or `param` for a frozen unit."""
     return engine.parts.states.kinds(unit.layout)[0]
 
 
@@ -239,7 +239,7 @@ def _check_moment(engine: Runner, unit: Unit, name: str) -> None:
 
 
 def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
-    """As `_owner`, of a parameter that has a gradient in this step; None if it has not."""
+    """Return `_owner` of a parameter that has a gradient in this step; None if it has none."""
     from infinity.engine import Engine
 
     engine, unit, slot = _owner(param)
@@ -247,7 +247,7 @@ def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
         return None
     collector, gradients = engine.parts.collector, engine.parts.gradients
     if collector.is_collecting(unit):
-        raise UsageError("gradients are summed up in the last micro-batch of a step: call engine.backward for it first")
+        raise UsageError("gradients are complete after a step's last micro-batch: call engine.backward for it first")
     if unit.index in gradients.units:
         gradients.settle()
         return (engine, unit, slot) if slot in gradients.slots[unit.index] else None

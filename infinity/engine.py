@@ -1,4 +1,4 @@
-"""The training engine: an ordinary module and an ordinary loop over states that live on device, host and nvme."""
+"""The training engine: an ordinary module and loop, with states on device, host and nvme."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class Engine(Runner):
-    """Trains `model` as `config` says. Made by `infinity.initialize`; use it as the model itself.
+    """Trains `model` according to `config`. Constructed by `infinity.initialize`; call it like the model.
 
-    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call the three for every
-    micro-batch: `step` updates when the last one is in.
+    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call all three for each
+    micro-batch: `step` updates after the last one.
     """
 
     parts: TrainingParts
@@ -72,14 +72,14 @@ class Engine(Runner):
             self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
-            ranks.barrier()  # where all hear of what failed on one
+            ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()
         self.global_steps = 0
         self.skipped_steps = 0
-        """Of `global_steps`, those whose gradients overflowed (fp16)."""
+        """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
         self.micro_steps = 0
         self._unsynced = 0
-        """Blocks of `no_sync` that are open, one in the other."""
+        """Nesting depth of open `no_sync` blocks."""
         self.loss_scale = LossScale.of(config.fp16)
         self._scaled = ScaledBackwards()
         self._hypers: Sequence[Hyper] = ()
@@ -103,7 +103,7 @@ class Engine(Runner):
         """Run backward on `loss` (a scalar) divided by gradient_accumulation_steps. A step's gradient is then the mean
         over its micro-batches. A plain `loss.backward()` sums over them in every dtype, as in PyTorch; see `scale`.
 
-        Raises NonFiniteError, on all ranks and before anything is changed, if the loss is NaN or infinite. In fp16 that
+        Raises NonFiniteError on all ranks, before any change, if the loss is NaN or infinite. In fp16 such a loss
         counts as an overflow, and the step is skipped.
         """
         self._check_open()
@@ -111,7 +111,7 @@ class Engine(Runner):
         self._conclude_backward()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(
-                "engine.backward(loss) takes the scalar loss that engine(batch) led to, computed with gradients enabled"
+                "engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled"
             )
         if self.parts.collector.complete and self.parts.update == "during_backward":
             raise UsageError(
@@ -142,7 +142,11 @@ class Engine(Runner):
 
     @eager
     def step(self) -> None:
-        """Update the parameters if this was the last micro-batch of the step, and let the lr scheduler go on."""
+        """Update the parameters and advance the lr scheduler if this was the last micro-batch of the step.
+
+        A step whose gradients overflowed (fp16) is skipped, and the scheduler does not advance. Raises UsageError
+        without a backward before it, or in a `no_sync` block.
+        """
         self._check_open()
         self._conclude_backward()
         self._check_synced()
@@ -162,15 +166,16 @@ class Engine(Runner):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In the block no micro-batch is the last of its step, however many there are: gradients are summed, and the
-        update is made by the first `step()` after the block with gradient_accumulation_steps micro-batches or more.
+        """Accumulate gradients of all backwards in the block, without an update.
 
-        In stages 0 and 1 no gradient is exchanged in the block, only with the next micro-batch that is the last of a
-        step, or by `step()`. In stages 2 and 3 a rank holds its shard of the sum and no more, so that every micro-batch
-        is reduced all the same. What counts is that `backward` is called in the block. Losses are divided by
-        gradient_accumulation_steps, however many micro-batches there are.
+        The first `step()` after the block with gradient_accumulation_steps micro-batches or more makes the update.
+        Losses are divided by gradient_accumulation_steps, regardless of the number of micro-batches.
 
-        UsageError where gradient_accumulation_steps is 1, for which no room to sum is set aside.
+        In stages 0 and 1 ranks exchange no gradients in the block; they exchange the sum with the next last micro-batch
+        of a step, or in `step()`. In stages 2 and 3 a rank stores only its shard of the sum, so each micro-batch is
+        reduced.
+
+        Raises UsageError if gradient_accumulation_steps is 1, since no buffers for sums are allocated then.
         """
         if self.batch.accumulation == 1:
             raise UsageError(
@@ -194,7 +199,7 @@ class Engine(Runner):
             raise step_order.unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
 
     def _zero_grad(self) -> None:
-        """Of the optimizer: drop gradients that nothing was updated with."""
+        """Action of `optimizer.zero_grad`: drop unused gradients. Raises UsageError within a step."""
         if self.micro_steps == 0:
             return
         self._check_unspent("optimizer.zero_grad()")
@@ -203,7 +208,7 @@ class Engine(Runner):
         self.drop_gradients()
 
     def _end_step(self) -> None:
-        """Reset what belongs to the step: its gradients were handed to the updates, or dropped after an overflow."""
+        """Reset the state of the step, after its gradients were passed to updates or dropped after an overflow."""
         self.parts.collector.end_step()
         self.parts.store.end_step()
         self._scaled.forget()
@@ -211,7 +216,7 @@ class Engine(Runner):
 
     @uninterrupted()
     def _update(self) -> None:
-        """The step's stored gradients become updates that are due, and the step ends."""
+        """Action of `optimizer.step`: turn the step's stored gradients into pending updates and end the step."""
         self._check_open()
         self._check_synced()
         if self.parts.backward.conclude():
@@ -234,8 +239,8 @@ class Engine(Runner):
             parts.store.prefetch()
 
     def _step_hypers(self) -> list[Hyper]:
-        """The present hyper-parameters; UsageError if backward has updated units with others, which would differ from
-        a plain loop.
+        """Return the present hyper-parameters. Raises UsageError if backward has updated units with other values, since
+        the result would differ from a plain loop.
         """
         present = self.optimizer.hypers()
         if self.parts.collector.spent:
@@ -246,8 +251,8 @@ class Engine(Runner):
         return present
 
     def _make_due(self) -> bool:
-        """Turn stored gradients into updates that are due; start those of units that are in a buffer. False: they
-        overflowed, and the step is skipped.
+        """Turn stored gradients into pending updates, and start those of units in a buffer. Returns False if they
+        overflowed and the step is skipped.
         """
         parts = self.parts
         gradients, store = parts.gradients, parts.store
@@ -266,7 +271,7 @@ class Engine(Runner):
             if clipping:
                 self._grad_norm = norm
                 coefficient = self.config.gradient_clipping / (norm + 1e-6)
-                scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN goes through, as in torch
+                scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN propagates, as in torch
         gradients.settle()
         hypers = self.optimizer.hypers()
         for index in parts.collector.hand_over():
@@ -278,7 +283,7 @@ class Engine(Runner):
         return True
 
     def _skip(self) -> None:
-        """Drop the step's gradients, which overflowed in fp16; nothing has changed but the loss scale."""
+        """Drop the step's gradients, which overflowed in fp16. Changes only the loss scale and the counters."""
         self.parts.gradients.settle()
         self._end_step()
         self.global_steps += 1
@@ -309,10 +314,10 @@ class Engine(Runner):
     def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
         self.parts.store.start_update(unit, self._job(unit, self._hypers, 1.0 / self.parts.ranks.size, gradient))
 
-    # -- what is not finite ------------------------------------------------------------------------------------------
+    # -- non-finite values -------------------------------------------------------------------------------------------
 
     def _check_loss(self, loss: torch.Tensor) -> None:
-        """Before anything is changed; all ranks raise if one has to, and learn here of gradients that one refused."""
+        """Raise NonFiniteError on all ranks, before any change, if a loss or an earlier gradient is not finite."""
         bad, refused = self.ranks.totals(
             0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.parts.pipeline.refused))
         )
@@ -327,7 +332,7 @@ class Engine(Runner):
             )
 
     def _check_norm(self, norm: float) -> None:
-        """`norm`: that of the gradients that wait for their update, the same on all ranks."""
+        """Raise NonFiniteError if `norm`, of the gradients not yet applied and equal on all ranks, is not finite."""
         if math.isfinite(norm) or not self.config.infinity.check_nan:
             return
         spent = self.parts.collector.spent
@@ -341,7 +346,7 @@ class Engine(Runner):
         )
 
     def _check_refused(self, refused: float) -> None:
-        """refused: units, over all ranks, that an update during backward left as they were."""
+        """Raise NonFiniteError if updates during backward skipped units. refused: their number over all ranks."""
         if refused:
             self._refuse()
 
@@ -353,7 +358,7 @@ class Engine(Runner):
             'infinity.update to "next_forward", which looks at all gradients first.'
         )
 
-    # -- what the hooks tell -----------------------------------------------------------------------------------------
+    # -- callbacks of the hooks --------------------------------------------------------------------------------------
 
     def _on_forward(self) -> None:
         if torch.is_grad_enabled():
@@ -383,7 +388,7 @@ class Engine(Runner):
         self._check_open()
 
     def _check_readable(self, what: str) -> None:
-        """Raise UsageError if backward has already updated units: their values of before the step are overwritten."""
+        """Raise UsageError if backward has already updated units, since their previous values are overwritten."""
         if self.parts.collector.spent:
             raise step_order.read_during_update(what)
 
@@ -398,15 +403,13 @@ class Engine(Runner):
                 raise
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None where clipping is off, as nothing then needs
-        it.
-        """
+        """Return the norm of the last step's gradients before clipping; None if clipping is off."""
         return self._grad_norm
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Carry out updates that are due and wait until every state is in its tier.
+        """Execute pending updates and wait until every state is in its tier.
 
         Raises UsageError between backward and step if backward has already updated units.
         """
@@ -429,13 +432,14 @@ class Engine(Runner):
         *,
         background: bool = False,
     ) -> Path:
-        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit; `latest` names it once it
-        is whole. Returns its folder.
+        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit. Returns its folder.
 
-        background: return at once, and write while training goes on; the checkpoint holds what is there now. Updates
-        of units that have not been read yet wait for that. `engine.saving` tells when it is whole. The next save, a
-        load and `close` wait for it. CheckpointError if it fails, raised once: from `engine.saving.wait()` or the next
-        `step`, `save_checkpoint` or `close`; training may go on.
+        `latest` names the checkpoint once it is complete. All ranks call it, between two steps.
+
+        background: return at once and write the present states while training continues. Updates of units not yet read
+        wait for the read. `engine.saving` reports completion. The next save, a load and `close` wait for it. If it
+        fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
+        `close`; training may continue.
         """
         from infinity.checkpoint.save import save
 
@@ -447,13 +451,11 @@ class Engine(Runner):
 
     @property
     def saving(self) -> Saving | None:
-        """The last checkpoint that was asked for with `background=True`: `done()`, and `wait()`, which all ranks
-        call.
-        """
+        """The last checkpoint started with `background=True`: `done()`, and `wait()`, which all ranks call."""
         return self.parts.saver.last
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint under way in the background, on all ranks; raise if it failed."""
+        """Wait on all ranks for a checkpoint being written in the background. Raises CheckpointError if it failed."""
         unsaved = self.parts.saver.failure(self.ranks)
         if unsaved is not None:
             raise unsaved
@@ -461,11 +463,11 @@ class Engine(Runner):
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, verify: bool = True, load_rng: bool = True
     ) -> tuple[Path, dict[str, Any]]:
-        """Load directory/tag (default: the one that `latest` names), saved with any ranks, tiers or units.
+        """Load directory/tag (default: the checkpoint named by `latest`), saved with any ranks, tiers or units.
 
-        verify: read all files once before, to compare their checksums. load_rng: also set the random-number generators
-        of torch, Python and numpy to where they were, if there are as many ranks as then. Returns the checkpoint's path
-        and client_state. CheckpointError, before anything is changed, if it is missing, damaged or another model's.
+        verify: first read all files once to compare their checksums. load_rng: also restore the random-number
+        generators of torch, Python and numpy, if the number of ranks is the same. Returns the checkpoint's path and its
+        client_state. Raises CheckpointError, before any change, if it is missing, damaged or of another model.
         """
         from infinity.checkpoint.load import load
 
@@ -481,14 +483,16 @@ class Engine(Runner):
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Drop the step's gradients, even spent ones: the caller then replaces every state or stops the engine."""
+        """Drop the step's gradients, even if units were updated with them. The caller must then replace every state or
+        stop the engine.
+        """
         self.parts.collector.discard()
         self.parts.store.end_step()
         self._scaled.forget()
         self.micro_steps = 0
 
     def settle_between_steps(self, what: str) -> None:
-        """Call `settle`. Raises UsageError between backward and step, since `what` would lack the step's gradients."""
+        """Call `settle`. Raises UsageError between backward and step, since `what` does not include gradients."""
         self._check_between_steps(what)
         self.settle()
 
@@ -503,7 +507,7 @@ class Engine(Runner):
             raise step_order.updated_during_backward(call)
 
     def restore(self, index: Index) -> None:
-        """Take over a checkpoint's step counts, hyper-parameters, schedule and loss scale."""
+        """Restore step counts, hyper-parameters, schedule and loss scale from a checkpoint's index."""
         self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
         for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):
             group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
@@ -515,7 +519,7 @@ class Engine(Runner):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
-        """Finish a checkpoint that is being written in the background, then close as `Runner.close` describes."""
+        """Finish a background checkpoint, then close as `Runner.close` describes."""
         if os.getpid() != self._process:
             return
         for handle in self._watches:

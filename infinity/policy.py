@@ -1,6 +1,6 @@
-"""What a config asks for: where states live and in which formats, when units are updated, and how a model is laid out.
+"""Translates a config into a plan: tier and format of each state, update schedule, layout of units.
 
-Pure: nothing is allocated, and nothing of the model is changed.
+Pure: allocates nothing and does not change the model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from infinity.units.layout import UnitLayout, layout_unit
 from infinity.units.local import local
 
 TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-"""What the config calls a device → the tier."""
+"""Name of a device in the config → tier."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What the config calls a dtype → the dtype."""
+"""Name of a dtype in the config → dtype."""
 
 
 def update_schedule(config: Config) -> str:
-    """ "during_backward" unless something global must be known before the first update; then "next_forward"."""
+    """Return the update schedule. `auto` is "next_forward" with clipping or fp16, which need the norm of all gradients
+    before the first update; otherwise "during_backward".
+    """
     if config.infinity.update == "auto":
         global_first = config.gradient_clipping > 0 or config.fp16.enabled
         return "next_forward" if global_first else "during_backward"
@@ -39,7 +41,7 @@ def update_schedule(config: Config) -> str:
 
 
 def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
-    """Which tier holds what, in which format. Gradients are kept beside the optimizer states while they wait."""
+    """Return the tier and format of each state. Gradients are stored in the tier of the optimizer states."""
     zero = config.zero_optimization
     sharding = Sharding.of(zero.stage)
     optim_tier = TIERS[zero.offload_optimizer.device]
@@ -69,14 +71,14 @@ def policy(config: Config, accumulation: int, ranks: Ranks) -> Policy:
 
 
 def _communication(config: Config, ranks: Ranks) -> torch.dtype | None:
-    """What gradients are summed in over ranks; None: in their own dtype."""
+    """Return the dtype of the sum of gradients over ranks; None: their own dtype."""
     if config.communication_data_type is not None:
         return DTYPES[config.communication_data_type]
     return torch.float32 if ranks.backend == "gloo" else None
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
-    """What all parameters are kept and computed in; None: in what they are."""
+    """Return the dtype of all floating parameters in training; None: their present dtypes."""
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else None
@@ -86,7 +88,7 @@ def _trained_dtype(unit: Discovered, wanted: torch.dtype | None) -> torch.dtype:
     if not unit.dtype.is_floating_point:
         if unit.trainable:
             raise ModelError(
-                f"{unit.names[0]} is {unit.dtype}, which no optimizer here trains: make it fp32, or freeze it"
+                f"{unit.names[0]} is {unit.dtype}, which no optimizer here trains: convert it to fp32, or freeze it"
             )
         return unit.dtype
     if wanted is not None:
@@ -107,8 +109,11 @@ def lay_out(
     copies: Callable[[nn.Parameter], int] = lambda parameter: 1,
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Discovered], list[UnitLayout]]:
-    """The units of `model` and the layout of each. copies: see `infinity.units.layout.Slot`. dtype: of all floating
-    parameters, instead of the config's.
+    """Return the units of `model` and the layout of each.
+
+    groups: param_groups, which order the slots. shards: number of shards of a unit. copies: parameter → `Slot.copies`.
+    dtype: dtype of all floating parameters, instead of the config's. Raises ModelError for dtypes that cannot be
+    trained.
     """
     group_of = {
         id(p): number

@@ -1,4 +1,4 @@
-"""What every engine does, whether it trains or not: run a model whose parameters live in tiers, read it, and end."""
+"""Base of the engines for training and inference: runs a model with parameters in tiers, reads it, and closes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _Engine = TypeVar("_Engine", bound="Runner")
 
 
 class Runner(ABC):
-    """Runs `module`, whose parameters `parts` has taken over. Engines of all kinds derive from it."""
+    """Runs `module`, whose parameters `parts` manages. Base class of all engines."""
 
     _maker: ClassVar[str]
-    """What makes such an engine."""
+    """The function that constructs such an engine, for messages."""
     _remedy: ClassVar[str] = "make a new one"
-    """What to do when it has stopped."""
+    """The fix after the engine has stopped, for messages."""
 
     def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
         self._finalizer = weakref.finalize(self, parts.closer())
         self.module = uncompiled(model)
-        """The model without the wrapper of `torch.compile(model)`, so that parameters have its own names."""
+        """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
         self._called = model
         self.config = config
         self.parts = parts
@@ -60,35 +60,36 @@ class Runner(ABC):
 
     @abstractmethod
     def _on_forward(self) -> None:
-        """Called when a forward of the root begins, outside of any other forward and of any backward."""
+        """Called when an outermost forward of the root begins, outside of any backward."""
 
     def _on_entry(self) -> None:
-        """Called when a forward of any module that holds units begins, outside of any other and of any backward."""
+        """Called when an outermost forward of any module that holds units begins, outside of any backward."""
         self._check_open()
         self._conclude_backward()
 
     def _conclude_backward(self) -> None:
-        """Forget a backward that an exception cut short. Call outside of any backward."""
+        """Discard a backward that an exception cut short. Call outside of any backward."""
         if self.parts.backward.conclude():
             self.parts.backward.reset()
             self.parts.store.tracer.forget()
 
-    def _on_backward(self) -> None:  # noqa: B027 - where nothing is trained there is nothing to begin
-        """A backward begins."""
+    def _on_backward(self) -> None:  # noqa: B027 - inference has nothing to prepare
+        """Called when a backward begins."""
 
     @abstractmethod
     def _on_backward_end(self) -> None:
-        """A backward ended well."""
+        """Called when a backward ends without an exception."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward."""
         return self._run(self._called, *args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`, as models of transformers have it.
+        """Call the model's own `generate`, as in transformers.
 
-        Where ranks share the parameters, every rank calls it, and all go on until the last one's text is finished
-        (transformers' `synced_gpus`, which `engine.module.generate` has to be given).
+        In stage 3 with several ranks every rank must call it, and all continue until the last text is finished
+        (transformers' `synced_gpus`, which a call of `engine.module.generate` must pass itself). Raises UsageError if
+        the model has no `generate`.
         """
         generate = getattr(self.module, "generate", None)
         if not callable(generate):
@@ -113,7 +114,7 @@ class Runner(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes; move batches there."""
+        """Device that the model computes on; move batches there."""
         return self.parts.device.torch_device
 
     @property
@@ -125,21 +126,23 @@ class Runner(ABC):
         return self.parts.units
 
     def describe(self) -> str:
-        """Units, and where each state lives."""
+        """Return a table of units and the tier of each state."""
         return describe(self.parts)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Carry out updates that are due and wait until every state is in its tier."""
+        """Execute pending updates and wait until every state is in its tier."""
         self._check_open()
         with self._failing():
             self.parts.store.settle()
             self.parts.store.release_all()
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, value in host memory) of every parameter and persistent buffer, named as in the model's
-        `state_dict()`, a unit at a time: whole on every rank, in the dtype that the model computes in.
+        """Yield (name, value) of every parameter and persistent buffer, one unit at a time. All ranks call it.
+
+        Names are those of the model's `state_dict()`. Values are whole on every rank, in host memory, in the dtype that
+        the model computes in.
         """
         self.settle()
         names: dict[int, list[str]] = {}
@@ -155,18 +158,19 @@ class Runner(ABC):
             yield name, buffer.detach().cpu().clone()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All of `stream_state_dict()`: the whole model in host memory, which a model of this size may not fit."""
+        """Return `stream_state_dict()` as a dict. Needs host memory for the whole model on every rank."""
         return dict(self.stream_state_dict())
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
-        """Finish what is under way, remove hooks, release threads, memory and disk. Idempotent. From any thread.
+        """Finish pending work, remove hooks, release threads, memory and disk. Idempotent; any thread may call it.
 
         The model keeps its parameters' values if they were whole in this rank's memory (`offload_param.device` none or
-        cpu; one rank or a stage below 3) and fit once more. Otherwise any use of a parameter raises UsageError.
-        restore: bring all values back; every rank must call `close` then. Raises OutOfMemoryError if they do not fit;
-        everything is released all the same. Raises UsageError if an earlier `close` did not keep them.
+        cpu; one rank or a stage below 3) and a copy fits. Otherwise any use of a parameter raises UsageError.
+
+        restore: return all values to the model; every rank must call `close` then. Raises OutOfMemoryError if they do
+        not fit, after everything is released. Raises UsageError if an earlier `close` did not keep them.
         """
         if os.getpid() != self._process:  # a forked child has nothing to release
             return
@@ -193,8 +197,8 @@ class Runner(ABC):
         if healthy:
             restored()
 
-    def _finish(self) -> None:  # noqa: B027 - there is nothing to finish where nothing is changed
-        """Carry out what is due, so that all units can be released."""
+    def _finish(self) -> None:  # noqa: B027 - inference changes nothing
+        """Execute pending updates, so that all units can be released."""
 
     def __enter__(self: _Engine) -> _Engine:
         return self
@@ -204,7 +208,7 @@ class Runner(ABC):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error that leaves states elsewhere than they should be stops the engine."""
+        """Stop the engine on errors in the block that leave states inconsistent (I/O, Ctrl-C, other ranks)."""
         try:
             yield
         except (OSError, ForcedInterrupt, RanksError) as error:
@@ -223,6 +227,6 @@ class Runner(ABC):
         self._broken = self._broken or str(self.parts.store.failure or "")
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")
-        if self.parts.ranks.trouble:  # found out in the thread of collectives, where no one waited for it
+        if self.parts.ranks.trouble:  # found by the thread of collectives, with no caller to raise it
             self._broken = self.parts.ranks.trouble
             raise RanksError(self._broken)

@@ -1,1 +1,1 @@
-"""Collectives over the ranks of one engine, in one order."""
+"""Collectives over the ranks of one engine, in the same order on all ranks."""

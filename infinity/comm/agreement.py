@@ -1,7 +1,7 @@
-"""What all ranks must have in common, compared before an engine allocates anything: config, model, param_groups.
+"""Compares config, model and param_groups of all ranks before an engine allocates anything.
 
-Ranks exchange digests, a few bytes however large the model. Only where those differ do they exchange what was digested,
-to name the first difference.
+Ranks exchange digests, whose size does not depend on the model. If digests differ, ranks exchange the compared lines to
+name the first difference.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ MAY_DIFFER = (
     "infinity.adam_threads",
     "infinity.debug",
 )
-"""Keys and sections that follow from a rank's machine, or only show something: they change neither what is computed nor
-which collectives are issued.
+"""Keys and sections that depend on a rank's machine or only affect output. They change neither results nor collectives.
 """
 
 _OF_KIND = {
@@ -39,14 +38,14 @@ _OF_KIND = {
     "param_group ": ("param_groups", "Give every rank the same model_parameters"),
     "": ("configs", f"Start all ranks with the same config; only {', '.join(MAY_DIFFER)} may differ"),
 }
-"""How a line begins → what differs, and what to do."""
+"""Prefix of a line → (what differs, fix), for the error."""
 
 _WORDS = 4
-"""Of 8 bytes, in a digest."""
+"""Number of 8-byte words in a digest."""
 
 
 def in_common(config: Config, layouts: Sequence[UnitLayout], model: nn.Module) -> list[str]:
-    """One line for everything that must be the same on all ranks, in the order in which differences are looked for."""
+    """Return one line for each thing that must be equal on all ranks, in the order of comparison."""
     lines = [f"{key} = {value}" for key, value in _flat(config.model_dump(mode="json"))]
     for layout in layouts:
         for slot in layout.slots:
@@ -60,7 +59,7 @@ def in_common(config: Config, layouts: Sequence[UnitLayout], model: nn.Module) -
 
 
 def groups_in_common(config: Config, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The same for the hyper-parameters of param_groups."""
+    """Return such lines for the hyper-parameters of param_groups."""
     everywhere = config.optimizer.params.model_dump()
     return [
         f"param_group {number} has {name} = {_plain(group.get(name, everywhere.get(name)))}"
@@ -89,9 +88,9 @@ def _plain(value: Any) -> object:
 
 
 def disagreement(lines: Sequence[str], failure: str, group: dist.ProcessGroup) -> str:
-    """What keeps the ranks of `group` from training together, the same text on all of them; empty: nothing.
+    """Return why the ranks of `group` cannot train together, the same text on all; empty if they can.
 
-    lines: what this rank has of `in_common`. failure: why this rank cannot, if it cannot. A collective of gloo.
+    lines: `in_common` of this rank. failure: this rank's error, if it failed. A collective on gloo.
     """
     size = dist.get_world_size(group)
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -106,10 +105,10 @@ def disagreement(lines: Sequence[str], failure: str, group: dist.ProcessGroup) -
 
 
 def failures(failure: str, group: dist.ProcessGroup) -> str:
-    """Which ranks cannot go on, and why; empty: all can. A collective of gloo."""
+    """Return which ranks failed and why; empty if none did. A collective on gloo."""
     said = _from_all(failure, group)
     by_text = by_value([text or None for text in said])
-    text = "; ".join(f"{who} cannot go on: {why}" for why, who in by_text.items() if why)
+    text = "; ".join(f"{who} failed: {why}" for why, who in by_text.items() if why)
     return text and f"{text}. Fix the error and restart all ranks."
 
 
@@ -132,7 +131,7 @@ def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def by_value(values: Sequence[Any]) -> dict[Any, str]:
-    """value → the ranks that have it, in words; values by rank."""
+    """Return value → text that lists its ranks, such as "ranks 0, 2". values: by rank."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

@@ -1,9 +1,8 @@
 """Collectives over the ranks of one engine.
 
-Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own:
-however late a read arrives, all ranks issue the same collectives in the same order. That the model takes the same path
-on all of them is checked before each: two ranks that gather different units would else wait for ever, or exchange
-bytes that do not belong together.
+Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own. So
+all ranks issue the same collectives in the same order, regardless of when reads complete. Before each collective, ranks
+check that all issue the same one: ranks that gather different units would deadlock or exchange unrelated bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
 from infinity.units.layout import UnitLayout
 
-# torch 2.13 renames them; earlier versions have the old name only.
+# torch 2.13 renames these functions; earlier versions only have the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -45,14 +44,14 @@ _DOINGS = (
 )
 _Result = TypeVar("_Result")
 _What = tuple[int, set[int]]
-"""A unit and which of its slots have a gradient; without a unit -1 less the length of what is exchanged."""
-_FLAGS = 62  # in one of the words that ranks exchange, an int64
-_WIDEST = 4  # bytes of an element of what is summed
+"""(unit index, slots with a gradient); without a unit, the index is -1 minus the number of exchanged elements."""
+_FLAGS = 62  # flags per exchanged word, an int64
+_WIDEST = 4  # bytes of the largest element that is summed
 
 
 @dataclass
 class Traffic:
-    """Bytes of full (unsharded) tensors that were gathered and reduced, and how often."""
+    """Numbers of collectives, and their bytes in full (unsharded) tensors."""
 
     all_gather_bytes: int = 0
     all_gathers: int = 0
@@ -63,10 +62,10 @@ class Traffic:
 
 
 class Ranks:
-    """The ranks that share one model. Without an initialised process group there is one, and nothing is exchanged.
+    """Data-parallel ranks of one engine. Without an initialised process group there is one, and nothing is exchanged.
 
-    sharded: units are divided into as many shards as there are ranks; else every rank has the one shard, which is all.
-    group: the ranks, by default all; see `infinity.comm.groups.data_parallel`.
+    sharded: units have one shard per rank; otherwise one shard, replicated on all ranks. group: the ranks, by default
+    all; see `infinity.comm.groups.data_parallel`.
     """
 
     def __init__(self, device: Device, *, sharded: bool = True, group: Group | None = None) -> None:
@@ -76,7 +75,7 @@ class Ranks:
         self._units: Sequence[UnitLayout] = ()
         self._flag_words = 0
         self.nbytes = 0
-        """Of host memory that collectives keep."""
+        """Bytes of host memory allocated for collectives."""
         self.rank, self.size = 0, 1
         self.backend = ""
         self._met = False
@@ -84,13 +83,13 @@ class Ranks:
         self._disagreement = ""
         self.replicas = data_parallel(group)
         self.model = ModelRanks()
-        """The ranks that hold one replica together."""
+        """The model-parallel ranks of this replica."""
         if self.replicas is not None:
             self.rank, self.size = dist.get_rank(self.replicas), dist.get_world_size(self.replicas)
             self.backend = str(dist.get_backend(self.replicas))
             self._group = twin(self.replicas, self.backend)
             if self.backend == "gloo":
-                # A rank that cannot make its engine leaves at once, while others are still connecting to it.
+                # A rank whose construction fails leaves at once, while others are still connecting to it.
                 dist.barrier(self._group)
             self._words = self._group if self.backend == "gloo" else twin(self.replicas, "gloo")
             self._pairs = Pairs(self._words, self.rank, self.size)
@@ -98,33 +97,33 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether collectives would move nothing: one rank (a group of one still runs them, as a check of the path)."""
+        """Return whether there is no process group, so that collectives are skipped. A group of one runs them."""
         return not self.backend
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the one rank that logs, and writes what all have."""
+        """Return whether this is the main rank, which logs and writes shared files."""
         return self.rank == 0 and self.model.first
 
     @property
     def trouble(self) -> str:
-        """What keeps the ranks from doing anything together from now on; empty: nothing."""
+        """The error that prevents all further collectives; empty if there is none."""
         return self._disagreement
 
     @property
     def shards(self) -> int:
-        """Parts that a unit is divided into."""
+        """Number of shards of a unit."""
         return self.size if self._sharded else 1
 
     @property
     def shard_rank(self) -> int:
-        """Which of them is this rank's."""
+        """Index of this rank's shard."""
         return self.rank if self._sharded else 0
 
     def know(self, units: Sequence[UnitLayout]) -> None:
-        """What will be exchanged, by the index of a unit; the same on all ranks."""
+        """Set the layouts of units, by index; the same on all ranks. Allocates the buffers of collectives."""
         self._units = units
-        # As many words for every collective, so that ranks which issue different ones can compare them.
+        # The same number of words for every collective, so that ranks that issue different ones can compare them.
         self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
         if self.backend == "gloo":
             largest = max((layout.numel for layout in units if layout.trainable), default=0)
@@ -132,12 +131,12 @@ class Ranks:
             self.nbytes = self._pairs.nbytes
 
     def _straight(self, flat: torch.Tensor) -> bool:
-        """Whether `flat` is better exchanged by us than by the backend."""
+        """Return whether `Pairs` exchanges `flat` instead of the backend: host memory on gloo."""
         return self.backend == "gloo" and flat.device.type == "cpu"
 
     def meet(self, lines: Sequence[str]) -> None:
-        """RanksError, on all ranks, if they do not all come with the same `infinity.comm.agreement.in_common`, or if
-        one of them gave up before.
+        """Compare `lines` (`infinity.comm.agreement.in_common`) over ranks. Raises RanksError on all ranks if they
+        differ or if a rank failed before.
         """
         if self.alone:
             return
@@ -152,7 +151,7 @@ class Ranks:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """An engine is made within. If that fails, the other ranks are told, and this one leaves."""
+        """Guard the construction of an engine. On an error, inform the other ranks and leave the groups."""
         try:
             yield
         except BaseException as error:
@@ -161,8 +160,9 @@ class Ranks:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the other ranks why this one cannot go on: their next collective raises that instead of waiting. Where
-        all have the same trouble, or the others have gone, it does nothing.
+        """Send this rank's error to the other ranks, whose next collective raises it instead of waiting.
+
+        Does nothing if all ranks have the same error or the others have left.
         """
         if self.alone or self._disagreement or not isinstance(error, Exception):
             return
@@ -174,9 +174,7 @@ class Ranks:
                 self.meet([])
 
     def all_gather(self, flat: torch.Tensor, after: Transfer, unit: int) -> Transfer:
-        """Complete `flat` (numel,) of a unit, whose own shard is valid once `after` is done, with the shards of the
-        other ranks.
-        """
+        """All-gather `flat` (numel,) of a unit in place. This rank's shard is valid once `after` is done."""
         if self.alone or not self._sharded:
             return after
         self.traffic.all_gathers += 1
@@ -185,9 +183,9 @@ class Ranks:
         return run_on(self._thread, self._agreed, "gathers", (unit, set()), self._all_gather, flat, after, reached)
 
     def reduce(self, flat: torch.Tensor, after: Transfer, layout: UnitLayout, present: set[int]) -> Transfer:
-        """Sum `flat` (numel,), a unit's gradient, over ranks; this rank's shard holds the sum once it is done.
+        """Sum `flat` (numel,), a unit's gradient, over ranks. When done, this rank's shard holds the sum.
 
-        present: the slots that have a gradient here. By then, those of the other ranks have been added to it.
+        present: slots with a gradient on this rank. Slots of the other ranks are added to it in place.
         """
         if self.alone:
             return after
@@ -204,9 +202,9 @@ class Ranks:
         return run_on(self._thread, self._agreed, "reduces the gradient of", what, collective, flat, after, reached)
 
     def _agreed(self, does: str, what: _What, collective: Callable[..., _Result], *arguments: Any) -> _Result:
-        """`collective(*arguments)`, once all ranks are about to do the same.
+        """Check that all ranks issue the same collective, then return `collective(*arguments)`.
 
-        Raises RanksError on all of them if they are not, now and from then on.
+        Otherwise raises RanksError on all ranks, for this and every later collective.
         """
         unit, present = what
         if not self._disagreement:
@@ -227,8 +225,8 @@ class Ranks:
 
     @contextmanager
     def _told_of_ends(self) -> Iterator[None]:
-        """What fails in a collective fails on all ranks, now and from then on: a rank that ended leaves the others
-        without its part.
+        """Convert an error in a collective to RanksError, for this and every later one: a rank that ended leaves the
+        others without its part.
         """
         try:
             yield
@@ -253,11 +251,11 @@ class Ranks:
         )
 
     def _together(self, does: str, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
-        """`work(*arguments)` on the thread of all collectives, once all ranks are about to do it, with as much."""
+        """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it with the same length."""
         return self._thread.submit(self._agreed, does, (-1 - length, set()), work, *arguments).result()
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's shard (numel / shards,) of a flat tensor."""
+        """Return this rank's shard of a flat tensor: a view (numel / shards,)."""
         length = flat.numel() // self.shards
         return flat[self.shard_rank * length : (self.shard_rank + 1) * length]
 
@@ -265,7 +263,7 @@ class Ranks:
         self._device.await_copy(reached)
         try:
             after.wait()
-        finally:  # this rank's shard is bad then, but the others wait for it, and collectives must stay in step
+        finally:  # after an error the shard is invalid, but other ranks wait for it: collectives must stay in step
             self._gather(_apart(flat))
             self._device.compute_reached().wait()
 
@@ -274,7 +272,7 @@ class Ranks:
         after.wait()
         if self._straight(flat):
             self._pairs.reduce_scatter(_apart(flat))
-        elif self.backend == "gloo":  # which may not write into its input
+        elif self.backend == "gloo":  # must not write into its input
             shard = torch.empty_like(self.shard(flat))
             _reduce_scatter(shard, flat, group=self._group)
             self.shard(flat).copy_(shard)
@@ -298,7 +296,7 @@ class Ranks:
             _all_gather(flat, self.shard(flat), group=self._group)
 
     def complete(self, flat: torch.Tensor) -> None:
-        """Fill `flat` (numel,), host memory whose own shard is valid, with the shards of all ranks."""
+        """All-gather `flat` (numel,) in place, in host memory. This rank's shard must be valid."""
         if not self.alone and self._sharded:
             self._together("gathers a state", flat.numel(), self._complete, flat)
 
@@ -309,7 +307,7 @@ class Ranks:
             flat.copy_(there)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
-        """Make `flat` (on the host or the device) that of rank `source`."""
+        """Broadcast `flat`, on host or device, from rank `source`."""
         if not self.alone:
             self._together("broadcasts", flat.numel(), self._broadcast, flat, source)
 
@@ -320,7 +318,7 @@ class Ranks:
             flat.copy_(there)
 
     def union(self, members: set[int]) -> set[int]:
-        """Union of unit indices over ranks. With one rank or nothing sharded: `members`, without a collective."""
+        """Return the union of unit indices over ranks. Without shards, returns `members` without a collective."""
         if self.alone or not self._sharded:
             return members
         some = {0} if members else set()
@@ -335,17 +333,17 @@ class Ranks:
         return {index for index in every if any(words[index // _FLAGS] >> index % _FLAGS & 1 for words in said)}
 
     def sum(self, value: float) -> float:
-        """The sum of one fp64 number over ranks, in rank order; every rank gets the same bits."""
+        """Return the sum of one fp64 number over ranks, in rank order, with the same bits on all."""
         return self.sums(value)[0]
 
     def sums(self, *values: float, does: str = "sums numbers") -> tuple[float, ...]:
-        """The sum of each number, in one exchange. does: of `_DOINGS`, what they are summed for."""
+        """Return the sum of each number, in one exchange. does: purpose of the sum, one of `_DOINGS`."""
         if self.alone:
             return values
         return self._together(does, len(values), self._sum, values)
 
     def totals(self, *values: float, does: str = "sums numbers") -> tuple[float, ...]:
-        """The sum of each number over all ranks: the replicas, and those that hold a model together."""
+        """Return the sum of each number over all data- and model-parallel ranks."""
         return self.model.sums(*self.sums(*values, does=does))
 
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
@@ -367,7 +365,7 @@ class Ranks:
         return found
 
     def sum_over_shards(self, value: float) -> float:
-        """The sum of one fp64 number over the ranks' shards, in their order."""
+        """Return the sum of one fp64 number over shards, in rank order."""
         return self.sum(value) if self._sharded else value
 
     def barrier(self) -> None:
@@ -375,25 +373,25 @@ class Ranks:
             self._together("waits for all", 0, dist.barrier, self._group)
 
     def close(self) -> None:
-        """Leave the groups. Ranks that still wait for this one are told by their connections."""
+        """Leave the groups. Ranks that still wait for this one fail when their connections close."""
         if not self.alone:
             self._thread.shutdown()
             for group in dict.fromkeys((self._group, self._words)):
                 retire(group)
-            del self._group, self._words, self._pairs  # the last references: only now are their connections closed
+            del self._group, self._words, self._pairs  # the last references, which keep connections open
 
 
 def refuse(error: Exception, group: Group | None) -> None:
-    """Tell the ranks that are making an engine that this one cannot even begin to."""
+    """Send `error` to the other ranks, which are constructing an engine that this rank cannot construct."""
     with suppress(type(error)), Ranks(CpuDevice(), group=group).making():
         raise error
 
 
 def _apart(flat: torch.Tensor) -> torch.Tensor:
-    """The same host memory as a tensor of its own, which does not count as a user of `flat`'s storage.
+    """Return a tensor over the same host memory that does not count as a user of `flat`'s storage.
 
-    gloo's threads drop their references a moment after a collective is done, and a buffer that is given back in that
-    moment would seem to be in use.
+    gloo's threads drop their references shortly after a collective is done. A buffer released in between would seem to
+    be in use. Device tensors are returned unchanged.
     """
     if flat.device.type != "cpu":
         return flat

@@ -1,4 +1,4 @@
-"""Process groups: over which ranks a model's units are sharded, and groups of the engine's own over the same ranks."""
+"""Process groups: selects the data-parallel ranks, and duplicates groups for the engine's own collectives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from infinity.errors import UsageError
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
-"""What a user says the data-parallel ranks with; a mesh has one dimension."""
+"""Type of the user's data-parallel group; a mesh must have one dimension."""
 
 
 def data_parallel(given: Group | None) -> dist.ProcessGroup | None:
-    """The ranks that units are sharded over: those given, else all; None without torch.distributed.
+    """Return the group that units are sharded over: the given one, else all ranks; None without torch.distributed.
 
-    Raises UsageError for what is no group that this rank is in.
+    Raises UsageError for a mesh of several dimensions or a group that does not contain this rank.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if given is not None:
@@ -42,9 +42,9 @@ def data_parallel(given: Group | None) -> dist.ProcessGroup | None:
 
 
 def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    """A new group of the same ranks, with the same time-out; they all call this.
+    """Create a new group of the same ranks with the same timeout. All its ranks call it.
 
-    Collectives of the engine run beside the user's own: on one group their order would be a race.
+    Collectives of the engine run concurrently with the user's: on one group their order would be a race.
     """
     everybody = dist.get_world_size(group) == dist.get_world_size()
     if not everybody:
@@ -59,10 +59,10 @@ def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
 
 
 def _count_alike(group: dist.ProcessGroup) -> None:
-    """Have all ranks of `group` know of as many groups.
+    """Pad torch's group registry so that all ranks of `group` have equally many entries.
 
-    torch names a group of some ranks by these and by how many groups the rank that makes it knows of. Ranks that are in
-    groups of their own besides would give it different names, and wait for each other under them.
+    torch names a new group by its ranks and the number of registered groups. Ranks with different numbers of groups
+    would give it different names, and deadlock.
     """
     names = _names()
     known: list[int] = [0] * dist.get_world_size(group)
@@ -72,10 +72,10 @@ def _count_alike(group: dist.ProcessGroup) -> None:
 
 
 def retire(group: dist.ProcessGroup) -> None:
-    """Leave a group of the engine's own.
+    """Destroy a group of the engine's own.
 
-    A later group must not get its name (see `_count_alike`), under which the store still has addresses: so something
-    without connections keeps it.
+    A later group must not reuse its name (see `_count_alike`), under which the store still has addresses. So a
+    placeholder without connections keeps the name.
     """
     if not dist.is_initialized():
         return
@@ -86,7 +86,7 @@ def retire(group: dist.ProcessGroup) -> None:
 
 
 def _names() -> dict[dist.ProcessGroup, str]:
-    """torch's names of the groups that this rank knows of."""
+    """Return torch's registry of this rank's groups: group → name."""
     return cast(dict[dist.ProcessGroup, str], dist.distributed_c10d._world.pg_names)
 
 
@@ -95,7 +95,7 @@ def _occupy(name: str) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """After how long a collective of `group` gives up; None if its backend does not tell."""
+    """Return the timeout of collectives of `group`; None if its backend does not expose it."""
     for device in ("cpu", "cuda"):
         try:
             found: timedelta = group._get_backend(torch.device(device)).options._timeout

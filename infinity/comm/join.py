@@ -17,8 +17,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def join_process_group(required: bool | None, device: Device | None) -> None:
     """Call `torch.distributed.init_process_group` with the launcher's environment variables, unless a group exists.
 
-    required: None: if WORLD_SIZE is more than 1. True: always. False: never, since the caller does it. device: where
-    the model computes; None: CUDA if there is any. Collectives of CUDA tensors use NCCL, those of host memory gloo.
+    required: None: if WORLD_SIZE is more than 1. True: always. False: never, since the caller does it. device: of the
+    model; None: CUDA if available. Collectives of CUDA tensors use NCCL, those of host memory gloo.
     The group outlives every engine, because torch has one per process.
 
     Raises UsageError if there are several ranks, no group, and `required` is False; if the environment lacks one of the

@@ -1,7 +1,7 @@
-"""The ranks that hold one model together: tensor parallelism (`torch.distributed.tensor.parallel`), which divides
-parameters themselves. Data parallelism goes on top: every rank's units are its parts of the parameters.
+"""Ranks of one model replica under tensor parallelism (`torch.distributed.tensor.parallel`), which shards parameters.
 
-What is here runs in the thread of the model, as the model's own collectives do, so that one order holds for both.
+Data parallelism applies on top: each rank's units hold its local parts of the parameters. These collectives run in the
+model's thread, like the model's own, so that both have one order.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class ModelRanks:
-    """The mesh that the model's DTensors are divided over; without any, this rank alone."""
+    """The mesh of the model's DTensors; without DTensors, this rank alone."""
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
 
     @classmethod
     def of(cls, model: nn.Module, replicas: dist.ProcessGroup | None) -> ModelRanks:
-        """The mesh of `model`. replicas: the ranks that units are sharded over; the mesh may not divide over them too.
+        """Construct from the mesh of `model`. replicas: the data-parallel ranks, over which the mesh must not shard.
 
-        Raises ModelError for parameters that this engine cannot shard further.
+        Raises ModelError for DTensors on several meshes, with partial sums, or over the data-parallel ranks.
         """
         found: Any = None
         for name, parameter in model.named_parameters():
@@ -58,16 +58,16 @@ class ModelRanks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the one that speaks for all that hold this model."""
+        """Return whether this rank is the first of its replica, which logs and writes."""
         return self._mesh is None or not any(self._mesh.get_coordinate() or ())
 
     @property
     def number(self) -> int:
-        """Which of these ranks this one is, in the order of a group of them."""
+        """Index of this rank in the sorted ranks of the mesh."""
         return 0 if self._mesh is None else sorted(self._mesh.mesh.flatten().tolist()).index(dist.get_rank())
 
     def twin(self) -> dist.ProcessGroup | None:
-        """A new group of these ranks for host memory, beside the model's own; they all call this."""
+        """Create a gloo group of these ranks, apart from the model's own; None without a mesh. All of them call it."""
         if self._mesh is None:
             return None
         made: dist.ProcessGroup = dist.new_group(
@@ -79,7 +79,7 @@ class ModelRanks:
         return made
 
     def copies(self, parameter: torch.Tensor) -> int:
-        """How many of these ranks hold the same values of `parameter`."""
+        """Return the number of these ranks that hold the same values of `parameter`."""
         if self._mesh is None:
             return 1
         if not is_distributed(parameter):
@@ -88,7 +88,7 @@ class ModelRanks:
         return prod(self._mesh.size(dim) for dim, where in enumerate(spec.placements) if where.is_replicate())
 
     def sums(self, *values: float) -> tuple[float, ...]:
-        """The sum of each fp64 number over these ranks, in their order; every rank gets the same bits."""
+        """Return the sum of each fp64 number over these ranks, in rank order, with the same bits on all."""
         if self._mesh is None:
             return values
         for dim in range(self._mesh.ndim):
@@ -100,7 +100,7 @@ class ModelRanks:
         return values
 
     def gather(self, mine: Any) -> list[Any]:
-        """All-gather a small object: one from each of these ranks, in rank order."""
+        """All-gather a small object from each of these ranks, in rank order."""
         found = [mine]
         for dim in range(self._mesh.ndim if self._mesh is not None else 0):
             assert self._mesh is not None
@@ -111,9 +111,10 @@ class ModelRanks:
         return found
 
     def whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """A state of `parameter`, complete on all of these ranks, from `values`, what this rank holds of it.
+        """All-gather a state of `parameter` from its local parts.
 
-        values: in the local shape, on the host, any dtype; the result, on the host, has the parameter's shape.
+        values: this rank's part, in the local shape, on the host, any dtype. Returns a host tensor in the parameter's
+        shape.
         """
         if not is_distributed(parameter):
             return values
@@ -128,11 +129,11 @@ class ModelRanks:
         return divided.full_tensor().cpu()
 
     def part(self, parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `full`, a state in the parameter's shape: a view of it in the local shape."""
+        """Return this rank's part of `full`, a state in the parameter's shape: a view in the local shape."""
         return full[self.place(parameter)] if is_distributed(parameter) else full
 
     def place(self, parameter: torch.Tensor) -> tuple[slice, ...]:
-        """Where what this rank holds of `parameter`, a DTensor, is in the whole of it."""
+        """Return the slices of this rank's part in the whole of `parameter`, a DTensor."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         spec: Any = spec_of(parameter)

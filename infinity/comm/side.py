@@ -1,7 +1,7 @@
-"""A second way between the ranks of an engine, for what is beside training: checkpoints.
+"""A second channel between the ranks of an engine, for checkpoints written during training.
 
-Training's collectives are in one order, on one thread. What runs at its own pace has no place in that order, and so
-gets process groups of its own: over gloo, as it exchanges host memory only.
+Training's collectives run in one order on one thread. A background save has no fixed place in that order, so it has
+process groups of its own, on gloo, since it exchanges host memory only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from infinity.comm.collectives import Ranks
 from infinity.comm.groups import retire, twin
 
 Place = tuple[slice, ...]
-"""Where a part of a tensor is in the whole of it."""
+"""Slices of a part in the whole tensor."""
 
 
 class SideChannel:
-    """The ranks of `ranks` once more: the replicas, and those that hold a model together (tensor parallelism).
+    """Duplicate groups of `ranks`: the data-parallel and the tensor-parallel ranks.
 
-    Made on all of them by the thread that runs the model, used by one thread at a time. Where they are to come together
-    on one rank, it is the first of all, which writes.
+    Constructed on all ranks by the thread that runs the model, then used by one thread at a time. Gathers end on the
+    main rank, which writes.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -33,17 +33,15 @@ class SideChannel:
         self._replicas: dist.ProcessGroup | None = None
         self._model: dist.ProcessGroup | None = None
         self._number, self._root = ranks.model.number, 0
-        """Of the ranks that hold a model together, this one's number and that of the first one."""
+        """Indices of this rank and of the replica's first rank in the tensor-parallel group."""
         if ranks.replicas is not None:
             self._replicas = twin(ranks.replicas, "gloo")
             self._model = ranks.model.twin()
-            self.sum(0.0)  # so that all are connected before anything is asked of it
+            self.sum(0.0)  # connects all ranks
             self._root = self.of_model(ranks.model.first).index(True)
 
     def complete(self, flat: torch.Tensor) -> None:
-        """Fill `flat` (numel,), host memory whose own shard is valid, with the shards of all ranks, on the first of the
-        replicas; the others give theirs.
-        """
+        """Gather the shards of `flat` (numel,), in host memory, on the first replica. The others send their shard."""
         if self._replicas is None or self.shards == 1:
             return
         if self.rank:
@@ -59,8 +57,9 @@ class SideChannel:
             transfer.wait()
 
     def join(self, part: torch.Tensor, places: Sequence[Place], shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of which each rank that holds the model has a part, at `places` by rank; whole on the rank that
-        writes. The first replica calls it.
+        """Gather a tensor of `shape` from its parts on the rank that writes. All ranks of the first replica call it.
+
+        places: position of each rank's part, by rank. Other ranks get their `part` back.
         """
         if self._number != self._root:
             self._send(part)
@@ -82,7 +81,7 @@ class SideChannel:
         return received
 
     def sum(self, value: float) -> float:
-        """The sum of one number over all ranks."""
+        """Return the sum of one number over all ranks."""
         for group in (self._replicas, self._model):
             if group is not None:
                 parts = torch.empty(group.size(), 1, dtype=torch.float64)
@@ -91,13 +90,13 @@ class SideChannel:
         return value
 
     def agree(self, values: torch.Tensor) -> None:
-        """Make `values`, in host memory, those of the first rank."""
+        """Broadcast `values`, in host memory, from the first rank."""
         for group, root in ((self._model, self._root), (self._replicas, 0)):
             if group is not None:
                 dist.broadcast(values, group=group, group_src=root)
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each rank has, replica by replica, for each rank that holds a part of the model."""
+        """All-gather a small object over all ranks; data-parallel ranks vary fastest."""
         found = [mine]
         if self._replicas is not None:
             found = [None] * self._replicas.size()
@@ -105,7 +104,7 @@ class SideChannel:
         return [each for column in self.of_model(found) for each in column]
 
     def of_model(self, mine: Any) -> list[Any]:
-        """What each rank has that holds a part of the same replica."""
+        """All-gather a small object over the ranks of this replica."""
         if self._model is None:
             return [mine]
         found = [None] * self._model.size()
@@ -113,7 +112,7 @@ class SideChannel:
         return found
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Leave the groups. No exchange may be in progress."""
         for group in (self._replicas, self._model):
             if group is not None:
                 retire(group)

@@ -1,4 +1,4 @@
-"""The stages of ZeRO (Rajbhandari et al. 2020): of what every rank holds a part, and of what a whole copy."""
+"""ZeRO stages (Rajbhandari et al. 2020): which states are sharded and which are replicated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Stage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Whether a rank holds its shard of optimizer states, of gradients that accumulate, and of parameters, or all.
+    """True for each kind of state that is sharded over ranks: optimizer states, accumulated gradients, parameters.
 
-    What is not sharded is in the device's memory: parameters stay there from step to step, gradients from the first
+    Replicated states are in device memory: parameters stay there from step to step, gradients from the first
     micro-batch of a step to the last.
     """
 
@@ -22,5 +22,5 @@ class Sharding:
 
     @classmethod
     def of(cls, stage: Stage) -> Sharding:
-        """0: plain data parallelism. 1: optimizer states are sharded. 2: gradients too. 3: parameters too."""
+        """Stage 0: plain data parallelism. 1: optimizer states are sharded. 2: gradients too. 3: parameters too."""
         return cls(stage >= 1, stage >= 2, stage >= 3)

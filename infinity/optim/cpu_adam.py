@@ -1,11 +1,11 @@
 """Optimizer steps on CPU tensors: checked, typed calls of the native `infinity._adam`.
 
-All tensors are contiguous CPU tensors of equal numel and share no memory; shapes do not matter otherwise, and a slice
-of a flat tensor is as good as a tensor of its own. Writes go by address, past autograd: `_version` does not change.
+All tensors are contiguous CPU tensors of equal numel and share no memory. Shapes do not matter otherwise, and slices of
+a flat tensor are allowed. Kernels write by address, without autograd: `_version` does not change.
 
-A bf16 parameter needs no fp32 master beside it. The master is the parameter plus a 16-bit remainder: the parameter is
-the master rounded half away from zero, so that the difference of the two bit patterns always fits a signed 16-bit
-integer (`split_master`, `join_master`; the same for any device: `split_master_torch`, `join_master_torch`).
+A bf16 parameter needs no fp32 master. The master is the parameter plus a 16-bit remainder: the parameter is the master
+rounded half away from zero, so the difference of the two bit patterns always fits a signed 16-bit integer
+(`split_master`, `join_master`; for any device: `split_master_torch`, `join_master_torch`).
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ _CANONICAL_NAN = 0x7FC00000
 
 @dataclass(frozen=True)
 class Hyper:
-    """What one parameter group's update needs besides its tensors. A rule reads what it knows and no more."""
+    """Hyper-parameters of one parameter group. A rule reads only the fields in `HYPER_KEYS`.
+
+    Raises ConfigError for values out of range.
+    """
 
     rule: Rule = "adamw"
-    """adamw decouples the decay from the gradient; adam, adagrad and sgd add it to the gradient; lion decouples it."""
+    """adamw and lion decouple the weight decay from the gradient; adam, adagrad and sgd add it to the gradient."""
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
-    """adam, adamw, lion."""
+    """Read by adam, adamw and lion."""
     eps: float = 1e-8
-    """adam, adamw, adagrad."""
+    """Read by adam, adamw and adagrad."""
     weight_decay: float = 0.01
     momentum: float = 0.0
-    """sgd, as are the next two."""
+    """Read by sgd, like dampening and nesterov."""
     dampening: float = 0.0
     nesterov: bool = False
     lr_decay: float = 0.0
-    """adagrad."""
+    """Read by adagrad."""
 
     def __post_init__(self) -> None:
         if self.rule not in MOMENTS:
@@ -106,7 +109,7 @@ HYPER_KEYS: dict[Rule, tuple[str, ...]] = {
     "lion": ("lr", "betas", "weight_decay"),
     "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
 }
-"""What each rule reads of a `Hyper`: the keys of its param_groups, named as in torch.optim."""
+"""Rule → the fields of `Hyper` that it reads, which are the keys of its param_groups, named as in torch.optim."""
 
 
 def update_flat(
@@ -123,25 +126,26 @@ def update_flat(
     first: int = 0,
     threads: int = 0,
 ) -> None:
-    """One optimizer step, in place, on all n elements of `param`; n may be 0.
+    """Execute one optimizer step in place on all n elements of `param`; n may be 0.
 
     param: fp32 with no master (None); bf16 with its int16 remainder; or bf16 or fp16 with its fp32 master (then `param`
-        is written only).
-    grad: fp32, bf16 or fp16, whatever `param` is; multiplied by `grad_scale` as it is read.
-    moments: as many as the rule has (`infinity.optim.moments.MOMENTS`), all fp32, all bf16, or all uint8 codes.
-    scales: for uint8 codes one for each moment, uint8 (ceil(n / 256),); else empty.
+        is only written).
+    grad: fp32, bf16 or fp16, independent of `param`; multiplied by `grad_scale` as it is read.
+    moments: one tensor per moment of the rule (`infinity.optim.moments.MOMENTS`), all fp32, all bf16, or all uint8
+        codes.
+    scales: for uint8 codes, one per moment, uint8 (ceil(n / 256),); else empty.
     step: number of this optimizer step, from 1. threads: 0 is one per processor of this thread's affinity.
-    key, first: what moments of 16 and 8 bits draw their rounding from, see `_adam.update`. Give each step and each
-        array a key of its own, and tiles of an array their place in it.
+    key, first: seed and element offset of the stochastic rounding of 16- and 8-bit moments, see `_adam.update`. Use a
+        separate key for each step and array. Tiles of one array share the key and pass their offset in it.
 
-    Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing.
+    Raises ValueError, before any change, for tensors that do not match or numbers out of range.
     """
     given = update_arguments(_CPU, param, master_or_remainder, grad, moments, scales, hyper)
     _adam.update(**given, grad_scale=grad_scale, step=step, key=key, first=first, threads=threads)
 
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None, threads: int = 0) -> tuple[Tensor, Tensor]:
-    """fp32 to (bf16 parameter, int16 remainder), written into `out` if given. NaNs become 0x7FC00000 first."""
+    """Split fp32 into (bf16 parameter, int16 remainder), written into `out` if given. NaNs become 0x7FC00000 first."""
     n = master.numel()
     address = _address("master", master, n, torch.float32)
     if out is None:
@@ -158,7 +162,7 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None, threa
 
 
 def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None, threads: int = 0) -> Tensor:
-    """(bf16 parameter, int16 remainder) to the fp32 they came from, written into `out` if given."""
+    """Join (bf16 parameter, int16 remainder) to the original fp32, written into `out` if given."""
     n = param.numel()
     addresses = _address("param", param, n, torch.bfloat16), _address("remainder", remainder, n, torch.int16)
     master = torch.empty_like(param, dtype=torch.float32) if out is None else out
@@ -184,11 +188,11 @@ def join_master_torch(param: Tensor, remainder: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, threads: int = 0) -> float:
-    """initial + the sum of (scale * x)^2 in fp64 over an fp32, bf16 or fp16 tensor; inf and NaN propagate.
+    """Return initial + the sum of (scale * x)^2 in fp64 over an fp32, bf16 or fp16 tensor; inf and NaN propagate.
 
-    The bits depend on values, numel, scale and initial only. A flat tensor cut at multiples of 4096 elements, each
-    part's result passed on as `initial`, gives the bits of the whole; the norm of a model is the units' results
-    added in unit order.
+    The bits depend only on values, numel, scale and initial. A flat tensor cut at multiples of 4096 elements, with each
+    part's result passed as `initial` of the next, gives the bits of the whole tensor. The norm of a model adds the
+    units' results in unit order.
     """
     n = tensor.numel()
     address = _address("tensor", tensor, n, *DTYPES)
@@ -196,10 +200,10 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, thr
 
 
 def receive(target: Tensor, source: Tensor, *, add: bool = False, at: int | None = None, threads: int = 0) -> float:
-    """target = source, or target += source; returns `sum_of_squares(target)`, in one pass over memory.
+    """Copy `source` to `target`, or add it, and return `sum_of_squares(target)`, in one pass over memory.
 
-    Both are fp32, bf16 or fp16, of any shape. at: offset, in elements of `target`, where `source` begins; None: both
-    have equally many elements. Sums are taken in fp32 and rounded to the target's dtype to nearest, ties to even, as in
+    Both are fp32, bf16 or fp16, of any shape. at: offset in `target`, in elements, where `source` begins; None: both
+    have the same numel. Sums are computed in fp32 and rounded to the target's dtype to nearest, ties to even, as in
     torch. Raises ValueError if `source` does not fit.
     """
     whole = target.numel()

@@ -1,18 +1,18 @@
 """`CPUAdam`: torch.optim.AdamW for parameters in host memory, in one pass of the native kernels.
 
-It needs no engine:
+Works without an engine:
 
     optimizer = infinity.optim.CPUAdam(model.parameters(), lr=3e-4, weight_decay=0.1, moments="8bit")
 
-States of a parameter, all of its shape but for scales:
+States of a parameter, in its shape except `step` and scales:
     step                        fp32 scalar, as in torch.optim.AdamW
     exp_avg, exp_avg_sq         fp32 or bf16
     exp_avg_8bit, exp_avg_sq_8bit, exp_avg_scale, exp_avg_sq_scale
-                                instead of these two with moments="8bit": uint8 codes, and a scale for each 256
-    remainder                   int16, of a bf16 parameter: what its fp32 master has more (`infinity.optim.cpu_adam`)
-    master                      fp32, of an fp16 parameter
+                                in place of these two with moments="8bit": uint8 codes, one uint8 scale per 256 elements
+    remainder                   int16, for bf16 parameters: fp32 master minus parameter (`infinity.optim.cpu_adam`)
+    master                      fp32, for fp16 parameters
 
-With moments in fp32 or bf16, torch.optim.Adam and AdamW load what CPUAdam saved, and CPUAdam loads theirs.
+With moments in fp32 or bf16, CPUAdam and torch.optim's Adam and AdamW load each other's state dicts.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ __all__ = ["CPUAdam"]
 
 _NAMES = ("exp_avg", "exp_avg_sq")
 _EXTRA = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
-"""The state that makes a parameter of this dtype one of fp32."""
+"""Parameter dtype → name and dtype of the state that completes it to fp32."""
 
 
 class CPUAdam(torch.optim.Optimizer):
     """AdamW, or Adam with L2 decay, for fp32, bf16 and fp16 parameters on the CPU.
 
     params, lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW. amsgrad, capturable and differentiable are
-        refused; foreach and fused are accepted and mean nothing here.
-    adamw_mode: decoupled weight decay (AdamW); False: L2 decay (torch.optim.Adam). A group's `decoupled_weight_decay`.
+        refused; foreach and fused are accepted without effect.
+    adamw_mode: decoupled weight decay (AdamW); False: L2 decay (torch.optim.Adam). Sets a group's
+        `decoupled_weight_decay`.
     moments: "fp32", "bf16" or "8bit". The latter two are rounded stochastically, from `seed`.
     threads: 0 is one per processor of the calling thread's affinity.
 
-    A bf16 parameter is trained in fp32: 16 more bits of it are kept as state; an fp16 parameter has an fp32 master. The
-    master starts from the parameter at its first step; values written to an fp16 parameter later are overwritten.
-    Parameters and gradients may have any strides, at the price of a copy where they are not contiguous.
+    A bf16 parameter is trained in fp32: its lower 16 bits are kept as state. An fp16 parameter has an fp32 master,
+    initialised from the parameter at its first step; values written to the parameter later are overwritten. Parameters
+    and gradients may have any strides, but non-contiguous ones are copied.
 
-    Raises ConfigError for arguments, ModelError for parameters and gradients that it cannot handle; both are
+    Raises ConfigError for unsupported arguments, ModelError for unsupported parameters and gradients. Both are
     ValueErrors.
     """
 
@@ -105,9 +106,9 @@ class CPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
-        """One step of every parameter that has a gradient; returns what `closure` returned.
+        """Update every parameter that has a gradient. Returns the value of `closure`.
 
-        grad_scale: gradients are multiplied by it, as they are read: 1 / loss scale, or a clipping coefficient.
+        grad_scale: factor applied to gradients as they are read, such as 1 / loss scale or a clipping coefficient.
         """
         loss = None
         if closure is not None:
@@ -124,17 +125,17 @@ class CPUAdam(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. The tensors are the optimizer's own: copy them to keep them past the next step."""
+        """Return torch's layout. The tensors are the optimizer's own: copy them to keep them past the next step."""
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take states and groups of a CPUAdam, a torch.optim.Adam or AdamW of the same parameters.
+        """Load states and groups of CPUAdam, torch.optim.Adam or AdamW for the same parameters.
 
-        Moments are brought into this optimizer's format. Where a bf16 or fp16 parameter comes without remainder or
-        master, as from torch, it starts from the parameter's value.
+        Converts moments to this optimizer's format. Without a remainder or master for a bf16 or fp16 parameter, as
+        from torch, starts from the parameter's value. Raises ModelError or ConfigError for other state dicts.
         """
         handle = self.register_load_state_dict_pre_hook(_check_groups)
-        given: list[dict[str, Any]] = []  # what hooks of the user's have made of it
+        given: list[dict[str, Any]] = []  # the dict after the user's hooks
         last = self.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))
         try:
             super().load_state_dict(state_dict)
@@ -142,7 +143,7 @@ class CPUAdam(torch.optim.Optimizer):
             handle.remove()
             last.remove()
         [state_dict] = given
-        # torch casts all states to the parameter's dtype, codes and remainders too: take them as they were saved.
+        # torch casts all states to the parameter's dtype, codes and remainders too: load the saved ones instead.
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, (there, param) in enumerate(zip(saved, params, strict=True)):
@@ -157,7 +158,7 @@ class CPUAdam(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("maximize", False)
-            group.setdefault("decoupled_weight_decay", False)  # what a group of an older torch.optim.Adam means
+            group.setdefault("decoupled_weight_decay", False)  # the meaning of a group of an older torch.optim.Adam
 
     # -- one parameter -------------------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class CPUAdam(torch.optim.Optimizer):
         extra = _EXTRA.get(param.dtype)
         for name in ("remainder", "master"):
             if name in state and (extra is None or extra[0] != name):
-                del state[name]  # the model was cast: it knows nothing of the steps from now on
+                del state[name]  # the model was cast: the state would become stale
         if extra is not None and extra[0] not in state:
             state.update(_rest(param, {}))  # the model was cast after its first step
         kept = None if extra is None else state[extra[0]]
@@ -190,10 +191,10 @@ class CPUAdam(torch.optim.Optimizer):
         if flat is not param:
             param.copy_(flat)
         else:
-            torch.autograd.graph.increment_version(param)  # written by address, where autograd does not look
+            torch.autograd.graph.increment_version(param)  # written by address, unseen by autograd
 
     def _key(self, number: int, step: int) -> int:
-        """Where the rounding of parameter `number` in this step comes from."""
+        """Return the key of the stochastic rounding of parameter `number` in this step."""
         return rounding_key(self.seed, (number << 40) + step)
 
     def _first_state(self, param: Tensor) -> dict[str, Tensor]:
@@ -206,7 +207,7 @@ class CPUAdam(torch.optim.Optimizer):
         return state | _rest(param, {})
 
     def _adopt(self, param: Tensor, number: int, saved: dict[str, Any]) -> dict[str, Tensor]:
-        """A state of this optimizer with the values of `saved`, sharing no memory with it."""
+        """Return a state of this optimizer with the values of `saved`, without shared memory."""
         step = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu").clone()
         state = {"step": step}
         for k, name in enumerate(_NAMES):
@@ -233,14 +234,14 @@ class CPUAdam(torch.optim.Optimizer):
 
 
 def _copied(state: Tensor) -> Tensor:
-    """In host memory, wherever it was saved from."""
+    """Return a contiguous copy in host memory."""
     return state.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _rest(param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """What a bf16 or fp16 parameter lacks to be fp32: from `saved`, or from the parameter's value.
+    """Return the state that completes a bf16 or fp16 parameter to fp32, from `saved` or from the parameter's value.
 
-    A remainder or master that went through torch's optimizer was cast to the parameter's dtype, and is out of date.
+    A remainder or master of another dtype is ignored: torch's optimizer has cast it, and it is out of date.
     """
     if param.dtype not in _EXTRA:
         return {}
@@ -256,14 +257,14 @@ def _rest(param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
 def _hyper(group: dict[str, Any]) -> Hyper:
     for name in ("amsgrad", "capturable", "differentiable"):
         if group.get(name):
-            raise ConfigError(f"CPUAdam does not know {name}: leave it out, or take torch.optim.AdamW")
+            raise ConfigError(f"CPUAdam does not support {name}: remove it, or use torch.optim.AdamW")
     rule: Any = "adamw" if group["decoupled_weight_decay"] else "adam"
     lr, *betas = (x.item() if isinstance(x, Tensor) else x for x in (group["lr"], *group["betas"]))
     return Hyper(rule, lr, tuple(betas), group["eps"], group["weight_decay"])  # type: ignore[arg-type]
 
 
 def _check_groups(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse what this optimizer cannot go on with, before anything is changed."""
+    """Raise ModelError or ConfigError, before any change, for a state dict that this optimizer cannot load."""
     for group in state_dict["param_groups"]:
         if "betas" not in group:
             raise ModelError(f"a group holds {', '.join(group)}: load groups of Adam, AdamW or CPUAdam")

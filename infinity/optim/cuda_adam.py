@@ -1,10 +1,10 @@
 """Optimizer steps on CUDA tensors: checked, typed calls of the native `infinity._adam_cuda`.
 
-The functions of `infinity.optim.cpu_adam`, with the same bits, for contiguous tensors on one CUDA device. They are put
-on the device's current stream and wait for nothing: as with torch's own operations, memory that another stream frees
-or writes meanwhile is the caller's to keep (`Tensor.record_stream`).
+The functions of `infinity.optim.cpu_adam`, with the same bits, for contiguous tensors on one CUDA device. They launch
+on the device's current stream and do not synchronise. As with torch's own operations, the caller must keep memory alive
+that other streams use (`Tensor.record_stream`).
 
-Not every installation has the kernels: they are built where nvcc is found. `available()` tells, `why_not()` says why.
+The kernels are built only if nvcc is found: see `available()` and `why_not()`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["available", "join_master", "split_master", "sum_of_squares", "update
 
 
 def available() -> bool:
-    """Whether the kernels are built in and this process has devices that run them."""
+    """Return whether the kernels are built and this process has devices that run them."""
     return not why_not()
 
 
 @cache
 def why_not() -> str:
-    """Why the functions here cannot be used: the loader's error or CUDA's; empty if they can."""
+    """Return why the kernels cannot be used (the loader's error or CUDA's); empty if they can."""
     try:
         import infinity._adam_cuda as native
     except ModuleNotFoundError:
@@ -39,7 +39,7 @@ def why_not() -> str:
         return f"the CUDA kernels do not load: {error}"
     if reason := native.refusal():
         return reason
-    # What nvcc chose itself (native, all) it says nothing of; then a launch tells.
+    # Names without digits (native, all) do not give the architecture; only a launch shows whether it fits.
     numbers = [int(digits.group()) for name in native.ARCHITECTURES if (digits := re.search(r"\d+", name))]
     for device in range(native.device_count()):
         if (found := native.compute_capability(device)) < min(numbers, default=0):
@@ -60,12 +60,12 @@ def update_flat(
     key: int = 0,
     first: int = 0,
 ) -> None:
-    """One optimizer step, in place, on all n elements of `param`: see `cpu_adam.update_flat`.
+    """Execute one optimizer step in place on all n elements of `param`: see `cpu_adam.update_flat`.
 
-    Fastest if every array begins at a multiple of 16 bytes, as slices of flat tensors at multiples of `BLOCK` do.
+    Fastest if every array begins at a multiple of 16 bytes, like slices of flat tensors at multiples of `BLOCK`.
 
-    Raises ValueError for tensors that do not fit each other or numbers out of range, and then has changed nothing;
-    RuntimeError with CUDA's words for what CUDA refuses.
+    Raises ValueError, before any change, for tensors that do not match or numbers out of range; RuntimeError with
+    CUDA's message for errors of CUDA.
     """
     device = _device("param", param)
     import infinity._adam_cuda as native
@@ -75,10 +75,10 @@ def update_flat(
 
 
 def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor = 0.0) -> Tensor:
-    """initial + the sum of (scale * x)^2: fp64, of no dimension, on the tensor's device; inf and NaN propagate.
+    """Return initial + the sum of (scale * x)^2: fp64 scalar on the tensor's device; inf and NaN propagate.
 
-    The bits of `cpu_adam.sum_of_squares`. initial: also a result of this function on the same device, so that the sum
-    over many tensors waits for none.
+    Gives the bits of `cpu_adam.sum_of_squares`. initial: a number, or a result of this function on the same device, so
+    that a sum over many tensors does not synchronise.
     """
     n, device = tensor.numel(), _device("tensor", tensor)
     import infinity._adam_cuda as native
@@ -95,7 +95,7 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor =
 
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """fp32 to (bf16 parameter, int16 remainder), written into `out` if given: see `cpu_adam.split_master`."""
+    """Split fp32 into (bf16 parameter, int16 remainder), written into `out` if given: see `cpu_adam.split_master`."""
     n, device = master.numel(), _device("master", master)
     import infinity._adam_cuda as native
 
@@ -114,7 +114,7 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tu
 
 
 def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
-    """(bf16 parameter, int16 remainder) to the fp32 they came from, written into `out` if given."""
+    """Join (bf16 parameter, int16 remainder) to the original fp32, written into `out` if given."""
     n, device = param.numel(), _device("param", param)
     import infinity._adam_cuda as native
 
@@ -126,7 +126,7 @@ def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> 
 
 
 def _device(name: str, tensor: Tensor) -> torch.device:
-    """The CUDA device on which the others have to be too."""
+    """Return the CUDA device of `tensor`, on which the other tensors must be too. Raises ValueError without one."""
     if tensor.device.type != "cuda":
         raise ValueError(f"{name} is on {tensor.device}: pass a CUDA tensor")
     return tensor.device

@@ -1,4 +1,4 @@
-"""The optimizer that the user sees: param_groups that schedulers change, and a `step` that the engine carries out."""
+"""The public optimizer: param_groups for schedulers, and a `step` that the engine executes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple
 
 
 _OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
-"""Keys of a param_group that somebody expects something of."""
+"""Keys of a param_group that have a meaning for some rule or in torch.optim."""
 
 
 class _NoStates(dict[Any, Any]):
-    """The `state` of an optimizer whose states live in tiers. Uses that a plain loop would feel are refused."""
+    """The `state` of an optimizer with states in tiers. Refuses uses that would have an effect in torch."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
@@ -45,10 +45,10 @@ class _NoStates(dict[Any, Any]):
 
 
 class UnitOptimizer(torch.optim.Optimizer):
-    """The update of units. Its states live in their tiers: `state` is empty, and `state_dict` reads them.
+    """The optimizer of an engine. Its states live in tiers: `state` is empty, and `state_dict` reads the tiers.
 
-    param_groups: as in torch.optim. The rule's hyper-parameters (`HYPER_KEYS`) may differ by group, and parameters keep
-    the order in which they were given.
+    param_groups: as in torch.optim. The rule's hyper-parameters (`HYPER_KEYS`) may differ by group. Parameters keep
+    their given order.
     """
 
     def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
@@ -71,7 +71,7 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
-        if self._step is not None:  # else `Optimizer.__init__` sets it
+        if self._step is not None:  # None: set by `Optimizer.__init__`
             _NoStates()._refuse()
 
     def on_step(self, step: Callable[[], None], drop: Callable[[], None], states: TierStates) -> None:
@@ -80,11 +80,11 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update with the gradients collected since the last step, however many micro-batches they come from. Does
-        nothing if there are none. `engine.step()` calls it after the last micro-batch of a step.
+        """Update with the gradients collected since the last step, of any number of micro-batches. Does nothing without
+        gradients. `engine.step()` calls it after the last micro-batch of a step.
 
         closure: called first, with gradients enabled, as in torch.optim; it computes a loss and calls backward, and
-            may call zero_grad before that. Its value is returned.
+            may call zero_grad before. Its value is returned.
         """
         value = None
         if closure is not None:
@@ -96,14 +96,14 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a step that is not made. After one there are none left: `step` consumes them.
+        """Drop the gradients collected since the last step. After `step` there are none, since it consumes them.
 
-        UsageError where micro-batches are still to come, and where backward has updated units with the gradients.
+        Raises UsageError within the micro-batches of a step, and if backward has updated units with the gradients.
         """
         self._drop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise UsageError: a copy would hold the values of the whole model and no engine that updates it."""
+        """Raise UsageError: a copy would hold the values of the whole model without an engine to update it."""
         raise UsageError(
             "an engine's optimizer cannot be copied or pickled: save optimizer.state_dict(), or "
             "engine.save_checkpoint(), which writes parameters and optimizer states unit by unit"
@@ -114,8 +114,8 @@ class UnitOptimizer(torch.optim.Optimizer):
         if self._step is not None:
             raise UsageError(
                 "optimizer.add_param_group() was called on an engine's optimizer, which trains the parameters that "
-                "initialize() was given: close the engine with engine.close(restore=True), which gives the model its "
-                "values back, and pass all groups as model_parameters to a new infinity.initialize()"
+                "initialize() was given: close the engine with engine.close(restore=True), which returns the "
+                "values to the model, and pass all groups as model_parameters to a new infinity.initialize()"
             )
         super().add_param_group(param_group)
 
@@ -125,8 +125,8 @@ class UnitOptimizer(torch.optim.Optimizer):
         Moments are fp32 in host memory and whole on every rank, even if the engine keeps them in 16 or 8 bits. All
         ranks call it, between two steps. Raises UsageError between backward and step.
 
-        It needs host memory for the moments of the whole model on every rank, 8 bytes a parameter with Adam.
-        `engine.save_checkpoint` writes the same and more, a unit at a time.
+        Needs host memory for the moments of the whole model on every rank, 8 bytes per parameter with Adam.
+        `engine.save_checkpoint` writes them unit by unit instead.
         """
         assert self._states is not None
         states = self._states.read()
@@ -143,11 +143,11 @@ class UnitOptimizer(torch.optim.Optimizer):
         """Load moments, step counts and hyper-parameters from `state_dict()`, or from torch.optim's optimizer of the
         same rule. Parameters are matched by their position in the groups.
 
-        Moments kept in 16 or 8 bits are rounded as an update rounds them. Parameters, schedulers and the engine's step
-        count do not change. All ranks call it with the same dict, between two steps.
+        Moments kept in 16 or 8 bits are rounded as in an update. Parameters, schedulers and the engine's step count do
+        not change. All ranks call it with the same dict, between two steps.
 
-        Raises, before anything is changed: ModelError for a dict of other parameters or another rule, ConfigError for
-        amsgrad, maximize and values out of range, UsageError between backward and step, RanksError where ranks differ.
+        Raises, before any change: ModelError for a dict of other parameters or another rule, ConfigError for amsgrad,
+        maximize and values out of range, UsageError between backward and step, RanksError if ranks differ.
         """
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -167,8 +167,10 @@ class UnitOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def hypers(self) -> list[Hyper]:
-        """Return the present hyper-parameters of each param_group; ConfigError for values out of range. UsageError for
-        changes that a plain loop would follow and an engine cannot.
+        """Return the present hyper-parameters of each param_group.
+
+        Raises ConfigError for values out of range, UsageError for changes that torch.optim supports and an engine does
+        not: other parameters in the groups, amsgrad, maximize.
         """
         groups = self.param_groups
         lists = [group["params"] for group in groups]
@@ -185,9 +187,9 @@ class UnitOptimizer(torch.optim.Optimizer):
 
 
 def watch_other_optimizers() -> RemovableHandle:
-    """Refuse steps of other optimizers over parameters of an engine, whose `.grad` is None, until `remove` is called.
+    """Refuse steps of other optimizers over parameters of an engine, until the returned handle is removed.
 
-    torch.optim passes over parameters without a gradient and says nothing.
+    Their `.grad` is None, and torch.optim silently skips parameters without a gradient.
     """
     return register_optimizer_step_pre_hook(_refuse_managed)
 
@@ -199,17 +201,18 @@ def _refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         owner = owner_of(parameter)
         if owner is not None and owner.unit.layout.trainable and parameter.requires_grad:
             raise UsageError(
-                f"a {type(optimizer).__name__} of its own was to update {owner.unit.layout.slots[owner.slot].name}, "
-                "whose gradients an engine takes: it would change nothing. Use the optimizer that "
-                "infinity.initialize() returns, and give parameters with other hyper-parameters as a group of "
+                f"a separate {type(optimizer).__name__} was to update {owner.unit.layout.slots[owner.slot].name}, "
+                "whose gradients an engine collects, so it would change nothing. Use the optimizer that "
+                "infinity.initialize() returns, and pass parameters with other hyper-parameters as a group of "
                 "model_parameters."
             )
 
 
 def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:
-    """`model_parameters` as a list of groups, checked: parameters of `model`, each once, at least one trainable.
+    """Return `model_parameters` as a validated list of groups. given: None stands for all trainable parameters.
 
-    Frozen parameters and empty groups keep their positions, as in torch.
+    Raises ConfigError for parameters of another model or listed twice, ModelError if none is trainable. Frozen
+    parameters and empty groups keep their positions, as in torch.
     """
     entries: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if entries and isinstance(entries[0], dict):
@@ -223,8 +226,7 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
             if id(parameter) not in names:
                 raise ConfigError(
                     f"model_parameters holds a parameter of shape {list(parameter.shape)} that is not the model's: "
-                    "pass "
-                    "model.parameters(), or groups of them, of the very model given to initialize()."
+                    "pass model.parameters(), or groups of them, of the model given to initialize()."
                 )
             if id(parameter) in seen:
                 raise ConfigError(f"model_parameters holds {names[id(parameter)]} twice: put it in one group")
@@ -238,7 +240,7 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
 
 
 def _plain(parameters: Any) -> list[nn.Parameter]:
-    """Parameters without the names that named_parameters() puts beside them."""
+    """Return parameters from a parameter, parameters or (name, parameter) pairs. Raises ConfigError for others."""
     entries: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters or [])
     plain = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     for entry in plain:
@@ -253,10 +255,10 @@ def _plain(parameters: Any) -> list[nn.Parameter]:
 def unit_optimizer(
     config: Optimizer, groups: list[dict[str, Any]], names: Mapping[str, int], units: Sequence[Unit]
 ) -> UnitOptimizer:
-    """The optimizer of the config over `groups`, holding the parameters that the model has now (not those it was
-    built with, where it was on the meta device), in the order of `groups`.
+    """Return the config's optimizer over `groups`, with the model's present parameters in the order of `groups`.
 
-    names: a parameter's name → the id of the parameter of `groups` that had it before the engine was made.
+    Parameters built on the meta device have been replaced since. names: a parameter's name → id of the parameter in
+    `groups` that had this name before the engine was made.
     """
     hyper = Hyper(config.rule, **config.params.model_dump())
     now = {

@@ -1,4 +1,4 @@
-"""Tensors as the native kernels take them, on the CPU and on CUDA alike: flat arrays on one device, checked."""
+"""Validates tensors for the native kernels on CPU and CUDA: flat arrays on one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _SCALE_NAMES = ("scales[0]", "scales[1]")
 
 
 def address_of(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype, device: torch.device) -> int:
-    """The address of a tensor that the native code can use as a flat array of `numel` elements."""
+    """Return the address of a tensor that native code can use as a flat array of `numel` elements.
+
+    Raises ValueError for another device, dtype, layout or numel.
+    """
     # `is_cpu` first: it takes a tenth of the time of `tensor.device`.
     on_device = tensor.is_cpu if device.type == "cpu" else _is_on(tensor, device)
     if not on_device:
@@ -52,7 +55,7 @@ def update_arguments(
     scales: Sequence[Tensor],
     hyper: Hyper,
 ) -> dict[str, Any]:
-    """What `_adam.update` and `_adam_cuda.update` take of these. Raises ValueError for what does not fit."""
+    """Return the keyword arguments of `_adam.update` and `_adam_cuda.update`. Raises ValueError if tensors mismatch."""
     n = param.numel()
     kind = _moment_format(hyper.rule, moments, scales)
     master = 0

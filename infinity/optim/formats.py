@@ -1,4 +1,4 @@
-"""State formats: what the optimizer keeps of a parameter, and in how many bytes.
+"""State formats: the optimizer states of a parameter, and their bytes.
 
     parameter   infinity.master   infinity.moments   Adam, AdamW              Adagrad, Lion, SGD
     fp32        (its own)         fp32               8 bytes a parameter      4
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 RECORD_ALIGNMENT = 4096
-"""Bytes that a tile's states fill up to a multiple of, as direct I/O needs it."""
+"""Alignment in bytes of a tile's states, as direct I/O requires."""
 
 _CONVERTED_AT_ONCE = 1 << 22
 
@@ -54,37 +54,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StateKind:
-    """One state: its name, its dtype, and how many elements share a value of it (`BLOCK` for scales)."""
+    """One state. per: number of elements that share a value (`BLOCK` for scales)."""
 
     name: str
     dtype: torch.dtype
     per: int = 1
 
     def length(self, n: int) -> int:
-        """Values for n elements."""
+        """Return the number of values for n elements."""
         return -(-n // self.per)
 
     def part(self, start: int, stop: int) -> slice:
-        """Where the values of elements [start, stop) are; `start` is a multiple of `per`."""
+        """Return the slice of the values of elements [start, stop); `start` is a multiple of `per`."""
         return slice(start // self.per, self.length(stop))
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where a state lies within a tile's bytes: [first, first + nbytes)."""
+    """Byte range of a state in a tile: [first, first + nbytes)."""
 
     kind: StateKind
     first: int
     nbytes: int
 
     def of(self, record: torch.Tensor) -> torch.Tensor:
-        """The state's values in a tile's bytes, uint8 (nbytes,)."""
+        """Return a view of the state's values in a tile's bytes, uint8 (nbytes,)."""
         return record[self.first : self.first + self.nbytes].view(self.kind.dtype)
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """What is kept of parameters of one dtype: `remainder` (int16), `master` (fp32) or neither, and the moments."""
+    """States of parameters of one dtype: `remainder` (int16), `master` (fp32) or neither, and the moments."""
 
     states: tuple[StateKind, ...]
 
@@ -93,7 +93,7 @@ class StateFormat:
         return sum(kind.dtype.itemsize / kind.per for kind in self.states)
 
     def ranges(self, n: int) -> dict[str, Range]:
-        """The states of a tile of n elements, one after the other, by name."""
+        """Return state name → byte range in a tile of n elements. States are contiguous, in order."""
         found: dict[str, Range] = {}
         position = 0
         for kind in self.states:
@@ -103,15 +103,15 @@ class StateFormat:
         return found
 
     def nbytes(self, n: int) -> int:
-        """Bytes of a tile of n elements, a multiple of `RECORD_ALIGNMENT`."""
+        """Return the bytes of a tile of n elements, a multiple of `RECORD_ALIGNMENT`."""
         used = sum(place.nbytes for place in self.ranges(n).values())
         return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
 def state_format(dtype: torch.dtype, master: MasterFormat, rule: Rule, moments: MomentFormat) -> StateFormat:
-    """What the optimizer keeps of parameters of `dtype`: fp32, which are their own masters, bf16 or fp16.
+    """Return the state format of parameters of `dtype`: fp32 (their own masters), bf16 or fp16.
 
-    master: for bf16 only; the master of fp16 is fp32.
+    master: applies to bf16 only; the master of fp16 is fp32.
     """
     kept: tuple[StateKind, ...] = ()
     if dtype == torch.bfloat16 and master == "remainder":
@@ -122,7 +122,7 @@ def state_format(dtype: torch.dtype, master: MasterFormat, rule: Rule, moments: 
 
 
 def moment_kinds(rule: Rule, moments: MomentFormat) -> tuple[StateKind, ...]:
-    """The states that hold a rule's moments: under their names in torch.optim, or as 8-bit codes and scales."""
+    """Return the states of a rule's moments: named as in torch.optim, or 8-bit codes and scales."""
     names = MOMENT_NAMES[rule]
     if moments != "8bit":
         return tuple(StateKind(name, FORMATS[moments]) for name in names)
@@ -131,7 +131,7 @@ def moment_kinds(rule: Rule, moments: MomentFormat) -> tuple[StateKind, ...]:
 
 
 def moments_in(rule: Rule, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
-    """(moments, scales) among states by name; scales are those of 8-bit moments, else none."""
+    """Return (moments, scales) from states by name. scales is empty unless moments are 8-bit."""
     names = MOMENT_NAMES[rule]
     if f"{names[0]}_8bit" not in states:
         return [states[name] for name in names], []
@@ -149,7 +149,7 @@ def fp32_moment(name: str, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def convert_moments(
     rule: Rule, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, key: int, first: int
 ) -> None:
-    """Fill the moments of `target` with those of `source`, states of n elements by name, kept in any formats."""
+    """Fill the moments of `target` from `source`. Both map names to states of n elements, in any formats."""
     for name in MOMENT_NAMES[rule]:
         convert_moment(rule, name, source, target, key=key, first=first)
 
@@ -163,10 +163,10 @@ def convert_moment(
     key: int,
     first: int,
 ) -> None:
-    """Fill one moment of `target` with that of `source`, which may be without the others.
+    """Fill one moment of `target` from `source`, which may lack the others. Tensors are in host memory.
 
-    Exact where the target's format can hold the value, else rounded as an update rounds; see `_adam.update` for key and
-    first. Host memory; takes a few million elements at a time, so that little besides the two is needed.
+    Exact if the target's format can represent the value, else rounded as in an update; see `_adam.update` for key and
+    first. Converts a few million elements at a time to bound temporary memory.
     """
     values, scales = source.get(name), None
     if values is None:

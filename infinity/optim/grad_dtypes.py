@@ -1,4 +1,4 @@
-"""What gradients are kept in on their way from `.grad` to the update."""
+"""Dtypes of gradients at each stage from `.grad` to the update. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class GradDtypes(NamedTuple):
-    """Of the gradients of parameters of one dtype."""
+    """Dtypes for the gradients of parameters of one dtype."""
 
     collected: torch.dtype
-    """In a whole unit's buffer, where they arrive."""
+    """Dtype in a whole unit's buffer, where gradients arrive."""
     reduced: torch.dtype
-    """When they are summed over ranks."""
+    """Dtype of the sum over ranks."""
     stored: torch.dtype
-    """A shard, in its tier and when it is added to what is there."""
+    """Dtype of a shard in its tier, and of the sum over micro-batches there."""
 
 
 def grad_dtypes(
@@ -27,14 +27,14 @@ def grad_dtypes(
     exchanged: bool,
     whole: bool,
 ) -> GradDtypes:
-    """The dtypes of gradients of parameters of dtype `own`.
+    """Return the dtypes of gradients of parameters of dtype `own`.
 
-    communication, accumulation: what they are summed in over ranks (None: their own) and over micro-batches.
-    micro_batches: of one step. exchanged: there are ranks. whole: they are summed over micro-batches before they are
-    reduced.
+    communication, accumulation: dtypes of the sums over ranks (None: `own`) and over micro-batches. micro_batches:
+    number per step. exchanged: gradients are reduced over ranks. whole: gradients are summed over micro-batches before
+    they are reduced.
 
-    Nothing is rounded but by one of the two sums: what is not summed over micro-batches is stored as it was reduced,
-    and what is not reduced is collected as it is summed.
+    Only the two sums round. With one micro-batch gradients are stored in the reduced dtype; without ranks they are
+    collected in the dtype of the sum.
     """
     reduced = communication or own
     if micro_batches == 1:

@@ -1,6 +1,6 @@
-"""Where reduced gradients go: to the update at once, or to their tier, where what comes later in the step is added.
+"""Passes reduced gradients to the update at once, or to their tier, where later gradients of the step are added.
 
-On a thread of its own, in the order in which they were sent, so that backward does not wait for reductions or disks.
+Runs on a thread of its own, in order of submission, so that backward does not wait for reductions or disks.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from infinity.units.unit import Unit
 
 @dataclass
 class GradPlaces:
-    """Where gradients go, and the buffers on the way."""
+    """Tier of gradients, and the buffers on the way."""
 
     device: Device
     tier: Tier
     placement: Placement
     dtypes: Callable[[torch.dtype], GradDtypes]
-    """Of the gradients of parameters of a dtype."""
+    """Dtype of parameters → dtypes of their gradients."""
     pool: Pool
-    """Whole units, as they are collected."""
+    """Buffers of whole units, in the `collected` dtype."""
     reduce_pool: Pool | None
-    """Whole units as they are reduced; None where that is how they are collected."""
+    """Buffers of whole units, in the `reduced` dtype; None if it is the same."""
     host_pool: Pool | None
-    """Host buffers for reduced shards; None where the host works in the device's buffers."""
+    """Host buffers for reduced shards; None if the host works in the device's buffers."""
     stored_pool: Pool
-    """For shards that were stored before and are added to."""
+    """Buffers for stored shards that gradients are added to."""
     whole: bool
-    """Gradients are summed over micro-batches before they are reduced, each in a buffer of `pool` of its own."""
+    """True if gradients are summed over micro-batches before they are reduced, each in its own buffer of `pool`."""
     threads: int
-    """Of a pass over a gradient in host memory; 0: one per processor."""
+    """Threads of a pass over a gradient in host memory; 0: one per processor."""
 
     def dtypes_of(self, unit: Unit) -> GradDtypes:
         return self.dtypes(unit.layout.dtype)
@@ -53,21 +53,21 @@ class GradPlaces:
 
 @dataclass
 class Sent:
-    """A unit's gradient on its way, in a leased buffer: (numel,) until it is reduced, this rank's shard after that."""
+    """A unit's gradient in transit, in a leased buffer: (numel,) until it is reduced, then this rank's shard."""
 
     unit: Unit
     flat: torch.Tensor
     lease: Lease
     reduced: Transfer
     reached: Transfer
-    """Done when the compute that made it has ended."""
+    """Done when the compute that produced it has ended."""
     present: set[int]
-    """Slots with a gradient, on any rank once it is reduced."""
+    """Slots with a gradient; after the reduction, on any rank."""
     squares: float | None
-    """Their sum of squares, where it is known; it is not if something is still added."""
+    """Sum of squares if it is known, else None."""
 
     def move(self, lease: Lease, flat: torch.Tensor) -> None:
-        """It is in another buffer now."""
+        """Release the present buffer; continue in `flat`, a view of `lease`."""
         self.lease.release()
         self.lease, self.flat = lease, flat
 
@@ -80,21 +80,19 @@ def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Resul
     future: Future[_Result] = Future()
     try:
         future.set_result(work(*arguments))
-    except Exception as error:  # noqa: BLE001 - raised by whoever waits
+    except Exception as error:  # noqa: BLE001 - raised by the waiter
         future.set_exception(error)
     return future
 
 
 class GradStore:
-    """The reduced gradients of one step."""
+    """Stores the reduced gradients of one step."""
 
     def __init__(self, ranks: Ranks, places: GradPlaces) -> None:
         self.units: set[int] = set()
-        """Those whose gradient, or a part of it, waits in its tier for the update."""
+        """Units whose gradient, or part of it, is stored in its tier for the update."""
         self.slots: dict[int, set[int]] = {}
-        """unit → slots that received a gradient in this step, on any rank; whole once its gradient is where it should
-        be.
-        """
+        """unit → slots that received a gradient in this step, on any rank; complete once the gradient has landed."""
         self._ranks = ranks
         self._places = places
         self._squares: dict[int, Future[float]] = {}
@@ -102,7 +100,7 @@ class GradStore:
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads")
 
     def land(self, sent: Sent) -> Future[Gradient]:
-        """The gradient with what was stored before added to it, in memory that the update can work in."""
+        """Return the gradient plus the stored part, in memory that the update can work in."""
         add = sent.unit.index in self.units
         self.units.discard(sent.unit.index)
         if self._is_small(sent) and (not add or self._places.tier.immediate):
@@ -110,7 +108,7 @@ class GradStore:
         return self._mover.submit(self._land, sent, self.slots, add)
 
     def keep(self, sent: Sent) -> None:
-        """Add it to what is stored, or store it."""
+        """Store a gradient, or add it to the stored one."""
         index = sent.unit.index
         add = index in self.units
         self.units.add(index)
@@ -122,8 +120,9 @@ class GradStore:
             self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
 
     def _is_small(self, sent: Sent) -> bool:
-        """True if moving it takes less time than waking the thread, and nothing but the tier can make it wait. The
-        answer is the same for all gradients of a unit, which keeps them in order.
+        """True if the move is faster than waking the thread and can only wait for the tier.
+
+        The result is the same for all gradients of a unit, which keeps them in order.
         """
         places = self._places
         return sent.unit.layout.shard_numel <= INLINE and self._ranks.alone and places.device.host_addressable
@@ -131,9 +130,9 @@ class GradStore:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _land(self, sent: Sent, slots: dict[int, set[int]], add: bool) -> Gradient:
-        """The reduced shard, in memory that its tier's update works in, with what was stored before added to it.
+        """Return the reduced shard plus the stored part, in memory that the update works in.
 
-        slots: those of the step, which may have ended before that.
+        slots: `self.slots` of the gradient's step, which may have ended since.
         """
         try:
             sent.reduced.wait()
@@ -149,7 +148,7 @@ class GradStore:
             del sent.flat
 
     def _reach_host(self, sent: Sent) -> None:
-        """Copy the shard to the host, if it is there that it is wanted."""
+        """Copy the shard to a host buffer if the update works on the host."""
         places, shard = self._places, sent.flat
         if places.host_pool is None:
             sent.reached.wait()  # the update runs in another thread, on a stream of its own
@@ -163,9 +162,7 @@ class GradStore:
         sent.move(host, host.flat(shard.dtype))
 
     def _sum_up(self, sent: Sent, add: bool) -> float:
-        """Make the shard what is to be stored: in that dtype and, with `add`, plus what was stored before. Returns the
-        sum of squares of the result.
-        """
+        """Convert the shard to the stored dtype and, with `add`, add the stored shard. Returns the sum of squares."""
         places, unit, shard = self._places, sent.unit, sent.flat
         dtype = places.dtypes_of(unit).stored
         if not add and dtype == shard.dtype:
@@ -188,7 +185,7 @@ class GradStore:
             raise
 
     def _receive(self, unit: Unit, target: torch.Tensor, source: torch.Tensor, *, add: bool) -> float:
-        """Copy or add a shard to another, of any dtypes; padding becomes 0. Returns the sum of squares."""
+        """Copy a shard to `target`, or add it, in any dtypes. Zeroes padding. Returns the sum of squares."""
         squares, end = 0.0, 0
         for part in unit.layout.parts(self._ranks.shard_rank):
             target[end : part.start].zero_()
@@ -214,7 +211,7 @@ class GradStore:
     # -- access ------------------------------------------------------------------------------------------------------
 
     def read(self, unit: Unit) -> torch.Tensor:
-        """The stored gradient of a unit, summed over ranks, whole on every rank: (numel,) in host memory."""
+        """Return a unit's stored gradient, summed over ranks, whole on every rank: (numel,) in host memory."""
         self.settle()
         places = self._places
         dtype = places.dtypes_of(unit).stored
@@ -224,7 +221,7 @@ class GradStore:
         return flat.view(dtype)
 
     def write(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Replace it. `flat`: as `read` gave it."""
+        """Replace a unit's stored gradient. flat: as returned by `read`."""
         shard = self._ranks.shard(flat)
         aligned = host_tensor(shard.numel() * shard.element_size())
         aligned.copy_(shard.view(torch.uint8))
@@ -236,28 +233,28 @@ class GradStore:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until every gradient is where it should be; raises what went wrong on the way."""
+        """Wait until every gradient has landed. Raises the error of one that failed."""
         moves, self._moves = self._moves, []
         for move in moves:
             move.result()
 
     def squared_norm(self) -> float:
-        """The sum of squares of all stored gradients over all ranks, summed in unit order. Waits for them."""
+        """Return the sum of squares of all stored gradients over all ranks, added in unit order. Waits for them."""
         return self._ranks.sum_over_shards(sum(self._squares[index].result() for index in sorted(self.units)))
 
     def hand_over(self) -> list[int]:
-        """The units whose gradients are stored, in unit order, and are the update's from now on."""
+        """Return the units with stored gradients, in unit order, and pass the gradients on to the update."""
         units, self.units = sorted(self.units), set()
         return units
 
     def forget(self) -> None:
-        """The step's gradients are dropped, or belong to the update. What is under way comes to its end."""
+        """Reset the step, after its gradients were dropped or passed to the update. Moves under way continue."""
         self.units = set()
         self.slots = {}
         self._squares = {}
 
     def discard(self) -> None:
-        """Drop everything, whatever went wrong with it."""
+        """Drop all gradients and ignore errors of their moves."""
         for move in self._moves:
             move.exception()
         self._moves = []

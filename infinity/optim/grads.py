@@ -1,8 +1,8 @@
-"""Gradients leave as they arrive: from `.grad` into the unit's flat gradient, which is reduced over ranks.
+"""Collects gradients as they arrive: from `.grad` into the unit's flat gradient, which is reduced over ranks.
 
-A unit's gradient is complete after as many arrivals as the backward before saw, or when backward ends. Gradients are
-never all in memory at once: buffers come from a fixed pool, and when incomplete ones fill it, the one that has waited
-longest is sent on and completed by addition.
+A unit's gradient is complete after as many arrivals as in the previous backward, or when backward ends. Gradients are
+never all in memory at once: buffers come from a fixed pool. When incomplete gradients fill it, the oldest is sent on
+and completed by addition.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from infinity.units.released import take_grad
 from infinity.units.unit import Unit
 
 _ZEROED = 16 << 10
-"""Size in bytes below which zeroing costs no more than the call itself. A gradient with fewer bytes between two gaps is
-zeroed whole before it is collected."""
+"""Size in bytes below which zeroing costs no more than the call itself. A gradient with fewer bytes per gap is zeroed
+whole before it is collected."""
 
 
 @dataclass(slots=True)
@@ -43,10 +43,10 @@ class _Open:
     zeroed: bool
     """True if slots without an arrival are zero already."""
     squares: dict[int, float | None] = field(default_factory=dict)
-    """slot that has arrived → its sum of squares; None where that is taken later."""
+    """arrived slot → its sum of squares; None if it is computed later."""
 
     def total(self) -> float | None:
-        """The sum of squares over all slots, in order; None if any is missing."""
+        """Return the sum of squares over all slots, in order; None if any is missing."""
         total = 0.0
         for slot in sorted(self.squares):
             square = self.squares[slot]
@@ -67,25 +67,25 @@ class GradCollector:
         self._open: dict[int, _Open] = {}
         self._arrivals: dict[int, int] = {}
         self._trained: dict[int, list[bool]] = {}
-        """unit → which of its parameters required a gradient when the first one arrived in this backward."""
+        """unit → requires_grad of its parameters at the first arrival in this backward."""
         self._expected: dict[int, tuple[int, list[bool]]] = {}
-        """unit → its arrivals in the last backward, and which parameters required a gradient: users may (un)freeze."""
+        """unit → its arrivals in the last backward, and requires_grad of its parameters, which users may change."""
         self._passed: set[int] = set()
-        """Units that backward has used for the last time; with several ranks."""
+        """Units past their last use in this backward (several ranks only)."""
         self._late: set[int] = set()
-        """Units that ever received a gradient after that."""
+        """Units that ever received a gradient after their last use."""
         self._punctual: set[int] = set()
-        """Units that were passed before, and are never late."""
+        """Units that were passed in an earlier backward and are not late."""
         self._sent_live: set[int] = set()
         self._sums_at_once = ranks.alone and places.device.host_addressable
         """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
         self.last_micro_step = False
-        """Whether the backward that runs is the last of its step."""
+        """True if the running backward is the last of its step."""
         self.complete = False
-        """Whether that backward has ended."""
+        """True if the last backward of the step has ended."""
         self.wait_seconds = 0.0
         self.take_live: Callable[[Unit, Future[Gradient]], None] | None = None
-        """Called with a complete gradient that the update can use at once; see `wants_live`."""
+        """Called with a complete gradient that `wants_live` accepts, for an update during backward."""
         self.wants_live: Callable[[Unit], bool] = lambda unit: False
         self.on_arrival: Callable[[], None] = lambda: None
 
@@ -101,7 +101,7 @@ class GradCollector:
         return handles
 
     def _hook(self, unit: Unit, slot: int) -> Callable[[torch.Tensor], None]:
-        # Weak: the garbage collector does not see what these hooks refer to, so that a cycle through them would stay.
+        # Weak: the garbage collector does not traverse these hooks, so a cycle through them would leak.
         collector, index = weakref.ref(self), unit.index
 
         @eager
@@ -109,7 +109,7 @@ class GradCollector:
             alive = collector()
             if alive is not None:
                 gradient = take_grad(parameter)
-                if gradient is not None:  # None: a hook of the user's has cleared it
+                if gradient is not None:  # None: a user's hook has cleared it
                     alive.arrive(alive._units[index], slot, local_gradient(parameter, gradient))
 
         return arrived
@@ -141,11 +141,13 @@ class GradCollector:
 
     @uninterrupted()
     def moved_on(self, to: Unit, finished: Callable[[int], bool]) -> None:
-        """A unit is used that is not the one before. Several ranks send the gradients of `finished` ones here.
+        """Handle a change of the unit in use. Several ranks send the gradients of `finished` units here.
 
-        They have to send in the same order, and which parameters get a gradient, and so how many arrive, may differ
-        (experts that no token of a rank was for). Which units are used does not. A unit of which gradients arrive after
-        its last use (an embedding that saves nothing for backward) is sent when backward ends.
+        Ranks must send in the same order, but the number of gradients of a unit may differ between ranks (experts
+        without tokens on a rank). The units in use do not differ. A unit that receives gradients after its last use (an
+        embedding that saves nothing for backward) is sent when backward ends.
+
+        finished: unit index → True if backward does not use the unit again.
         """
         if self._ranks.alone or not self.in_mid_backward:
             return
@@ -157,12 +159,12 @@ class GradCollector:
 
     @property
     def _sends(self) -> bool:
-        """Whether gradients leave in this micro-batch, or stay whole where they are summed until the last one."""
+        """Return whether gradients are reduced in this micro-batch, instead of summed whole until the last one."""
         return self.last_micro_step or not self._places.whole
 
     def _put(self, flat: torch.Tensor, place: Slot, gradient: torch.Tensor, *, add: bool) -> float | None:
-        """Copy or add a gradient to its place. Its sum of squares is taken in the same pass where it is final: on one
-        rank, and where that does not make the host wait for the device.
+        """Copy a gradient to its slot, or add it. Returns its sum of squares, from the same pass, if it is final and
+        does not make the host wait for the device (`_sums_at_once`); else None.
         """
         if self._sums_at_once:
             return receive(flat, gradient, add=add, at=place.offset, threads=self._places.threads)
@@ -177,7 +179,7 @@ class GradCollector:
         dtype = self._places.dtypes_of(unit).collected
         nbytes = unit.layout.numel * dtype.itemsize
         pool = self._places.pool
-        # Whether one is sent on early follows from the order of arrivals alone: sending is a collective.
+        # The choice of an early send depends only on the order of arrivals, since sending is a collective.
         if len(self._open) >= pool.count(nbytes):
             size = pool.size_class(nbytes)
             rivals = [i for i, other in self._open.items() if pool.size_class(other.lease.nbytes) == size]
@@ -199,8 +201,8 @@ class GradCollector:
 
     @uninterrupted()
     def end_backward(self) -> bool:
-        """Send what is still incomplete, and learn how many arrivals make each unit complete. False: nothing
-        arrived.
+        """Send incomplete gradients, and record the number of arrivals that completes each unit. Returns False if no
+        gradient arrived.
         """
         if not self._arrivals:  # `torch.autograd.grad`, as in a gradient penalty
             return False
@@ -215,18 +217,18 @@ class GradCollector:
         return True
 
     def send_all(self) -> None:
-        """Send what is still collected."""
+        """Send all gradients still being collected."""
         for index in list(self._open):
             self._send(self._units[index], complete=True)
 
     @property
     def in_mid_backward(self) -> bool:
-        """Whether gradients have arrived in a backward that has not ended."""
+        """Return whether gradients have arrived in a backward that has not ended."""
         return bool(self._arrivals)
 
     @property
     def spent(self) -> bool:
-        """Whether units have been updated with gradients of the present step."""
+        """Return whether units have been updated with gradients of the present step."""
         return bool(self._sent_live)
 
     def _send(self, unit: Unit, *, complete: bool) -> None:
@@ -250,7 +252,7 @@ class GradCollector:
             self._store.keep(sent)
 
     def _as_reduced(self, unit: Unit, collecting: _Open) -> tuple[Lease, torch.Tensor]:
-        """The gradient in the dtype that it is reduced in: as it is, or rounded, in a buffer of its own."""
+        """Return the gradient in the `reduced` dtype: itself, or rounded into another buffer."""
         dtype, pool = self._places.dtypes_of(unit).reduced, self._places.reduce_pool
         if collecting.flat.dtype == dtype:
             return collecting.lease, collecting.flat
@@ -264,29 +266,29 @@ class GradCollector:
     # -- access ------------------------------------------------------------------------------------------------------
 
     def is_collecting(self, unit: Unit) -> bool:
-        """Whether gradients of the unit are on the way to being summed."""
+        """Return whether gradients of the unit are still being collected."""
         return unit.index in self._open
 
     def is_updating(self, unit: Unit) -> bool:
-        """Whether the unit's gradient of this step has gone to its update."""
+        """Return whether the unit's gradient of this step was passed to its update."""
         return unit.index in self._sent_live
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def hand_over(self) -> list[int]:
-        """The units whose gradients are stored, in unit order. Their updates are due: they take no more gradients."""
+        """Return the units with stored gradients, in unit order. These accept no more gradients in this step."""
         units = self._store.hand_over()
         self._sent_live.update(units)
         return units
 
     def end_step(self) -> None:
-        """Forget the step: its gradients belong to the update now."""
+        """Reset the step, after its gradients were passed to the update."""
         self._store.forget()
         self._forget_arrivals()
 
     @uninterrupted()
     def discard(self) -> None:
-        """Drop everything collected so far, after a backward that did not end."""
+        """Drop all gradients collected so far, after a backward that did not end."""
         for collecting in self._open.values():
             collecting.lease.release()
         self._open = {}

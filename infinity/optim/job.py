@@ -1,4 +1,4 @@
-"""One unit's update in one step, and the gradient that it is made with."""
+"""One unit's update in one step, and its gradient."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ class Gradient:
 
 @dataclass
 class UpdateJob:
-    """One unit's update in one step. `computed`: the parameters are new. `done`: everything is back in its tier."""
+    """One unit's update in one step.
+
+    `computed`: transfer, done when the parameters are updated. `done`: when all states are back in their tiers.
+    """
 
     layout: UnitLayout
     runs: Callable[[], Sequence[Run]]
-    """What is updated; called once the gradient is there, as only then all ranks know which parameters have one."""
+    """Returns the ranges to update. Called once the gradient has arrived, since it shows which parameters have one."""
     hypers: Sequence[Hyper]
     grad_scale: float
     first: int
-    """Number of the shard's first element in the model."""
+    """Index of the shard's first element in the model."""
     gradient: Future[Gradient] | None = None
-    """The gradient shard, on its way to memory that the update can work in; None: it is read from its tier, tile by
-    tile.
-    """
+    """The gradient shard, in memory that the update can work in; None: read from its tier, tile by tile."""
     require_finite: bool = False
     slots: Collection[int] | None = None
-    """Parameters that are updated, as far as this rank knows before it begins; None: perhaps all."""
+    """Slots that may be updated, as known before the update begins; None: all."""
 
     def __post_init__(self) -> None:
         self.computed = Promise()
@@ -56,13 +57,15 @@ class UpdateJob:
         self.target: torch.Tensor | None = None
         self.arrives: Transfer | None = None
         self.after: Transfer = DONE
-        """The update of the unit before this one, whose writes this one reads, and a save that still has to read what
-        this one will write.
+        """Done when this update may start: after the unit's previous update, whose writes it reads, and after a save
+        that still reads the states.
         """
 
     def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
-        """`target`: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is
-        done; None: the update reads them.
+        """Set the parameters to update.
+
+        target: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is done;
+        None: the update reads them from their tier.
         """
         self.target = target
         self.arrives = arrives

@@ -1,5 +1,6 @@
-"""One optimizer step on one run of elements, wherever the run lies: the native kernels in host memory and on CUDA, with
-the same bits; on CUDA without them torch's fused AdamW.
+"""One optimizer step on one run of elements: native kernels in host memory and on CUDA, with the same bits.
+
+Falls back to torch's fused Adam and AdamW on CUDA without native kernels.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def update_run(
     """Update `param` and `states` in place. All tensors are 1-D, contiguous and on one device.
 
     param, grad: (n,). states: by name, those of a `StateFormat`; scales of 8-bit moments are (ceil(n / 256),).
-    first: number of the first element in the model, a multiple of 256; with `seed` and `step` it decides how moments
-    of 16 and 8 bits are rounded.
+    first: index of the first element in the model, a multiple of 256; with `seed` and `step` it determines the rounding
+    of 16- and 8-bit moments.
     """
     on_host = param.is_cpu
     if not on_host and not cuda_adam.available():
@@ -49,7 +50,7 @@ def update_run(
 
 
 def check_on_device(rule: Rule, moments: MomentFormat) -> None:
-    """ConfigError if a CUDA device cannot update states of this format in its own memory."""
+    """Raise ConfigError if a CUDA device cannot update states of this format in its own memory."""
     if cuda_adam.available() or (rule in ("adam", "adamw") and moments == "fp32"):
         return
     raise ConfigError(
@@ -66,7 +67,7 @@ def _update_by_torch(
     step: int,
     grad_scale: float,
 ) -> None:
-    """Adam and AdamW with moments in fp32, without kernels of our own."""
+    """Adam and AdamW with fp32 moments, without native kernels."""
     if "remainder" in states:
         master = join_master_torch(param, states["remainder"])
     elif "master" in states:
@@ -94,7 +95,7 @@ def _fused(
         [states["exp_avg"]],
         [states["exp_avg_sq"]],
         [],
-        # The step this update is, counted from 1: torch's optimizer counts before it calls the kernel too.
+        # Number of this step from 1: torch's optimizer also increments before the kernel.
         [torch.full((), float(step), device=master.device)],
         lr=hyper.lr,
         beta1=hyper.betas[0],
@@ -103,7 +104,7 @@ def _fused(
         eps=hyper.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=None,  # by which the fused kernel divides, and the scale may be 0
+        grad_scale=None,  # the fused kernel divides by it, and the scale may be 0
         found_inf=None,
     )
 
@@ -112,22 +113,22 @@ _NORM_TILE = 1 << 22
 
 
 def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -> float:
-    """The sum of squares of a gradient shard (n,), by its parameters' `parts`; NaN or inf if any element is.
+    """Return the sum of squares of a gradient shard (n,), over the `parts` of its parameters; inf and NaN propagate.
 
-    Of what several ranks have copies, each counts a part, so that it counts once in the sum over those ranks.
+    Replicated parameters are divided by their number of copies, so that each counts once in the sum over ranks.
 
-    Each part is summed in fp64 over fixed tiles, and the parts in order: so it does not matter whether they are summed
-    here or one by one as they arrive (`receive`).
+    Each part is summed in fp64 over fixed tiles, and parts are added in order, so the result has the same bits as sums
+    taken on arrival (`receive`).
     """
     return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts), 0.0)
 
 
 def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, at: int | None = None, threads: int = 0) -> float:
-    """Copy a gradient to where it is collected, or add it to what is there; returns the sum of squares of the result.
+    """Copy a gradient to `target`, or add it. Returns the sum of squares of the result.
 
-    at: offset, in elements of a 1-D `target`, where `source` (of any shape) begins; None: both have the same shape.
+    at: offset in a 1-D `target`, in elements, where `source` (of any shape) begins; None: both have the same shape.
 
-    In host memory this is one pass, unless the strides forbid it.
+    Takes one pass in host memory if `source` is contiguous.
     """
     on_host = target.is_cpu and source.is_cpu
     if on_host and source.is_contiguous() and not source.is_neg() and source.dtype in DTYPES:

@@ -1,5 +1,7 @@
-"""The loss scale of fp16 training (Micikevicius et al. 2018): gradients are computed of loss × scale, so that small
-ones do not become 0, and divided by it in the update. A step whose gradients overflowed is skipped.
+"""The loss scale of fp16 training (Micikevicius et al. 2018).
+
+Backward runs on loss × scale, so that small gradients do not underflow; the update divides by the scale. A step whose
+gradients overflowed is skipped.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ from infinity.errors import NonFiniteError
 
 _FACTOR = 2.0
 _MOST_SKIPPED = 20
-"""Steps that may be skipped in a row while the scale can become no smaller: then it is not the scale's fault."""
+"""Largest number of consecutive skipped steps at the smallest scale; more have another cause than the scale."""
 
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by now. Pure bookkeeping: the engine says what it saw, the same on all ranks.
+    """The present loss scale. The engine reports each step's outcome, which is the same on all ranks.
 
-    `window` steps without overflow double the scale, `hysteresis` overflows halve it; 0 as window: it stays.
+    `window` steps without overflow double the scale, `hysteresis` overflows halve it. A window of 0 fixes it.
     """
 
     value: float
     window: int = 0
     hysteresis: int = 1
     consecutive: bool = False
-    """Whether a step without overflow restores the hysteresis; else only an increase does."""
+    """True if a step without overflow restores the hysteresis; else only an increase does."""
     least: float = 1.0
     tolerance: int = 1
     """Overflows left until the scale is halved."""
@@ -38,7 +40,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: FP16) -> LossScale:
-        """As the section `fp16` asks; a scale of 1 that stays where it is off."""
+        """Construct the scale of the config section `fp16`; a fixed scale of 1 if it is disabled."""
         if not config.enabled:
             return cls(1.0)
         if config.loss_scale > 0:
@@ -48,7 +50,7 @@ class LossScale:
         return cls(start, config.loss_scale_window, many, config.consecutive_hysteresis, config.min_loss_scale, many)
 
     def passed(self) -> None:
-        """A step was made."""
+        """Record a step without overflow."""
         self.skipped_in_a_row = 0
         self.good += 1
         if self.consecutive:
@@ -59,7 +61,9 @@ class LossScale:
             self.value *= _FACTOR
 
     def overflowed(self) -> None:
-        """A step's gradients were not finite, and it was skipped. NonFiniteError where a smaller scale cannot help."""
+        """Record a skipped step, whose gradients were not finite. Raises NonFiniteError after 20 in a row at the least
+        scale.
+        """
         self.good = 0
         if self.value > self.least and self.window:
             self.skipped_in_a_row = 0
@@ -77,11 +81,11 @@ class LossScale:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, for a checkpoint."""
+        """Return the progress, for a checkpoint."""
         return {name: value for name, value in asdict(self).items() if name in _PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; a scale that the configuration fixes stays."""
+        """Restore the progress, unless the config fixes the scale."""
         if self.window:
             for name in _PROGRESS:
                 setattr(self, name, state[name])
@@ -108,7 +112,7 @@ class ScaledBackwards:
         self._passed = True
 
     def end(self, *, counts: bool) -> None:
-        """Note the end of a backward. counts: it left gradients; a `torch.autograd.grad` leaves none."""
+        """Record the end of a backward. counts: it produced gradients; `torch.autograd.grad` produces none."""
         self.unscaled += counts and not self._passed
         self._passed = False
 

@@ -1,6 +1,4 @@
-"""Learning-rate schedules named in the config, as plain torch schedulers: lr = the group's highest rate × a factor
-of the step.
-"""
+"""Learning-rate schedules of the config as torch schedulers: lr = the group's highest rate × a factor of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +14,10 @@ Factor = Callable[[int], float]
 
 
 def _rise(num_steps: int, kind: str) -> Factor:
-    """0 at step 0, 1 from num_steps on; "log" as log(step + 1) / log(num_steps), "linear" in equal steps."""
+    """Return a warmup factor: 0 at step 0, 1 from num_steps on.
+
+    kind: "linear", or "log" for log(step + 1) / log(num_steps).
+    """
 
     def factor(step: int) -> float:
         if step >= num_steps:
@@ -29,7 +30,7 @@ def _rise(num_steps: int, kind: str) -> Factor:
 
 
 def factor(schedule: Scheduler, highest: float) -> Factor:
-    """The schedule as parts of its highest learning rate."""
+    """Return step → fraction of the highest learning rate. highest: that rate."""
     params = schedule.params
     rise = _rise(params.warmup_num_steps, params.warmup_type)
     if isinstance(schedule, WarmupCosineLR):
@@ -56,8 +57,10 @@ def factor(schedule: Scheduler, highest: float) -> Factor:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None, lr: float) -> LambdaLR | None:
-    """The scheduler the config asks for. `lr`: the optimizer's; groups with a rate of their own keep their
-    proportion to it, unless `warmup_max_lr` sets one rate for all.
+    """Construct the scheduler of the config; None without one.
+
+    lr: learning rate of the optimizer. Groups with another rate keep their ratio to it, unless `warmup_max_lr` sets one
+    rate for all.
     """
     if schedule is None:
         return None

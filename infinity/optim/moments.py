@@ -1,14 +1,14 @@
-"""How an optimizer's moments are kept: in fp32, in bf16, or in 8 bits with a scale byte for each block of 256.
+"""Formats of moments: fp32, bf16, or 8 bits with a scale byte for each block of 256 elements.
 
-`moment_from_fp32` and `moment_to_fp32` are the codes of `csrc/adam/codec.h` in numpy, with the same bits. They serve
-where moments change their format; updates read and write moments natively.
+`moment_from_fp32` and `moment_to_fp32` implement `csrc/adam/codec.h` in numpy, with the same bits. They convert between
+formats; updates read and write moments natively.
 
 8 bits: a block's scale s is the exponent field of its largest magnitude, at least 16. With delta = 2^(s - 141), codes
-stand for the magnitudes ((1 + f) * 2^e - 1) * delta, e of 4 bits and f = 0, 1/8, ..., 7/8 with a sign bit, or
-f = 0, 1/16, ..., 15/16 without one. The latter are for sums and means of squares, and are codes of their square root,
-which halves the range that they have to span. What lies between two codes becomes either of them, at random, so that
-the mean is right: with rounding to nearest, an average of which a step changes less than half a code would never move.
-Only a root that is not 0 becomes code 1 at least, as updates divide by it.
+represent the magnitudes ((1 + f) * 2^e - 1) * delta, with e of 4 bits. Signed codes have f = 0, 1/8, ..., 7/8. Unsigned
+codes have f = 0, 1/16, ..., 15/16; they hold the square root of sums and means of squares, which halves the exponent
+range. Values between two codes are rounded stochastically, which keeps the mean. With rounding to nearest, an average
+that changes by less than half a code per step would never move. A nonzero root gets at least code 1, since updates
+divide by it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rule = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 
 BLOCK = 256
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 MOMENT_NAMES: dict[Rule, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -46,10 +46,10 @@ MOMENT_NAMES: dict[Rule, tuple[str, ...]] = {
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
 }
-"""A rule's moments, named as in torch.optim."""
+"""Rule → names of its moments, as in torch.optim."""
 MOMENTS: dict[Rule, int] = {rule: len(names) for rule, names in MOMENT_NAMES.items()}
 ROOTS = ("exp_avg_sq", "sum")
-"""Moments that are sums or means of squares: their 8-bit codes are of the square root."""
+"""Moments that are sums or means of squares. Their 8-bit codes hold the square root."""
 FORMATS: dict[MomentFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 _OCTAVES = 14
@@ -61,17 +61,17 @@ Array = npt.NDArray[Any]
 
 
 def zero_moments(rule: Rule, n: int, kind: MomentFormat) -> tuple[list[Tensor], list[Tensor]]:
-    """(moments, scales) of n elements before the first step, as `update_flat` takes them."""
+    """Return (moments, scales) of n elements before the first step, as `update_flat` takes them."""
     count = MOMENTS[rule]
     scales = [torch.zeros(-(-n // BLOCK), dtype=torch.uint8) for _ in range(count if kind == "8bit" else 0)]
     return [torch.zeros(n, dtype=FORMATS[kind]) for _ in range(count)], scales
 
 
 def moment_to_fp32(moment: Tensor, scale: Tensor | None = None, *, root: bool = False) -> Tensor:
-    """The values of a moment, fp32, in the moment's shape; exact, but for squares of roots, which are rounded.
+    """Return the values of a moment: fp32, in the moment's shape. Exact, except squares of roots, which are rounded.
 
     moment: fp32, bf16, or uint8 codes with their `scale`, uint8 (ceil(numel / 256),). On the CPU.
-    root: the codes are of the square root (exp_avg_sq, Adagrad's sum); other formats ignore it.
+    root: codes hold the square root (exp_avg_sq, Adagrad's sum); ignored for other formats.
     """
     if moment.dtype != torch.uint8:
         return moment.to(torch.float32, copy=True)
@@ -91,11 +91,11 @@ def moment_to_fp32(moment: Tensor, scale: Tensor | None = None, *, root: bool = 
 def moment_from_fp32(
     values: Tensor, kind: MomentFormat, *, root: bool = False, key: int = 0, first: int = 0, moment: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """(moment in `values`' shape, scale or None): what an update stores for these values, to the bit.
+    """Return (moment in `values`' shape, scale or None), with the bits that an update stores for these values.
 
-    values: fp32 on the CPU. root: keep 8-bit codes of the square root; values are then not negative.
-    key, first: what rounding draws from, see `_adam.update`. moment: which of the rule's moments it is, 0 or 1; they
-        use different random bits.
+    values: fp32 on the CPU. root: 8-bit codes hold the square root; values must not be negative.
+    key, first: seed and element offset of the rounding, see `_adam.update`. moment: index of the moment in the rule, 0
+        or 1; the two use different random bits.
     """
     if values.dtype != torch.float32:
         raise ValueError(f"values are {values.dtype}: pass torch.float32")
@@ -114,12 +114,12 @@ def moment_from_fp32(
 
 
 def rounding_key(seed: int, step: int) -> int:
-    """The key of a step's stochastic rounding, for `_adam.update`: keys of different seeds lie far apart."""
+    """Return the key of a step's stochastic rounding, for `_adam.update`. Keys of different seeds are far apart."""
     return (seed * _GOLDEN + step) % (1 << 64)
 
 
 def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array, Array]:
-    """8-bit codes (n,) and scales (ceil(n / 256),) of fp32 values (n,), of roots if `root`."""
+    """Return 8-bit codes (n,) and scales (ceil(n / 256),) of fp32 values (n,), which are roots if `root`."""
     n = flat.size
     blocks = np.zeros((-(-n // BLOCK), BLOCK), np.float32)
     blocks.reshape(-1)[:n] = flat
@@ -133,7 +133,7 @@ def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array,
     chances = np.zeros(blocks.shape, np.uint32)
     chances.reshape(-1)[:n] = _chance(random, moment, cut)
     codes = ((shifted + chances - delta) >> cut).astype(np.uint8)
-    if root:  # one that is not 0 must not become 0, since it is what an update divides by
+    if root:  # a nonzero root must not become 0, since updates divide by it
         codes = np.maximum(codes, ((blocks.view(np.uint32) + np.uint32(0x7FFFFFFF)) >> np.uint32(31)).astype(np.uint8))
     else:
         codes |= np.where(np.signbit(blocks), np.uint8(0x80), np.uint8(0))
@@ -142,17 +142,17 @@ def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array,
 
 
 def _chance(random: Array, moment: int, cut: int) -> Array:
-    """The random bits that decide how `cut` lost bits are rounded: the first moment's are the topmost."""
+    """Return the random bits that round `cut` dropped bits: the highest for moment 0, the lowest for moment 1."""
     return np.asarray(random >> np.uint32(32 - cut) if moment == 0 else random & np.uint32((1 << cut) - 1))
 
 
 def _random_bits(key: int, first: int, n: int) -> Array:
-    """32 random bits, uint32, for each of the elements first, ..., first + n - 1.
+    """Return 32 random bits, uint32 (n,), for the elements first, ..., first + n - 1.
 
-    The low half of the number times a constant, plus a 32-bit digest of the key and the number's high half (the
-    finaliser of splitmix64, Vigna), mixed by one round of multiplication between two xorshifts. Constants and shifts
-    were found by search, as Wellons did ("Prospecting for hash functions", 2018): numbers in a row correlate less than
-    by lowbias32, his with two rounds, which takes twice the instructions.
+    Multiplies the low half of the element number by a constant, adds a 32-bit digest of the key and the number's high
+    half (the finaliser of splitmix64, Vigna), and mixes by one multiplication between two xorshifts. Constants and
+    shifts were found by search, after Wellons ("Prospecting for hash functions", 2018). Consecutive numbers correlate
+    less than with his lowbias32, whose two rounds take twice the instructions.
     """
     number = np.arange(n, dtype=np.uint64) + np.uint64(first)
     with np.errstate(over="ignore"):

@@ -1,10 +1,10 @@
-"""torch's state dict of an optimizer: its layout, and the validation of a given one.
+"""Layout and validation of torch's optimizer state dicts.
 
     {"state": {0: {"step": (), "exp_avg": shape, "exp_avg_sq": shape}, …},
      "param_groups": [{"params": [0, …], "lr": …}, …]}
 
-Parameters are numbered through all groups, in the order in which the user gave them, frozen ones included. Moments are
-fp32 in the parameter's whole shape. A parameter that was never updated has no entry, as in torch.
+Parameters are numbered through all groups, in the user's order, frozen ones included. Moments are fp32 in the
+parameter's whole shape. A parameter that was never updated has no entry, as in torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULE_KEYS = {name for names in HYPER_KEYS.values() for name in names}
 """Keys of a param_group that some rule reads."""
 _UNSUPPORTED = ("amsgrad", "maximize")
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
-"""Keys of torch's groups that choose an implementation, or have an effect before the first step only."""
+"""Keys of torch's groups that select an implementation, or only have an effect before the first step."""
 _ADAM = ("adam", "adamw")
 
 SavedGroup = dict[str, Any]
@@ -37,14 +37,14 @@ SavedGroup = dict[str, Any]
 
 @dataclass(frozen=True)
 class SavedState:
-    """One parameter's state: how often it was updated, and its moments by name, of the parameter's whole shape."""
+    """One parameter's state: its number of updates, and its moments by name in the parameter's whole shape."""
 
     step: int
     moments: dict[str, torch.Tensor]
 
 
 def torch_keys(rule: Rule) -> dict[str, Any]:
-    """Return the further keys that torch's optimizer of this rule has in a param_group, with their values here."""
+    """Return the additional keys of a param_group in torch's optimizer of this rule, with their values here."""
     if rule == "lion":
         return {}
     keys: dict[str, Any] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
@@ -56,7 +56,7 @@ def torch_keys(rule: Rule) -> dict[str, Any]:
 
 
 def hyper_of(rule: Rule, group: Mapping[str, Any]) -> Hyper:
-    """The hyper-parameters of a param_group; ConfigError for values out of range."""
+    """Return the hyper-parameters of a param_group. Raises ConfigError for values out of range."""
     return Hyper(rule, **{name: _plain_number(group[name]) for name in HYPER_KEYS[rule]})
 
 
@@ -117,7 +117,7 @@ def check_state_dict(
 
 
 def _counts(numbers: Sequence[int]) -> str:
-    """ "10 parameters in 2 groups (6, 4)" """
+    """Return a text such as "10 parameters in 2 groups (6, 4)"."""
     by_group = f" ({', '.join(map(str, numbers))})" if len(numbers) > 1 else ""
     return f"{sum(numbers)} parameters in {len(numbers)} group{'s' * (len(numbers) != 1)}{by_group}"
 
@@ -141,7 +141,7 @@ def _check_group(rule: Rule, number: int, group: Mapping[str, Any]) -> SavedGrou
 
 
 def _check_names(given: Sequence[str], params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
-    """Raise ModelError for the same names in another order: torch matches by position and would swap their states."""
+    """Raise ModelError for the same names in another order, since matching by position would swap their states."""
     ours = [names[id(param)] for param in params]
     if len(given) != len(ours) or set(given) != set(ours):
         return  # a wrapper may rename parameters
@@ -154,7 +154,7 @@ def _check_names(given: Sequence[str], params: Sequence[nn.Parameter], names: Ma
 
 
 def _check_state(rule: Rule, name: str, number: int, param: nn.Parameter, state: Any) -> SavedState | None:
-    """The state of one parameter; None: it was never updated."""
+    """Return the validated state of one parameter; None if it was never updated."""
     moments = MOMENT_NAMES[rule]
     if not state or (all(state.get(moment) is None for moment in moments) and not state.get("step")):
         return None
@@ -199,7 +199,7 @@ def _check_step(rule: Rule, where: str, value: Any) -> int:
 
 
 def digest(states: Iterable[SavedState], groups: Sequence[SavedGroup]) -> int:
-    """Return a 32-bit checksum of states and hyper-parameters, by which ranks compare what they load."""
+    """Return a 32-bit checksum of states and hyper-parameters, which ranks compare before they load them."""
     hypers = [sorted((k, _plain_number(v)) for k, v in group.items() if k in RULE_KEYS) for group in groups]
     found = zlib.crc32(repr(hypers).encode())
     for state in states:

@@ -1,4 +1,4 @@
-"""Reads and replaces the optimizer's states in their tiers, unit by unit, in torch's form."""
+"""Reads and replaces the optimizer's states in their tiers, unit by unit, in torch's format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TierStates:
     """Moments and step counts of one engine. All ranks call its methods, between two steps."""
 
     def __init__(self, engine: Engine, changing: Callable[[], AbstractContextManager[None]]) -> None:
-        """changing: a context manager; a transfer that fails in it stops the engine, since states are half replaced."""
+        """changing: context manager that stops the engine if a transfer in it fails, since states are half replaced."""
         self._engine = engine
         self._changing = changing
         self._rule = engine.config.optimizer.rule
@@ -43,8 +43,9 @@ class TierStates:
         return found
 
     def load(self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[SavedGroup]:
-        """Check a state dict for an optimizer with `groups`, load its states into the engine, and return its groups.
-        Errors are raised on all ranks, before anything is changed.
+        """Validate a state dict for an optimizer with `groups`, load its states into the engine, and return its groups.
+
+        Raises errors on all ranks, before any change.
         """
         self._engine.settle_between_steps("a state_dict of the optimizer")
         states, saved_groups = self._checked(groups, given)
@@ -61,7 +62,7 @@ class TierStates:
     def _read(self, unit: Unit) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         states, model = self._engine.parts.states, self._engine.ranks.model
         flats = states.read_shards(unit.layout)
-        del flats["master"]  # part of the parameter; torch's state dicts do not hold it
+        del flats["master"]  # part of the parameter, not in torch's state dicts
         states.complete(flats)
         found = {}
         for number, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.parameters, strict=True)):
@@ -88,14 +89,14 @@ class TierStates:
                 part = self._engine.ranks.model.part(parameter, value.detach()).cpu().float()
                 convert_moment(self._rule, name, {name: part}, target, key=key, first=first)
         flats["master"] = states.read_shards(layout)["master"]
-        unit.copied.wait()  # a save in the background may still have to read what is there
+        unit.copied.wait()  # a background save may still read the present states
         states.write(layout, flats)
         unit.steps = steps
 
     def _checked(
         self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
     ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
-        """Call `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank refuses its own."""
+        """Call `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank rejects its own."""
         engine = self._engine
         pairs = [pair for unit in engine.units for pair in zip(unit.parameters, unit.layout.slots, strict=True)]
         names = {id(parameter): slot.name for parameter, slot in pairs}
@@ -106,7 +107,7 @@ class TierStates:
         saved_groups: list[SavedGroup] = []
         try:
             states, saved_groups = check_state_dict(self._rule, groups, names, trained, given)
-        except Exception as caught:  # noqa: BLE001 - raised below, once all ranks know
+        except Exception as caught:  # noqa: BLE001 - raised below, after the exchange with all ranks
             error = caught
         size = ranks.size * ranks.model.size
         if size > 1:

@@ -1,8 +1,8 @@
-"""The update: a unit's optimizer step, streamed tile by tile: read | compute | write, all three in flight.
+"""The update: a unit's optimizer step, streamed tile by tile, with reads, compute and writes overlapped.
 
-One thread takes jobs in order. It keeps reads of the next tiles in flight while Adam works on the oldest and finished
-tiles are written; a buffer is reused once its write has ended. On tiers that are memory the tiles are views, and
-nothing is copied.
+One thread executes jobs in order. It keeps reads of the next tiles in flight while Adam runs on the oldest tile and
+finished tiles are written. A buffer is reused once its write has ended. On memory tiers, tiles are views and nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Kernel = Callable[..., None]
 
 @dataclass
 class Places:
-    """Where the pipeline finds the states of units, and the buffers it may use."""
+    """Tiers, extents and formats of states, and the buffers of the pipeline."""
 
     device: Device
     param_tier: Tier
@@ -47,11 +47,11 @@ class Places:
     formats: Callable[[torch.dtype], StateFormat]
     tile_size: int
     reads_ahead: int
-    """Tiles that are read while one is computed."""
+    """Number of tiles read ahead of compute."""
     tile_pool: Pool
     grad_tile_pool: Pool
     param_pool: Pool | None
-    """Host buffers for parameter shards; None where the update works in the device buffers themselves."""
+    """Host buffers for parameter shards; None if the update works in the device buffers themselves."""
     grads: Callable[[torch.dtype], GradDtypes]
 
 
@@ -65,11 +65,11 @@ class _Cut:
     tile: Tile
     ranges: dict[str, Range]
     states: dict[str, torch.Tensor] | None = None
-    """The states as tensors, if they are always in the same memory; else None."""
+    """The states as tensors on a memory tier, where their address is fixed; else None."""
 
 
 class _Plan:
-    """Extents, dtypes and tiles, which are the same for every update of a unit."""
+    """Extents, dtypes and tiles of a unit, reused by all its updates."""
 
     def __init__(self, layout: UnitLayout, places: Places) -> None:
         formats = places.formats(layout.dtype)
@@ -85,7 +85,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Running:
-    """A job under way: its parameter shard in memory that the update can work in, and the tiles still to be read."""
+    """A running job: its parameter shard in memory that the update can work in, and the tiles not yet read."""
 
     job: UpdateJob
     plan: _Plan
@@ -99,10 +99,10 @@ class _Running:
     runs: Sequence[Run] | None = None
     failed: BaseException | None = None
     skipped: bool | None = None
-    """Whether the gradient was found to be NaN or infinite, so that nothing is updated; None: not looked at."""
+    """True if the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
 
     def forget(self) -> None:
-        """Let go of every view of the unit's buffer: its lease may end as soon as the job is done."""
+        """Drop every view of the unit's buffer, whose lease may end as soon as the job is done."""
         self.memory = self.param = _NOTHING
         self.arrived = DONE
         self.job.target = None
@@ -131,8 +131,8 @@ class _Write:
 class UpdatePipeline:
     """The thread that updates units.
 
-    `seconds`: time spent in the Adam kernels. `elements`: parameters updated. `refused`: names of units that keep their
-    former values, since the gradient was NaN or infinite; all ranks have to be told before one can stop.
+    `seconds`: time spent in the optimizer kernels. `elements`: elements updated. `refused`: names of units that were
+    not updated, since their gradient was NaN or infinite; ranks exchange their number before they raise.
     """
 
     def __init__(self, places: Places, kernel: Kernel) -> None:
@@ -150,7 +150,7 @@ class UpdatePipeline:
             tier is None or tier.immediate for tier in (places.param_tier, places.optim_tier, places.grad_tier)
         )
         self._submitted = self._ended = 0
-        """Jobs queued, and jobs finished by the thread. Each counter is written by one thread only."""
+        """Numbers of jobs queued and of jobs finished by the thread. Each counter is written by one thread only."""
         self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
         self._closing = False
         self._waiting: UpdateJob | None = None
@@ -161,8 +161,9 @@ class UpdatePipeline:
         self._thread.start()
 
     def submit(self, job: UpdateJob) -> None:
-        """Queue a job whose target is attached, or run it at once if it is small. Errors are raised when `computed` or
-        `done` of the job is waited for.
+        """Queue a job whose target is attached, or execute it at once if it is small.
+
+        Errors are raised by waits for the job's `computed` or `done`.
         """
         if self._is_immediate(job):
             self._update_now(job)
@@ -171,7 +172,7 @@ class UpdatePipeline:
         self._jobs.put(job)
 
     def _is_immediate(self, job: UpdateJob) -> bool:
-        """True if the job is small, nothing has to be waited for, and the thread is idle."""
+        """True if the job is small and needs no wait, and the thread is idle."""
         return (
             self._inline
             and job.layout.shard_numel <= INLINE
@@ -192,11 +193,11 @@ class UpdatePipeline:
             raise running.failed  # Ctrl-C in this thread
 
     def close(self) -> None:
-        """End the thread once the jobs queued so far are done."""
+        """Stop the thread after the jobs queued so far."""
         self._jobs.put(None)
         if (
             threading.current_thread() is not self._thread
-        ):  # an engine that nobody closed may be collected in any thread
+        ):  # an engine that was not closed may be collected in any thread
             self._thread.join()
         self._views.clear()
 
@@ -228,8 +229,9 @@ class UpdatePipeline:
                 self._running = None
 
     def _open_next(self) -> bool:
-        """Take the next job and bring its parameters to where the update works. Sleeps only when nothing is in
-        flight.
+        """Start the next job and the transfer of its parameters. Returns False if it cannot start yet.
+
+        Sleeps only if nothing is in flight.
         """
         if self._waiting is None:
             idle = not self._reading and not self._writing and not self._closing
@@ -242,7 +244,7 @@ class UpdatePipeline:
                 return False
         job = self._waiting
         if (self._reading or self._writing) and not (job.after.done() and (job.arrives or DONE).done()):
-            return False  # what it waits for may wait for what is in flight here
+            return False  # its dependencies may wait for tiles in flight here
         self._running = self._open(self._waiting)
         if self._running is None:
             return False
@@ -271,7 +273,7 @@ class UpdatePipeline:
         return plan
 
     def _bring(self, job: UpdateJob, target: torch.Tensor, work: torch.Tensor) -> Transfer:
-        """Start to bring the parameters to `work` from their tier or from `target`, the unit's buffer."""
+        """Start the copy of the parameters to `work` from their tier or from `target`, the unit's buffer."""
         places = self._places
         try:
             job.after.wait()
@@ -281,7 +283,7 @@ class UpdatePipeline:
                 return job.arrives
             job.arrives.wait()
             return places.device.copy(work, target)
-        except BaseException as error:  # noqa: BLE001 - met again, and carried by the job, when the first tile is due
+        except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
             return Failed(error)
 
     def _start_tile(self, running: _Running) -> _Tile | None:
@@ -297,7 +299,7 @@ class UpdatePipeline:
             width = plan.stored.itemsize
             span = (tile.start * width, (tile.stop - tile.start) * width)
             grad = places.grad_tier.window(plan.grad, *span, places.grad_tile_pool)
-            # The two pools have as many buffers, and tiles take and give back one of each.
+            # The two pools have equally many buffers, and each tile leases one of each.
             assert grad is not None
         running.tiles.popleft()
         return _Tile(running, cut, states, grad, not running.tiles)
@@ -305,17 +307,17 @@ class UpdatePipeline:
     def _compute(self, item: _Tile) -> _Write:
         running = item.running
         transfers: list[Transfer] = []
-        # Every read is waited for, also after one that failed: the kernel must have let go of the buffers.
+        # Waits for every read, also after a failure: the kernel must have released the buffers.
         for arriving in [*(window.arrived for window in item.windows), running.arrived]:
             try:
                 arriving.wait()
-            except BaseException as error:  # noqa: BLE001 - carried by the job to whoever waits for it
+            except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
                 running.failed = running.failed or error
         try:
             if running.failed is None:
                 self._update_tile(item)
                 transfers.append(self._places.optim_tier.store(item.states))
-        except BaseException as error:  # noqa: BLE001 - carried by the job to whoever waits for it
+        except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.failed = running.failed or error
         if item.last:
             transfers += self._conclude(running)
@@ -359,7 +361,7 @@ class UpdatePipeline:
         self.seconds += time.perf_counter() - began
 
     def _states(self, item: _Tile) -> dict[str, torch.Tensor]:
-        """The states of the tile, by name."""
+        """Return views of the tile's states, by name."""
         cut, tensor = item.cut, item.states.tensor
         if cut.states is not None:
             return cut.states
@@ -374,9 +376,9 @@ class UpdatePipeline:
         return states
 
     def _conclude(self, running: _Running) -> list[Transfer]:
-        """All tiles are computed: the parameters are new. Start to write them back; give the gradient back."""
+        """Finish a job whose tiles are all computed: start the write-back of parameters and release the gradient."""
         job, places = running.job, self._places
-        # Where Adam runs on the device: its kernels were issued by this thread, and the model computes in another.
+        # On a device: this thread issued the optimizer kernels, and the model computes in another thread.
         places.device.compute_reached().wait()
         job.release_gradient()
         if running.failed is not None:

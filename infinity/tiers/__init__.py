@@ -1,1 +1,1 @@
-"""Where states live, and how bytes move between those places."""
+"""Tiers that hold states (device, host, nvme), and transfers between them."""

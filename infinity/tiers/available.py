@@ -1,4 +1,4 @@
-"""How much host memory this process may still take: the machine's, or what a container's limit leaves of it."""
+"""Host memory available to this process: the machine's free memory, or less under a container's limit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import psutil
 
 
 def available_memory(root: str | Path = "/") -> int:
-    """Bytes. `root`: where /proc and /sys/fs/cgroup are looked for.
+    """Return the available bytes. root: parent folder of /proc and /sys/fs/cgroup.
 
-    psutil knows the machine only; a container that exceeds its control group's limit is killed without a word.
+    psutil reports the machine only; a container that exceeds its control group's limit is killed without a message.
     """
     return min([int(psutil.virtual_memory().available), *_left_by_limits(Path(root))])
 
 
 def _left_by_limits(root: Path) -> Iterator[int]:
-    """What each limit on this process's control group and the groups around it leaves; page cache counts as free."""
+    """Yield the bytes left by each limit on this process's control group and its ancestors. Page cache is free."""
     for folder, limit_name, usage_name in _groups(root):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None:
@@ -25,7 +25,7 @@ def _left_by_limits(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Folders of the groups, and what the files for limit and usage are called there (versions 2 and 1)."""
+    """Yield (folder, name of the limit file, name of the usage file) of each group, for cgroup versions 2 and 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -39,14 +39,14 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
             top, names = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        # In a container the path may be that of the host, which is not mounted; the container's own group is the top.
+        # In a container the path may be the host's, which is not mounted; the container's own group is the top.
         inner = Path(path.lstrip("/"))
         for part in (inner, *inner.parents):
             yield top / part, *names
 
 
 def _number(path: Path) -> int | None:
-    """The number in the file; None without a file, and for "max"."""
+    """Return the number in the file; None without a file, or for "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cache(stat: Path) -> int:
-    """Bytes of file pages that the kernel takes back when memory is short."""
+    """Return the bytes of file pages that the kernel reclaims when memory is short."""
     try:
         found = dict(line.split(" ", 1) for line in stat.read_text().splitlines())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What every tier offers: move an extent's bytes in and out, or open a window on them to work in place."""
+"""Interface of tiers: transfers of an extent's bytes, and windows to work on them in place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from infinity.tiers.transfer import Transfer
 
 @dataclass
 class Window:
-    """Bytes of an extent made workable: `tensor` (uint8) is valid once `arrived` is done.
+    """Bytes of an extent to work on: `tensor` (uint8) is valid once `arrived` is done.
 
-    A memory tier gives a view of itself; a disk tier a leased buffer that `Tier.store` writes back. `release` ends it.
+    A view of the tier on memory tiers; on disk tiers a leased buffer, which `Tier.store` writes back. `release` returns
+    the lease.
     """
 
     tensor: torch.Tensor
@@ -32,12 +33,12 @@ class Window:
 
 
 class Tier(ABC):
-    """`device`, `host` or `nvme`. Offsets and lengths in bytes, relative to the extent."""
+    """Tier `device`, `host` or `nvme`. Offsets and lengths are in bytes; offsets are relative to the extent."""
 
     name: str
     nbytes: int
     on_device: bool
-    """Whether windows of this tier are device memory, so that what works in them runs there."""
+    """True if windows of this tier are device memory, so that kernels on them run on the device."""
     immediate = False
     """True if every transfer is done when it is returned."""
 
@@ -51,16 +52,14 @@ class Tier(ABC):
 
     @abstractmethod
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
-        """Start to make bytes [offset, offset + nbytes) workable; None if that needs a buffer and `pool` has none
-        free.
-        """
+        """Open a window on bytes [offset, offset + nbytes); None if it needs a buffer and `pool` has none free."""
 
     @abstractmethod
     def store(self, window: Window) -> Transfer:
-        """Write a changed window back. The window is released by its owner, after the transfer."""
+        """Write a changed window back. Its owner releases the window after the transfer."""
 
     def register(self, memory: torch.Tensor) -> None:  # noqa: B027 - most tiers gain nothing by it
-        """Tell of a buffer (from `memory.host_tensor`) that will be read into and written from again and again."""
+        """Register a buffer (from `memory.host_tensor`) that transfers will use repeatedly."""
 
-    def close(self) -> None:  # noqa: B027 - memory has nothing to give back
-        """Give the tier's resources back. Nothing may be in flight."""
+    def close(self) -> None:  # noqa: B027 - memory has nothing to release
+        """Release the tier's resources. No transfer may be in flight."""

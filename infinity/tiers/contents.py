@@ -1,4 +1,4 @@
-"""What stands in a file that is measured with, page by page, and whether what was read of it is that."""
+"""Expected contents of a benchmark file, page by page, and verification of reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity import _aio
 from infinity.tiers.pattern import PAGE, Pattern
 
 _KEPT = 1 << 16
-"""Checksums that are remembered, at most."""
+"""Largest number of cached checksums."""
 
 
 class WrongByte(NamedTuple):
@@ -22,8 +22,10 @@ class WrongByte(NamedTuple):
 
 
 class Contents:
-    """The generation of each page of `nbytes` bytes, so what belongs in it.  No stretch that is asked for is longer
-    than `longest` bytes, and all begin and end with a page."""
+    """Generation of each page of a file of `nbytes` bytes, which determines its contents.
+
+    Ranges in the methods begin and end at pages and have at most `longest` bytes.
+    """
 
     def __init__(self, nbytes: int, longest: int) -> None:
         self.pattern = Pattern(longest)
@@ -32,16 +34,16 @@ class Contents:
         self._checksums: dict[tuple[int, int], int] = {}  # of (position, bytes) of the pattern
 
     def begin_generation(self) -> None:
-        """What is written from now on differs from what was written before."""
+        """Begin a generation, whose writes differ from all earlier ones."""
         self._generation += 1
 
     def written(self, offset: int, nbytes: int) -> int:
-        """Notes that these bytes are overwritten; returns the address of what is to be written."""
+        """Record that these bytes are overwritten. Returns the address of the bytes to write."""
         self._pages(offset, nbytes)[:] = self._generation
         return self.pattern.address + self.pattern.position(offset, self._generation)
 
     def checksum(self, offset: int, nbytes: int) -> int | None:
-        """Of what belongs there, computed once; None where pages were written in different generations."""
+        """Return the checksum of the expected bytes; None if pages are of different generations."""
         pages = self._pages(offset, nbytes)
         first = int(pages[0])
         if (pages != first).any():
@@ -54,9 +56,9 @@ class Contents:
         return self._checksums[key]
 
     def wrong_byte(self, offset: int, found: NDArray[np.uint8], *, exactly: bool = False) -> WrongByte | None:
-        """The first byte of `found` that does not belong at its place in what begins at `offset`.
+        """Return the first wrong byte of `found`, which was read at `offset`; None if all are right.
 
-        By the checksum, unless `exactly` or where there is none: that reads half as much, and without the GIL.
+        Compares checksums, unless `exactly` is set or there is no checksum: this reads half as much, without the GIL.
         """
         if not exactly and self.checksum(offset, len(found)) == _aio.checksum(found.ctypes.data, len(found)):
             return None
@@ -71,5 +73,5 @@ class Contents:
         return None
 
     def _pages(self, offset: int, nbytes: int) -> NDArray[np.int32]:
-        """A view."""
+        """Return a view of the generations of these pages."""
         return self.generations[offset // PAGE : (offset + nbytes) // PAGE]

@@ -1,7 +1,7 @@
-"""The device seam: memory the model computes in, copies to and from it, and what makes compute wait for a copy.
+"""The device interface: memory for compute, copies to and from it, and synchronisation of compute with copies.
 
-`CpuDevice` computes in host memory, so that tiers read straight into its buffers. `CudaDevice` copies on streams of
-its own. The tests add a device whose memory is apart from the host's and whose copies complete late.
+`CpuDevice` computes in host memory, so tiers read directly into its buffers. `CudaDevice` copies on streams of its own.
+The tests add a device with separate memory whose copies complete late.
 """
 
 from __future__ import annotations
@@ -18,57 +18,58 @@ from infinity.tiers.transfer import DONE, Transfer
 
 
 class Device(ABC):
-    """Where the model computes."""
+    """Device that the model computes on."""
 
     torch_device: torch.device
     host_addressable: bool
-    """Whether the host's I/O and Adam can work in the device's buffers directly."""
+    """True if the host's I/O and optimizer kernels can work in the device's buffers directly."""
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor (nbytes,) with storage of its own, on the device."""
+        """Return a uint8 tensor (nbytes,) on the device, with storage of its own."""
 
     @abstractmethod
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         """Copy bytes in any direction between host and device.
 
-        It starts after the compute issued so far by this thread, or after `after` (from `compute_reached`) where
-        another thread issued the compute that last used the buffers.
+        Starts after the compute issued so far by this thread, or after `after` (from `compute_reached`) if another
+        thread issued the compute that last used the buffers.
         """
 
     @abstractmethod
     def await_copy(self, transfer: Transfer) -> None:
-        """Make compute issued from now on see what `transfer` copied."""
+        """Make compute issued from now on wait for `transfer`."""
 
     def compute_reached(self) -> Transfer:
-        """Done when the compute issued so far by this thread has ended."""
+        """Return a transfer that is done when the compute issued so far by this thread has ended."""
         return DONE
 
     def fingerprint(self, memory: torch.Tensor) -> int:
-        """Return a 64-bit hash of `memory`, uint8 (n,), n a multiple of 8. A changed byte goes unseen with probability
-        2^-64. Waits for the compute issued so far by this thread.
+        """Return a 64-bit hash of `memory`, uint8 (n,), n a multiple of 8. It misses a change with probability 2^-64.
+
+        Waits for the compute issued so far by this thread.
         """
         return _adam.fingerprint(memory.data_ptr(), memory.numel())
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Whether the host's I/O and Adam can work in `tensor` directly."""
+        """Return whether the host's I/O and optimizer kernels can work in `tensor` directly."""
         return tensor.device.type == "cpu"
 
     def peak_bytes(self) -> int:
-        """Most bytes allocated on the device so far; 0 where the device is the host."""
+        """Return the peak of bytes allocated on the device; 0 if the device is the host."""
         return 0
 
     def available_bytes(self) -> int:
-        """Bytes that can still be allocated on the device."""
+        """Return the bytes that can still be allocated on the device."""
         return available_memory()
 
     def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
-        """Host memory that copies to and from this device at full speed, if pinned where pinning matters."""
+        """Return host memory, uint8 (nbytes,), for copies to and from this device; pinned if `pin` and useful."""
         return host_tensor(nbytes)
 
 
 class CpuDevice(Device):
-    """Device and host are the same memory."""
+    """Device whose memory is the host's."""
 
     torch_device = torch.device("cpu")
     host_addressable = True
@@ -96,7 +97,7 @@ class _CudaTransfer:
 
 
 class CudaDevice(Device):
-    """A CUDA device: one stream for copies to it, one for copies from it, pinned host buffers."""
+    """CUDA device with one stream for copies to it, one for copies from it, and pinned host buffers."""
 
     host_addressable = False
 
@@ -150,7 +151,7 @@ _FINGERPRINT_WORDS = 1 << 22
 
 
 def fingerprint_by_torch(memory: torch.Tensor) -> int:
-    """`_adam.fingerprint` by torch operations on the device of `memory`, piece by piece to bound temporary copies."""
+    """Compute `_adam.fingerprint` by torch operations on the device of `memory`, in pieces to bound temporaries."""
     words = memory.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
     for start in range(0, words.numel(), _FINGERPRINT_WORDS):
@@ -162,9 +163,7 @@ def fingerprint_by_torch(memory: torch.Tensor) -> int:
 
 
 def default_device() -> Device:
-    """The CUDA device of this rank (LOCAL_RANK, which torchrun sets, else torch's current one) or, without any, the
-    CPU.
-    """
+    """Return this rank's CUDA device (LOCAL_RANK of torchrun, else torch's current one); without CUDA, the CPU."""
     if not torch.cuda.is_available():
         return CpuDevice()
     if "LOCAL_RANK" in os.environ:

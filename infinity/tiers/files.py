@@ -1,13 +1,12 @@
-"""Opens the files that tiers keep their states in.  The one place that creates them.
+"""Creates and opens the files that tiers store states in.
 
-A swap file is anonymous (`O_TMPFILE`): it has no name that could collide, and it is gone when the process ends,
-however that happens.  Where the file system cannot do that, it is a named file in a folder of its own, and both names
-are removed at once. All its space is reserved before the first byte is used.
+A swap file is anonymous (`O_TMPFILE`): its name cannot collide, and it is gone when the process ends, even by a kill.
+If the file system does not support this, it is a named file in a folder of its own, and both names are removed at once.
+All its space is reserved before the first byte is used.
 
-Reserved space is not laid out by writing zeros to it.  On ext4, writing reserved space for the first time took 1.8
-times as long as overwriting it (3.7 against 6.7 GB/s), but reading it costs next to nothing, since the kernel knows
-that it is zero: laying out would take as long as that first write, and make the first read cost what every other
-does.
+Reserved space is not zeroed. On ext4, the first write to reserved space took 1.8 times as long as overwriting it (3.7
+against 6.7 GB/s), but reading it is nearly free, since it is marked as zero. Zeroing would take as long as that first
+write and make the first read as slow as later ones.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class SwapFile:
-    """An open file with `nbytes` bytes reserved; nothing of it is left when it is closed, or when the process ends.
+    """An open file with `nbytes` bytes reserved, deleted when it is closed or the process ends.
 
-    `file` is what `infinity._aio.Engine` reads and writes: one file, or several over which it is striped.  `path` is a
-    name for messages (there are no such files).  `nbytes` is its size: what was asked for, rounded up to the file's
-    alignment or to whole chunks of the stripe.
+    `file`: the file for `infinity._aio.Engine`, which may be striped over several. `path`: a name for messages (no such
+    file exists). `nbytes`: the requested size, rounded up to the file's alignment or to whole chunks of the stripe.
     """
 
     def __init__(
@@ -52,11 +50,11 @@ class SwapFile:
 
     @property
     def direct(self) -> bool:
-        """False where a file system refuses `O_DIRECT`."""
+        """False if a file system refuses `O_DIRECT`."""
         return self.file.direct
 
     def close(self) -> None:
-        """Gives the space back.  Every request on the file has to be done before; closing twice does no harm."""
+        """Release the space. All requests on the file must be done before. Idempotent."""
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
@@ -76,21 +74,20 @@ class SwapFile:
 
 
 def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chunk: int = LARGEST_CHUNK) -> SwapFile:
-    """Creates an anonymous file in each folder of `paths`, which are one file of `nbytes` bytes, all of them reserved.
+    """Create one logical file of `nbytes` reserved bytes, striped over an anonymous file in each folder of `paths`.
 
-    Several are striped in chunks of `chunk` bytes, a multiple of 64 KiB (see `infinity.tiers.stripe`), each with the
-    space of its own chunks.  `name` is for messages, and for the moment a file has a name where it cannot be anonymous.
-    The bytes read as zeros until they are written.  Warns for each folder whose file system refuses `O_DIRECT`, where
-    the file works all the same, and once when folders are on one file system.
+    chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.tiers.stripe`). name: for messages, and for
+    files that cannot be anonymous. Bytes read as zeros until they are written. Warns for each folder whose file system
+    refuses `O_DIRECT`, where I/O goes through the page cache, and once if folders are on one file system.
 
     Raises:
-        StorageError: a folder does not exist, is none, or cannot be written.
-        OutOfSpaceError: fewer bytes than needed are free; what was created before is gone.
+        StorageError: a folder does not exist, is no folder, or is not writable.
+        OutOfSpaceError: too few bytes are free; files created before are removed.
         ValueError: `nbytes` is not positive, or `paths` is empty.
     """
     folders = [Path(path) for path in paths]
     if nbytes <= 0:
-        raise ValueError(f"a swap file needs at least one byte; {nbytes} were asked for")
+        raise ValueError(f"a swap file needs at least one byte, not {nbytes}")
     if not folders:
         raise ValueError("a swap file needs at least one folder")
     for folder in folders:
@@ -117,7 +114,7 @@ def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chun
 
 
 def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:
-    """The members as one file, which takes over what they own."""
+    """Combine the members into one file, which takes ownership of their descriptors and folders."""
     return SwapFile(
         _aio.File.striped([member.file for member in members], chunk),
         ", ".join(member.path for member in members),
@@ -128,7 +125,7 @@ def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:
 
 
 def _open_one(folder: Path, nbytes: int, name: str) -> SwapFile:
-    """`nbytes`: a multiple of the alignment."""
+    """Create and reserve one file. nbytes: a multiple of the alignment."""
     fd, named = open_anonymous(folder, name)
     direct_fd = -1
     try:
@@ -151,7 +148,7 @@ def whole(nbytes: int, unit: int) -> int:
 
 
 def _alignment() -> int:
-    """Bytes: what every disk accepts for direct I/O, and a whole page (csrc/aio/file.h says why)."""
+    """Return the alignment in bytes that direct I/O needs on every disk, at least a page (see csrc/aio/file.h)."""
     return max(4096, mmap.PAGESIZE)
 
 
@@ -167,7 +164,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _by_file_system(folders: Sequence[Path], sizes: Sequence[int]) -> list[tuple[list[Path], int]]:
-    """The folders of each file system, and the bytes that they need there together."""
+    """Return (folders, total bytes needed) for each file system."""
     found: dict[int, tuple[list[Path], int]] = {}
     for folder, size in zip(folders, sizes, strict=True):
         device = os.stat(folder).st_dev
@@ -177,9 +174,9 @@ def _by_file_system(folders: Sequence[Path], sizes: Sequence[int]) -> list[tuple
 
 
 def _check_space(folders: Sequence[Path], nbytes: int) -> None:
-    """`folders`: of one file system."""
+    """Raise OutOfSpaceError if `nbytes` are not free. folders: on one file system."""
     status = os.statvfs(folders[0])
-    if status.f_blocks > 0:  # some file systems do not know
+    if status.f_blocks > 0:  # 0: unknown to the file system
         _require(_names(folders), nbytes, status.f_bavail * status.f_frsize)
 
 
@@ -198,13 +195,13 @@ def _require(where: str | Path, nbytes: int, free: int) -> None:
 
 
 def _human(nbytes: int) -> str:
-    """Rounded up, so that freeing as much is enough."""
+    """Return bytes as text, rounded up, so that freeing the printed amount is enough."""
     unit, text = (1_000_000_000, "GB") if nbytes >= 1_000_000_000 else (1_000_000, "MB")
     return f"{-(-nbytes * 10 // unit) / 10:,.1f} {text}"
 
 
 def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
-    """A descriptor of a new file without a name, and the folder to remove later where one was needed."""
+    """Create a file without a name. Returns its descriptor, and the folder to remove later, if any."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
     except OSError as error:
@@ -236,7 +233,7 @@ def _unwritable(folder: Path, error: OSError) -> StorageError:
 
 
 def _open_direct(fd: int, folder: Path) -> int:
-    """A second descriptor of the file, with `O_DIRECT`; -1, and a warning, where that does not work.
+    """Return a second descriptor of the file, with `O_DIRECT`; warn and return -1 if the file system refuses it.
 
     Some file systems accept the flag and refuse the transfer, so a page is written and read back.
     """
@@ -252,9 +249,9 @@ def _open_direct(fd: int, folder: Path) -> int:
             _require(folder, 2 * _alignment(), 0)
         warnings.warn(
             f"{folder} ({file_system_of(folder)}) refuses direct I/O ({error.strerror}): its files go through the page "
-            "cache, which costs speed and memory; a folder on a local ext4 or xfs disk does better",
+            "cache, which costs speed and memory. Use a folder on a local ext4 or xfs disk",
             RuntimeWarning,
-            stacklevel=4,  # whoever called open_swap_files
+            stacklevel=4,  # the caller of open_swap_files
         )
         return -1
     finally:
@@ -262,7 +259,7 @@ def _open_direct(fd: int, folder: Path) -> int:
 
 
 def _probe(direct_fd: int) -> None:
-    """Writes and reads the second block: offset 0 would suit every alignment."""
+    """Write and read the second block, since offset 0 suits every alignment. Raises OSError if it fails."""
     size = _alignment()
     with mmap.mmap(-1, size) as written, mmap.mmap(-1, size) as read:
         written[:] = b"\xa5" * size
@@ -276,7 +273,7 @@ def _reserve(fd: int, folder: Path, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
-        if error.errno in FULL:  # others took the space since it was checked, a quota, or the file system's own needs
+        if error.errno in FULL:  # space taken since the check, a quota, or metadata of the file system
             os.ftruncate(fd, 0)
             status = os.statvfs(folder)
             _require(folder, nbytes, min(status.f_bavail * status.f_frsize, nbytes - 1))
@@ -287,7 +284,7 @@ def _reserve(fd: int, folder: Path, nbytes: int) -> None:
 
 
 def file_system_of(folder: Path) -> str:
-    """The type of the file system `folder` is on, such as "ext4"."""
+    """Return the type of the file system of `folder`, such as "ext4"."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,4 +1,4 @@
-"""Opens the I/O engine that nvme tiers use: io_uring or Linux AIO, whichever the kernel allows."""
+"""Opens the I/O engine of nvme tiers: io_uring, or Linux AIO if the kernel forbids io_uring."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from infinity import _aio
 from infinity.errors import StorageError
 
 ENGINES = ("auto", "libaio", "io_uring")
-"""What `aio.engine` takes."""
+"""Values of `aio.engine`."""
 
 AUTO = ("io_uring", "libaio")
-"""What "auto" tries, the better one first."""
+"""Engines that "auto" tries, the better one first."""
 
 _log = logging.getLogger("infinity")
 
 
 def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, threads: int) -> _aio.Engine:
-    """An engine with `threads` I/O threads, each with up to `queue_depth` pieces of `block_size` bytes in flight.
+    """Open an engine with `threads` I/O threads, each with up to `queue_depth` pieces of `block_size` bytes in flight.
 
-    engine: one of `ENGINES`. "libaio" is Linux AIO, through the library or, without it, by calling the kernel.
+    engine: one of `ENGINES`. "libaio" is Linux AIO, through the library or, without it, by system calls.
 
-    Raises StorageError when the kernel does not give what it takes; the message says why, and what to do.
+    Raises StorageError, with the reason and a fix, if the kernel refuses it.
     """
     refused = []
     for kind in AUTO if engine == "auto" else (engine,):
@@ -34,7 +34,7 @@ def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, thre
 
 
 def io_uring_state() -> str:
-    """Empty when io_uring can be used, else the reason why not."""
+    """Return the reason why io_uring cannot be used; empty if it can."""
     try:
         _open("io_uring", 4096, 1, 1).close()
     except StorageError as error:
@@ -48,9 +48,9 @@ def _open(kind: str, block_size: int, queue_depth: int, threads: int) -> _aio.En
         raise StorageError(f'this build has no {kind}; write another "engine" in the section aio, or "auto"')
     try:
         engine = _aio.Engine(block_size, queue_depth, threads, backend=backend)
-    except OSError as error:  # its text says which limit or setting is in the way
+    except OSError as error:  # its text names the limit or setting
         raise StorageError(error.strerror or str(error)) from error
-    except ValueError as error:  # more threads, over all paths, than an engine takes
+    except ValueError as error:  # more threads, over all paths, than an engine supports
         raise StorageError(f"{error} (section aio; threads are intra_op_parallelism × the number of paths)") from error
     if engine.queue_depth < queue_depth:
         _log.warning(

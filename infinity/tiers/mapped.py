@@ -1,9 +1,9 @@
-"""Memory that may leave: tensors whose bytes are in an anonymous file and, while they are used, in the page cache.
+"""Evictable memory: tensors whose bytes are in an anonymous file and, while in use, in the page cache.
 
-Whoever holds such a tensor reads and writes it like any other, wherever its bytes are just then: the system brings back
-what is touched. Used where code that is not ours works on values, as models do while they are built. Tiers do without:
-their reads are asynchronous, and a read that fails is an error where it is waited for. Here it would end the process
-(SIGBUS), and a write that fails shows when `check` asks. Processes that are forked share the file.
+Such tensors are read and written like any other; the kernel pages bytes in on access. They serve foreign code that
+works on values, such as the constructors of models. Tiers do not use them: their reads are asynchronous, and a failed
+read raises at its wait. Here a failed read ends the process (SIGBUS), and a failed write is found by `check`. Forked
+processes share the file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FIRST_SEGMENT = 1 << 30
 
 
 class _Segment:
-    """A part of the file that is mapped at once: the next may be longer, so that a few hold the largest model.
+    """A part of the file in one mapping. Later segments are longer, so that a few hold the largest model.
 
-    Only addresses are taken at first; space is reserved piece by piece.
+    Reserves only addresses at first; disk space is reserved piece by piece.
     """
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
@@ -38,9 +38,9 @@ class _Segment:
 
 
 class MappedFile:
-    """An anonymous file in `folder` that grows. It is gone with the last tensor in it, or when the process ends.
+    """A growing anonymous file in `folder`, deleted with its last tensor or when the process ends.
 
-    StorageError if no file can be made there.
+    Raises StorageError if the file cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class MappedFile:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the disk now."""
+        """Bytes on disk now."""
         return os.fstat(self._fd).st_blocks * 512
 
     @property
@@ -62,8 +62,9 @@ class MappedFile:
         return status.f_bavail * status.f_frsize
 
     def store(self, content: torch.Tensor) -> torch.Tensor:
-        """A tensor in the file, uint8 (n,), with the bytes of `content`, uint8 (n,). Its space is given back as soon as
-        nothing views it any more.
+        """Return a tensor in the file, uint8 (n,), with the bytes of `content`, uint8 (n,).
+
+        Its space is released with its last view.
 
         Raises:
             OutOfSpaceError: too little space; nothing was written.
@@ -76,13 +77,14 @@ class MappedFile:
         _write(self._fd, content.numpy().data, segment.offset + start, self.folder)
         segment.used += whole(nbytes, PAGE)
         piece = memoryview(segment.mapping)[start : start + nbytes]
-        # The storage of the tensor refers to the piece, and nothing else does.
+        # Only the storage of the tensor refers to the piece.
         weakref.finalize(piece, _give_back, segment.mapping, start, nbytes, os.getpid()).atexit = False
         return torch.frombuffer(piece, dtype=torch.uint8)
 
     def let_go(self, storage: torch.UntypedStorage) -> bool:
-        """Take the bytes of a tensor that `store` made out of this process's memory; they stay what they are. False if
-        it is not in this file.
+        """Drop the pages of a tensor of `store` from this process's memory; the file keeps its values.
+
+        Returns False if the tensor is not in this file.
         """
         for segment in self._segments:
             start = storage.data_ptr() - segment.address
@@ -92,14 +94,14 @@ class MappedFile:
         return False
 
     def check(self) -> None:
-        """OSError if anything that the system wrote of it failed, at whatever time: a value may be lost."""
+        """Flush the file. Raises OSError if a write of it has ever failed, since a value may be lost."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
             raise OSError(error.errno, error.strerror, f"{self.folder} (values of a model that was built)") from error
 
     def _reserve(self, nbytes: int) -> _Segment:
-        """A segment with `nbytes` of space behind what is used of it."""
+        """Return a segment with `nbytes` reserved after its used part."""
         segment = self._segments[-1] if self._segments else None
         try:
             if segment is None or segment.used + nbytes > segment.nbytes:
@@ -131,8 +133,8 @@ def _write(fd: int, content: memoryview, offset: int, folder: Path) -> None:
 
 def _give_back(mapping: mmap.mmap, start: int, nbytes: int, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a child process was done with it, which shares the file
-    with contextlib.suppress(OSError):  # a file system without holes: the space comes back with the whole file's
+        return  # a forked child, which shares the file
+    with contextlib.suppress(OSError):  # a file system without holes: the space is released with the file
         mapping.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 

@@ -1,10 +1,9 @@
-"""Measures what folders give through the engine that training uses, and checks the bytes.
+"""Measures the I/O of folders through training's I/O engine, and verifies all bytes.
 
-A bench opens its swap file and lays it out once, since training overwrites laid-out files; buffers are allocated once,
-too.  Each run keeps so many requests in flight that the engine's queues stay full.  Writes go straight from the
-`Pattern` of what belongs in the file, so that no copy is measured with them.  What is read is compared as it is waited
-for, before its buffer is used again, while the requests behind it keep the queues full; the time it takes is no part of
-the CPU seconds.
+A bench opens its swap file, writes it once, since training overwrites written files, and allocates its buffers once.
+Each run keeps enough requests in flight to fill the engine's queues. Writes go directly from the `Pattern`, without a
+copy. Reads are compared when they complete, before their buffer is reused, while later requests keep the queues full.
+CPU seconds exclude the comparison.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ OPS: tuple[Op, ...] = ("read", "write", "mixed")
 _SMALLEST_REQUEST = 2 << 20
 _SECTOR = 512
 _UNREAD = 0xEE
-"""What a read that did not happen leaves in each sector of its buffer."""
+"""Byte in each sector of a buffer before a read, which reveals a read that did not happen."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one run does. Bytes, and counts; `threads` are those of each folder, as in the configuration."""
+    """Parameters of one run. Sizes in bytes; `threads` per folder, as in the config."""
 
     op: Op
     block_size: int = 1 << 20
@@ -52,7 +51,7 @@ class Workload:
     threads: int = 1
     engine: str = "auto"
     request_bytes: int = 0
-    """Of one call of the engine; 0: the larger of a block and 2 MiB."""
+    """Bytes of one call of the engine; 0: the larger of a block and 2 MiB."""
 
     @property
     def request(self) -> int:
@@ -60,18 +59,18 @@ class Workload:
         return self.request_bytes or max(self.block_size, _SMALLEST_REQUEST)
 
     def outstanding(self, folders: int) -> int:
-        """Requests that keep the queues of all threads full: twice what these hold, and never so few that all others
-        are done while the oldest, for which room is waited, is not."""
+        """Return the number of requests that keeps all queues full: twice their capacity, and at least 4, so that the
+        wait for the oldest does not drain the others."""
         return max(4, -(-2 * self.block_size * self.queue_depth * self.threads * folders // self.request))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One run: bytes moved, seconds on the clock, and CPU seconds of all threads of the process, kernel included, but
-    not those of comparing what was read.
+    """Result of one run: bytes moved, wall-clock seconds, and CPU seconds of all threads of the process, kernel
+    included, without the comparison of reads.
 
-    `latencies`: (milliseconds from submission to completion, number of pieces), ascending; a piece is a block, or what
-    remains of a request. `backend`: the engine's name of what it ran on. `queue_depth`: as the system granted it.
+    `latencies`: (milliseconds from submission to completion, number of pieces), ascending; a piece is a block, or the
+    rest of a request. `backend`: the engine's name of its backend. `queue_depth`: as granted by the system.
     """
 
     nbytes: int
@@ -87,7 +86,7 @@ class Sample:
 
     @property
     def iops(self) -> float:
-        """Pieces a second."""
+        """Pieces per second."""
         return sum(count for _, count in self.latencies) / self.seconds
 
     @property
@@ -97,7 +96,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A request under way; `found`: the buffer that it reads into, whose bytes belong at `offset`."""
+    """A request in flight. found: the buffer of a read at `offset`; None for a write."""
 
     request: _aio.Request
     offset: int
@@ -105,12 +104,14 @@ class _Pending:
 
 
 _PASS = Workload("write")
-"""How a whole file is laid out and read back, outside of what is measured."""
+"""Workload that lays out and reads back the whole file, outside of measurements."""
 
 
 def percentile(latencies: Iterable[tuple[float, int]], fraction: float) -> float:
-    """The milliseconds within which `fraction` of the pieces were done; NaN without any. Buckets of several runs can
-    be given one after the other."""
+    """Return the milliseconds within which `fraction` of the pieces were done; NaN without pieces.
+
+    latencies: (milliseconds, number of pieces) in any order, also of several runs.
+    """
     buckets = sorted(latencies)
     wanted = fraction * sum(count for _, count in buckets)
     done = 0
@@ -122,11 +123,12 @@ def percentile(latencies: Iterable[tuple[float, int]], fraction: float) -> float
 
 
 class Bench:
-    """A laid-out swap file over `paths`, and buffers for all of `workloads`. Close it, or use it in `with`: nothing is
-    left on disk, as nothing is when the process ends.
+    """A laid-out swap file over `paths`, and buffers for all of `workloads`. A context manager.
 
-    Raises what `open_swap_files` and `open_engine` raise, OutOfMemoryError where the buffers do not fit, and OSError
-    with path and offset where a transfer fails or a byte is not what was written.
+    The file is deleted by `close` or when the process ends.
+
+    Raises the errors of `open_swap_files` and `open_engine`, OutOfMemoryError if the buffers do not fit, and OSError
+    with path and offset if a transfer fails or a byte differs from the one written.
     """
 
     def __init__(
@@ -138,8 +140,9 @@ class Bench:
         chunk: int = LARGEST_CHUNK,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`size`: bytes of the file, two pages at least. `chunk`: bytes that go to a folder before it is the next one's
-        turn. `clock`: seconds; for tests."""
+        """size: bytes of the file, at least two pages. chunk: bytes of a stripe's chunk. clock: returns seconds; for
+        tests.
+        """
         self.paths = [Path(path) for path in paths]
         self.nbytes = size // PAGE * PAGE
         if self.nbytes < 2 * PAGE:
@@ -147,7 +150,7 @@ class Bench:
         self._chunk = chunk
         self._clock = clock
         self.verified_bytes = 0
-        """How many bytes have been read and found right so far."""
+        """Number of bytes read and verified so far."""
 
         works = [_PASS, *workloads]
         longest = max(self._request(work) for work in works)
@@ -165,14 +168,14 @@ class Bench:
 
     @property
     def direct(self) -> bool:
-        """False where a file system refuses `O_DIRECT`: then the page cache is measured, too."""
+        """False if a file system refuses `O_DIRECT`, so that measurements include the page cache."""
         return self._swap.direct
 
     def run(self, workload: Workload, *, seconds: float | None = None, nbytes: int | None = None) -> Sample:
-        """Moves `nbytes` bytes, or as many as requests started within `seconds` move; whole requests, one at least.
+        """Move `nbytes` bytes, or as many as requests started within `seconds` move, in whole requests, at least one.
 
-        Reads and writes go through the file in order and begin again at its end. Of a mixed workload every second
-        request writes: reads stay in the first half of the file, writes in the second one.
+        Reads and writes go through the file in order and wrap around. In a mixed workload every second request writes:
+        reads cover the first half of the file, writes the second.
         """
         request, slots = self._request(workload), self._outstanding(workload)
         if workload.op != "read":
@@ -180,7 +183,7 @@ class Bench:
         self._expect(workload, nbytes if nbytes is not None else 2e9 * self._fastest * (seconds or 0))
         buffers = self._ring[: request * slots].numpy().reshape(slots, request)
         buffers[:, ::_SECTOR] = _UNREAD
-        held: dict[int, int | None] = {}  # the checksum of what each buffer was last read for
+        held: dict[int, int | None] = {}  # slot → expected checksum of its last read
         comparing = 0.0
         started = 0
         with self._open(workload) as engine:
@@ -207,7 +210,7 @@ class Bench:
                     slot, since = number % slots, time.thread_time()
                     wanted = self.contents.checksum(offset, request)
                     if slot in held and (wanted is None or wanted == held[slot]):
-                        buffers[slot, ::_SECTOR] = _UNREAD  # or a read that did not happen would look right
+                        buffers[slot, ::_SECTOR] = _UNREAD  # otherwise a read that did not happen would look right
                     held[slot] = wanted
                     comparing += time.thread_time() - since
                     reading = self._read(engine, offset, slot * request, request)
@@ -224,7 +227,7 @@ class Bench:
         return sample
 
     def verify(self) -> int:
-        """Reads the whole file and compares it with what was written; returns its bytes."""
+        """Read the whole file and compare it with the written bytes. Returns its size in bytes."""
         request = self._request(_PASS)
         slots = min(8, self._ring.numel() // request)
         pending: deque[_Pending] = deque()
@@ -251,7 +254,7 @@ class Bench:
         self.close()
 
     def _lay_out(self) -> Sample:
-        """Write the file from its first byte to its last."""
+        """Write the file from its first byte to its last. Returns the measurement."""
         request, slots = self._request(_PASS), self._outstanding(_PASS)
         pending: deque[_aio.Request] = deque()
         with self._open(_PASS) as engine:
@@ -267,7 +270,7 @@ class Bench:
             return Sample(self.nbytes, *spent, latencies, engine.backend, engine.queue_depth)
 
     def _turns(self, op: Op, request: int) -> Iterator[tuple[bool, int, int]]:
-        """Without end: (whether it writes, how many of its kind came before, its offset) of each request."""
+        """Yield (is a write, number of its kind so far, offset) of each request, without end."""
         half = self.nbytes // 2 // PAGE * PAGE
         regions = {"read": [(False, 0, self.nbytes)], "write": [(True, 0, self.nbytes)]}
         regions["mixed"] = [(False, 0, half), (True, half, self.nbytes - half)]
@@ -278,11 +281,11 @@ class Bench:
             number += 1
 
     def _request(self, workload: Workload) -> int:
-        """Bytes of a request, no more than the file, or the half of it that is read or written, holds."""
+        """Return the bytes of a request, at most those of the file, or of its half in a mixed workload."""
         return min(workload.request, max(PAGE, self._room(workload.op) // PAGE * PAGE))
 
     def _outstanding(self, workload: Workload) -> int:
-        """Requests in flight; so few that no two of them move the same bytes."""
+        """Return the number of requests in flight, limited so that no two move the same bytes."""
         fitting = self._room(workload.op) // self._request(workload) * (2 if workload.op == "mixed" else 1)
         return max(1, min(workload.outstanding(len(self.paths)), fitting))
 
@@ -296,14 +299,14 @@ class Bench:
         )
 
     def _read(self, engine: _aio.Engine, offset: int, start: int, nbytes: int) -> _aio.Request:
-        """`start`: where in the ring."""
+        """Start a read. start: byte offset in the ring."""
         return engine.read(self._swap.file, offset, self._ring.data_ptr() + start, nbytes)
 
     def _write(self, engine: _aio.Engine, offset: int, nbytes: int) -> _aio.Request:
         return engine.write(self._swap.file, offset, self.contents.written(offset, nbytes), nbytes)
 
     def _expect(self, workload: Workload, nbytes: float) -> None:
-        """Computes what a run that moves `nbytes` needs to know of what it reads, so that it need not do so itself."""
+        """Compute the expected checksums of a run's reads in advance. nbytes: bytes that the run will move."""
         request = self._request(workload)
         laps = self._room(workload.op) // request
         for _, number, offset in self._turns(workload.op, request):
@@ -312,7 +315,7 @@ class Bench:
             self.contents.checksum(offset, request)
 
     def _compare(self, done: _Pending) -> float:
-        """CPU seconds that it took. Raises OSError (EIO) unless what was read is what was last written."""
+        """Compare a read and return the CPU seconds taken. Raises OSError (EIO) if bytes differ from those written."""
         begin = time.thread_time()
         if done.found is not None:
             self._check(done.offset, done.found)
@@ -333,6 +336,6 @@ class Bench:
         folder = self.paths[wrong.offset // self._chunk % len(self.paths)]
         text = (
             f"byte {wrong.offset:,} of {self.nbytes:,} was read as {wrong.found:#04x}, but {wrong.wanted:#04x} was "
-            "written: have this drive checked (kernel log, smartctl) before data is kept on it"
+            "written: check this drive (kernel log, smartctl) before you store data on it"
         )
         return OSError(errno.EIO, text, str(folder))

@@ -1,7 +1,7 @@
 """Page-aligned host memory of exact size, as torch tensors that own their storage.
 
-torch's own pinned allocator rounds blocks up to powers of two (257 GB became 512 GB); these slabs are mapped at their
-exact size and, where there is a CUDA device, registered with it.
+torch's own pinned allocator rounds blocks up to powers of two (257 GB became 512 GB). These slabs are mapped at their
+exact size and registered with CUDA if there is a device.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SEGMENT = 64 << 20
 
 
 def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
-    """A zeroed uint8 tensor (nbytes,) whose storage is its own mapping, aligned to pages.
+    """Return a zeroed uint8 tensor (nbytes,) whose storage is a mapping of its own, aligned to pages.
 
-    Raises OutOfMemoryError when the system refuses the mapping. With `pin`, registers it with CUDA; where that fails
-    (a small memlock limit), warns once and goes on unpinned.
+    pin: register it with CUDA. If that fails (a small memlock limit), warns once and continues unpinned. Raises
+    OutOfMemoryError if the system refuses the mapping.
     """
     length = max(nbytes, 1)
     try:
@@ -44,24 +44,24 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=length)[:nbytes]
     _mappings[tensor.data_ptr()] = mapping
     if pin:
-        first_touch(tensor)  # registering it would put all of it on this thread's node
+        first_touch(tensor)  # otherwise registration would place all pages on this thread's node
         _pin(tensor, length)
     return tensor
 
 
 def first_touch(tensor: torch.Tensor) -> None:
-    """Zero fresh host memory, uint8 (n,), with as many threads as update what will be kept there.
+    """Zero fresh host memory, uint8 (n,), with as many threads as later update it.
 
-    The system puts a page on the memory node of the thread that first writes to it. Each segment is divided among the
-    threads, so that where there are several nodes, every unit's states lie on all of them, and its updates and copies
-    have the bandwidth of all. (Only machines with one node have run this; there it saves time.)
+    The kernel places a page on the NUMA node of the thread that first writes to it. Each segment is divided among the
+    threads, so that each unit's states lie on all nodes, and its updates and copies have the bandwidth of all. (Tested
+    only on machines with one node, where it saves time.)
     """
     for start in range(0, tensor.numel(), _SEGMENT):
         _adam.first_touch(tensor.data_ptr() + start, min(_SEGMENT, tensor.numel() - start))
 
 
 class _Mapping(mmap.mmap):
-    """Tells those who gave its address away before its memory is given back; a weak reference would tell them after."""
+    """Mapping that runs callbacks before it is unmapped; callbacks of weak references would run after."""
 
     users: tuple[Callable[[], None], ...] = ()
 
@@ -72,11 +72,11 @@ class _Mapping(mmap.mmap):
 
 
 _mappings: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
-"""The mappings of all host tensors there are, by address; what keeps one is the storage of its tensors."""
+"""address → mapping, for all live host tensors. The storage of its tensors keeps a mapping alive."""
 
 
 def before_unmapping(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
-    """Call `callback` just before the memory of `tensor`, which `host_tensor` made, is given back to the system."""
+    """Call `callback` just before the memory of `tensor`, from `host_tensor`, is unmapped."""
     mapping = _mappings[tensor.data_ptr()]
     mapping.users = (*mapping.users, callback)
 
@@ -101,13 +101,15 @@ def _pin(tensor: torch.Tensor, length: int) -> None:
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors and wrappers refer to the storage of `tensor`, itself included."""
+    """Return the number of tensors and wrappers that refer to the storage of `tensor`, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the system: the C library keeps what lies between blocks that are in use, which grows
-    with the model where large blocks are freed among small ones that stay.
+    """Return freed heap memory to the system.
+
+    The C library keeps free memory between used blocks, which grows with the model if large blocks are freed among
+    small ones that stay.
     """
     if _trim is not None:
         _trim(0)

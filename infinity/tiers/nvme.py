@@ -1,8 +1,8 @@
-"""The nvme tier: one anonymous file per rank, or one striped over several drives, laid out at start, read and written
-by the native I/O engine.
+"""The nvme tier: one anonymous file per rank, or one striped over several drives, reserved at start and accessed by the
+native I/O engine.
 
-Host memory is read into and written from directly. Device memory that the host cannot address goes through pinned
-staging buffers, two in flight, on a thread of the tier's own.
+Transfers use host memory directly. Device memory that the host cannot address goes through pinned staging buffers, two
+in flight, on threads of the tier's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STAGING_BUFFERS = 4
 
 
 class _Request:
-    """A native request; keeps the tensor whose memory it uses until it is known to have ended."""
+    """A native request. Keeps the tensor whose memory it uses alive until it has ended."""
 
     def __init__(self, request: _aio.Request, memory: torch.Tensor, extent: Extent) -> None:
         self._request = request
@@ -43,10 +43,10 @@ class _Request:
         try:
             self._request.wait()
         except OSError as error:
-            # The native error says nothing that this one does not.
+            # The native error adds nothing to this one.
             raise _with_name(error, self._extent, mismatch=self._request.mismatch) from None
         finally:
-            if self._request.done():  # it goes on when Ctrl-C ends the wait
+            if self._request.done():  # it continues if Ctrl-C ends the wait
                 self._memory = None
 
     def done(self) -> bool:
@@ -54,22 +54,22 @@ class _Request:
 
 
 def _with_name(error: OSError, extent: Extent, *, mismatch: bool) -> OSError:
-    """The error of a request, with what its bytes are. mismatch: they are not those that were written."""
+    """Return the error of a request with the name of its extent. mismatch: the bytes differ from those written."""
     if not mismatch:
         return OSError(error.errno, f"{error.strerror} ({extent.name})", error.filename)
     where = str(error.strerror).removeprefix(f"{os.strerror(errno.EBADMSG)}: ")
     text = (
-        f"checksum mismatch in the {extent.name}, in {error.filename}: {where}. The drive or its cable is failing: run "
-        "from the last checkpoint on another one"
+        f"checksum mismatch in the {extent.name}, in {error.filename}: {where}. The drive or its cable is failing: "
+        "resume from the last checkpoint on another drive"
     )
     return ChecksumError(errno.EBADMSG, text, str(error.filename))
 
 
 class NvmeTier(Tier):
-    """Extents of `file`. Every transfer carries its own OSError with path, offset and size, and what the bytes are.
+    """Extents of `file`. Each transfer raises its own OSError with path, offset, size and the name of the extent.
 
-    checksum_block: bytes of a block whose checksum is kept, and verified at every read (`placement.checksum_block`); 0:
-    none are.
+    checksum_block: bytes of a block whose checksum is kept and verified at every read (`placement.checksum_block`); 0:
+    no checksums.
     """
 
     name = "nvme"
@@ -86,7 +86,7 @@ class NvmeTier(Tier):
         self._device = device
         self._mover: ThreadPoolExecutor | None = None
         if not device.host_addressable:
-            # Reads and writes on a thread each: a queue of writes must not delay a fetch.
+            # Two threads: a queue of writes must not delay a fetch.
             self._mover = ThreadPoolExecutor(2, thread_name_prefix="infinity-staging")
             self._staging = Pool(self._staging_buffer, {STAGING_BYTES: _STAGING_BUFFERS}, name="staging")
 
@@ -125,7 +125,7 @@ class NvmeTier(Tier):
 
     def register(self, memory: torch.Tensor) -> None:
         address = memory.data_ptr()
-        # The kernel would go on using pages that are no longer ours: it must let go of them first.
+        # Unregistered before the memory is unmapped: otherwise the kernel would continue to use its pages.
         if self._engine.register(address, memory.numel()):
             before_unmapping(memory, partial(_unregister, weakref.ref(self._engine), address))
 
@@ -196,7 +196,7 @@ def _finish(transfer: Transfer, lease: Lease) -> None:
 
 
 def _settle(transfer: Transfer) -> None:
-    """Wait until the kernel has let go of the buffer; the error that brought us here is the one to report."""
+    """Wait until the kernel has released the buffer. Ignores its OSError, since an earlier one propagates."""
     with contextlib.suppress(OSError):
         transfer.wait()
 

@@ -1,12 +1,12 @@
-"""Placement: for every (unit, state) its tier and its extent there, computed once, before anything is allocated.
+"""Placement: tier and extent of every (unit, state), computed once, before any allocation.
 
 The optimizer states of a unit share one extent, tile after tile, so that the update reads a tile's states in one
 request:
 
     [tile 0: remainder | exp_avg | exp_avg_sq] [tile 1: ...] ...
 
-Extents are read and written whole, or in ranges that start at a tile: so a checksum kept for every block of a file
-covers bytes that are always written together, if blocks divide what ranges start at (`checksum_block`).
+Extents are read and written whole, or in ranges that start at a tile. So a checksum per block covers bytes that are
+always written together, if the block size divides the starts of ranges (`checksum_block`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from infinity.optim.grad_dtypes import GradDtypes
 from infinity.units.layout import UnitLayout
 
 EXTENT_ALIGNMENT = 64 << 10
-"""Bytes that every extent starts at a multiple of: the largest block with a checksum of its own, and so a whole number
-of the blocks of any disk.
-"""
+"""Alignment of extents in bytes: the largest checksum block, and a multiple of the blocks of any disk."""
 
 
 class State(str, Enum):
-    """What is kept of a unit. `OPTIM` bundles master (or remainder) and moments, tile by tile."""
+    """States of a unit that have extents. `OPTIM` bundles master (or remainder) and moments, tile by tile."""
 
     PARAM = "param"
     GRAD = "grad"
@@ -41,18 +39,18 @@ _CALLED = {State.PARAM: "parameters", State.GRAD: "gradient", State.OPTIM: "opti
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` at `offset` of tier `tier`; every extent starts at a multiple of `EXTENT_ALIGNMENT`."""
+    """Bytes [offset, offset + nbytes) of a tier; offsets are multiples of `EXTENT_ALIGNMENT`."""
 
     tier: str
     offset: int
     nbytes: int
     name: str
-    """What it holds, for messages: "optimizer states of unit blocks.3"."""
+    """Description for messages, such as "optimizer states of unit blocks.3"."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements [start, stop) of a shard, and where the optimizer extent holds their states."""
+    """Elements [start, stop) of a shard; their states are bytes [offset, offset + nbytes) of the optimizer extent."""
 
     start: int
     stop: int
@@ -73,20 +71,20 @@ def tiles(shard_numel: int, tile_size: int, states: StateFormat) -> list[Tile]:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which tier holds what, as the config asks, and in which format. grad_tier None: never kept."""
+    """Tiers and formats of states, from the config. grad_tier None: gradients are never stored."""
 
     param_tier: str
     optim_tier: str
     grad_tier: str | None
     grads: Callable[[torch.dtype], GradDtypes]
-    """What gradients of parameters of a dtype are kept in on their way."""
+    """Dtype of parameters → dtypes of their gradients."""
     states: Callable[[torch.dtype], StateFormat]
-    """What the optimizer keeps of parameters of a dtype."""
+    """Dtype of parameters → format of their optimizer states."""
     tile_size: int
     resident: bool = False
-    """Every unit stays in a device buffer."""
+    """True if every unit stays in a device buffer."""
     grads_whole: bool = False
-    """Gradients of all units are summed over micro-batches in device buffers before they are reduced."""
+    """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
 
 
 @dataclass
@@ -96,7 +94,7 @@ class Placement:
     extents: dict[tuple[int, State], Extent] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
     granule: int = EXTENT_ALIGNMENT
-    """Bytes that extents, and the ranges that they are read and written in, start at multiples of."""
+    """Alignment in bytes of extents and of the ranges in which they are read and written."""
 
     def add(self, layout: UnitLayout, state: State, tier: str, nbytes: int) -> None:
         offset = self.nbytes.get(tier, 0)
@@ -112,7 +110,7 @@ class Placement:
 
 
 def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
-    """Extents of one rank's shards. Frozen units have a `param` only."""
+    """Return the extents of one rank's shards. Frozen units have a `param` extent only."""
     placement = Placement()
     for layout in layouts:
         placement.add(layout, State.PARAM, policy.param_tier, layout.shard_nbytes)
@@ -131,9 +129,9 @@ def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
 
 
 def checksum_block(granule: int, block_size: int, chunk: int) -> int:
-    """Bytes of a block with a checksum of its own: the most that extents, ranges of them, pieces of a request and
-    chunks of a stripe are whole numbers of.
+    """Return the bytes of a checksum block: the largest that divides extents, their ranges, the pieces of a request
+    and the chunks of a stripe.
 
-    granule: of the placement. All are multiples of 4096.
+    granule: `Placement.granule`. block_size: bytes of a piece. chunk: bytes of a chunk. All are multiples of 4096.
     """
     return math.gcd(granule, block_size, chunk)

@@ -1,6 +1,6 @@
-"""Pools of buffers of fixed sizes. A lease is a buffer borrowed from a pool; it is given back exactly once.
+"""Pools of buffers of fixed sizes. A lease is a buffer borrowed from a pool and returned exactly once.
 
-A buffer is a tensor that owns its storage, so that the pool can tell whether anything else still refers to it.
+A buffer is a tensor that owns its storage, so the storage's use count shows other references.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from infinity.tiers.memory import storage_users
 
 
 class Lease:
-    """A buffer borrowed from a pool: `tensor` is uint8, exactly as long as was asked for."""
+    """A buffer borrowed from a pool: `tensor` is uint8 (nbytes,), with the requested size."""
 
     def __init__(self, pool: Pool, buffer: torch.Tensor, nbytes: int) -> None:
         self._pool = pool
         self._buffer: torch.Tensor | None = buffer
         self._substitute: torch.Tensor | None = None
         self._views: dict[torch.dtype, torch.Tensor] = {}
-        """Views of all `nbytes` that were asked for: to make one takes longer than to find it here."""
+        """Cache of views of all `nbytes`, by dtype, since a lookup is faster than a new view."""
         self.nbytes = nbytes
 
     @property
@@ -32,7 +32,7 @@ class Lease:
         return self._view(torch.uint8)
 
     def flat(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        """The first `numel` elements (all, by default) of the buffer as a 1-D tensor of `dtype`."""
+        """Return the first `numel` elements (default: all) of the buffer as a 1-D tensor of `dtype`."""
         if numel is None or numel * dtype.itemsize == self.nbytes:
             return self._view(dtype)
         return self._held()[: numel * dtype.itemsize].view(dtype)
@@ -52,9 +52,7 @@ class Lease:
         return self._held().data_ptr()
 
     def is_referenced(self, beyond: int = 0) -> bool:
-        """Whether tensors still refer to the buffer, other than the pool's own and `beyond` that the caller knows
-        of.
-        """
+        """Return whether tensors refer to the buffer besides the pool's own and `beyond` others."""
         return self._pool.is_referenced(self._held(), beyond + len(self._views))
 
     @property
@@ -62,7 +60,7 @@ class Lease:
         return self._substitute is not None
 
     def substitute(self, buffer: torch.Tensor) -> None:
-        """Use `buffer`, a quarantined one, in place of the pool's buffer. The lease keeps both."""
+        """Use a quarantined buffer in place of the pool's buffer. The lease keeps both."""
         self._held()
         self._views.clear()
         self._substitute = buffer
@@ -75,7 +73,7 @@ class Lease:
         self._pool._give_back(buffer)
 
     def quarantine(self) -> torch.Tensor:
-        """Release the lease without its buffer, which a tensor elsewhere still views, and return that buffer."""
+        """Release the lease and return the buffer in use, which has views elsewhere. The pool keeps its size."""
         held, buffer = self._held(), self._buffer
         self._buffer = self._substitute = None
         assert buffer is not None
@@ -88,15 +86,15 @@ class Lease:
 
     def _held(self) -> torch.Tensor:
         if self._buffer is None:
-            raise LifetimeError("internal error: a lease was used or given back after it was given back")
+            raise LifetimeError("internal error: a lease was used or released after its release")
         return self._buffer if self._substitute is None else self._substitute
 
 
 class Pool:
     """Fixed buffers in a few size classes. Thread-safe.
 
-    sizes: buffer bytes → count. poison: fill released buffers with 0xFF (NaN in every float format). fifo: reuse the
-    buffer that has been free longest; the default reuses the warmest.
+    make: allocates a uint8 buffer of a given size. sizes: buffer bytes → count. poison: fill released buffers with 0xFF
+    (NaN in every float format). fifo: reuse the buffer that has been free longest; default: the last released one.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Pool:
         return sum(size * count for size, count in self._counts.items())
 
     def size_class(self, nbytes: int) -> int:
-        """The smallest buffer size that holds `nbytes`; InfinityError if none does."""
+        """Return the smallest buffer size that holds `nbytes`. Raises InfinityError if none does."""
         known = self._classes.get(nbytes)
         if known is None:
             known = min((size for size in self._counts if size >= nbytes), default=None)
@@ -140,7 +138,7 @@ class Pool:
         return known
 
     def count(self, nbytes: int) -> int:
-        """Buffers, leased or not, of the size that `nbytes` takes."""
+        """Return the number of buffers, leased or free, in the size class of `nbytes`."""
         return self._counts[self.size_class(nbytes)]
 
     def try_lease(self, nbytes: int) -> Lease | None:
@@ -149,7 +147,7 @@ class Pool:
             return self._take(size, nbytes)
 
     def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
-        """Wait for a buffer of `nbytes`. With `timeout` (seconds), InfinityError if none is given back by then."""
+        """Wait for a buffer of `nbytes` and lease it. Raises InfinityError after `timeout` seconds, if set."""
         size = self.size_class(nbytes)
         with self._access:
             lease = self._take(size, nbytes)
@@ -166,7 +164,7 @@ class Pool:
         finally:
             self._waiting -= 1
         if not free:
-            raise InfinityError(f"pool {self.name}: no buffer of {nbytes} bytes was given back in {timeout} s")
+            raise InfinityError(f"pool {self.name}: no buffer of {nbytes} bytes was released within {timeout} s")
 
     def _take(self, size: int, nbytes: int) -> Lease | None:
         free = self._free[size]
@@ -192,16 +190,17 @@ class Pool:
 def size_classes(
     sizes: Sequence[int], depth: int, together: Collection[Sequence[int]] = (), beside: int = 0
 ) -> dict[int, int]:
-    """Buffer sizes and counts that let `depth` of the units of these sizes be in memory at once, in the fewest bytes.
+    """Return buffer size → count that lets any `depth` units of these sizes be in memory at once, in the fewest bytes.
 
-    together: sets of units (as sizes) that nested modules hold at once. Each set fits along with any `beside` others.
+    sizes: bytes of each unit. together: sets of units (as sizes) that nested modules hold at once. Each set fits along
+    with any `beside` others.
 
-    A class that serves n units has min(n, depth) buffers as large as its largest unit, and more for `together`. Classes
-    are contiguous ranges of the sorted sizes; the best partition is found by dynamic programming over them.
+    A class that serves n units has min(n, depth) buffers of its largest unit's size, and more for `together`. Classes
+    are contiguous ranges of the sorted sizes; dynamic programming finds the best partition.
     """
     distinct = sorted(set(sizes))
     counts = [sizes.count(size) for size in distinct]
-    # Sets within `depth` change no class.
+    # Sets within `depth` do not change a class.
     chains = {tuple(sorted(chain)) for chain in together if len(chain) + beside > depth}
     below = [[bisect_left(chain, size) for size in (*distinct, math.inf)] for chain in chains]
 

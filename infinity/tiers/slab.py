@@ -1,4 +1,4 @@
-"""The device and host tiers: one slab of memory, extents are views of it."""
+"""The device and host tiers: one slab of memory each; extents are views of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.tiers.transfer import DONE, Transfer
 
 
 class SlabTier(Tier):
-    """`nbytes` of device memory (`on_device`) or of host memory that the device copies from at full speed."""
+    """A slab of `nbytes` of device memory (`on_device`) or of host memory (`pin`: pinned)."""
 
     def __init__(self, name: str, nbytes: int, device: Device, *, on_device: bool, pin: bool = True) -> None:
         self.name = name
@@ -22,7 +22,7 @@ class SlabTier(Tier):
         self.immediate = device.host_addressable
         self._device = device
         self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=pin)
-        if not self._slab.is_cuda and not self._slab.is_pinned():  # what is pinned was touched before
+        if not self._slab.is_cuda and not self._slab.is_pinned():  # pinned memory was touched before
             first_touch(self._slab)
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:

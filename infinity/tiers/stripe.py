@@ -1,9 +1,9 @@
-"""Striping: how the bytes of one logical file are dealt to several, so that drives work at once.
+"""Striping of one logical file over several files, so that drives work in parallel.
 
-Chunk after chunk goes to the next file, round and round.  With n files, byte o of the whole lies in file
-(o // chunk) % n, at byte (o // chunk // n) * chunk + o % chunk of it.
+Chunks go to the files in turn. With n files, byte o of the whole is in file (o // chunk) % n, at byte
+(o // chunk // n) * chunk + o % chunk of it.
 
-Pure functions; `infinity.tiers.files` creates the files, and the native engine carries the map out.
+Pure functions; `infinity.tiers.files` creates the files, and the native engine implements the mapping.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ LARGEST_CHUNK = 1 << 20
 
 
 def stripe_chunk(block_size: int) -> int:
-    """Bytes of a chunk, for requests that are cut into pieces of `block_size` bytes: a multiple of 64 KiB up to 1 MiB.
+    """Return the bytes of a chunk for requests cut into pieces of `block_size` bytes: a multiple of 64 KiB up to 1 MiB.
 
-    As large as a piece, so that striping cuts nothing further.  But not above 1 MiB, which a drive reads and writes at
-    its full rate: the 10 MB of an update's tile would else be too few chunks to share evenly.  And not below 64 KiB,
-    and a multiple of it, so that a page of any machine and a block of any checksum lies in one file.
+    A chunk is as large as a piece, so that striping cuts no piece. It is at most 1 MiB, at which a drive has its full
+    rate; with larger chunks the 10 MB of an update's tile would not divide evenly. It is a multiple of 64 KiB, so that
+    each page of any machine and each checksum block lies in one file.
     """
     return min(-(-block_size // SMALLEST_CHUNK) * SMALLEST_CHUNK, LARGEST_CHUNK)
 
 
 def shares(nbytes: int, chunk: int, paths: int) -> list[int]:
-    """Bytes of each of `paths` files that together hold `nbytes`, in whole chunks; at least one chunk each, since a
-    file without any cannot be tried out.
+    """Return the bytes of each of `paths` files that together hold `nbytes`, in whole chunks.
+
+    Each has at least one chunk, since an empty file cannot be probed.
     """
     chunks = -(-nbytes // chunk)
     return [max(1, -(-(chunks - member) // paths)) * chunk for member in range(paths)]

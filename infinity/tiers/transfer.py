@@ -1,4 +1,4 @@
-"""Transfers: one asynchronous copy between tiers, which carries its own error and can be waited on from any thread."""
+"""Transfers: asynchronous copies between tiers. Each carries its own error; any thread may wait for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Transfer(Protocol):
-    """One asynchronous copy. `wait` returns when the bytes are where they should be, or raises what went wrong."""
+    """One asynchronous copy. `wait` returns when the bytes have arrived, or raises the error."""
 
     def wait(self) -> None: ...
 
@@ -17,7 +17,7 @@ class Transfer(Protocol):
 
 
 class Done:
-    """A transfer that needed no time."""
+    """A transfer that is complete from the start."""
 
     def wait(self) -> None:
         return None
@@ -30,7 +30,7 @@ DONE = Done()
 
 
 class Failed:
-    """A transfer that could not even start."""
+    """A transfer that failed to start; `wait` raises its error."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -43,7 +43,7 @@ class Failed:
 
 
 class Promised:
-    """A transfer that a background thread carries out in steps."""
+    """A transfer that a background thread executes."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -63,7 +63,7 @@ class Promise:
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._done = False
-        self._lock = threading.Lock()  # free once it is done
+        self._lock = threading.Lock()  # released when done
         self._lock.acquire()
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class Promise:
             try:
                 raise self._error
             finally:
-                del self  # breaks the cycle error -> frame -> self, which would keep alive what other frames refer to
+                del self  # breaks the cycle error -> frame -> self, which would keep objects of other frames alive
 
     def done(self) -> bool:
         return self._done
@@ -89,10 +89,9 @@ class Promise:
 
 
 def run_on(executor: Executor, work: Callable[..., Any], *arguments: Any) -> Promised:
-    """Run `work(*arguments)` on the executor's threads; the references to the arguments end before the transfer is
-    done.
+    """Run `work(*arguments)` on the executor's threads. References to the arguments end before the transfer is done.
 
-    An executor keeps them a moment longer, in which a buffer that is given back would seem to be in use.
+    An executor keeps them slightly longer, so that a returned buffer would seem to be in use.
     """
     kept = list(arguments)
 

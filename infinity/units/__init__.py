@@ -1,1 +1,1 @@
-"""Units: the grain in which parameters are laid out, fetched, reduced and updated."""
+"""Units: groups of parameters that are laid out, fetched, reduced and updated together."""

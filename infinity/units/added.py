@@ -1,7 +1,8 @@
 """Finds parameters added to a model after its engine was made, which the engine would neither train nor save.
 
-torch calls global hooks whenever a parameter or a module is registered in any module. Ours only set a flag for modules
-of the engine's model; the next forward then searches the model. Without changes a forward costs one comparison.
+torch calls global hooks whenever a parameter or a module is registered in any module. The hooks here only set a flag
+for modules of the engine's model; the next forward then searches the model. Without changes a forward costs one
+comparison.
 """
 
 from __future__ import annotations
@@ -32,14 +33,12 @@ class Additions:
         self._finalizer = weakref.finalize(self, _remove, handles)
 
     def note(self, module: nn.Module) -> None:
-        """Note that something was registered in `module`, which may belong to any model."""
+        """Record a registration in `module`, which may belong to any model."""
         if module in self._known:
             self._changed = True
 
     def check(self) -> None:
-        """Raise UsageError that names the first parameter which the engine does not manage, or which it saves under
-        another parameter's name.
-        """
+        """Raise UsageError for the first parameter that the engine does not manage, or saves under another name."""
         if self._changed:
             self._look()
 
@@ -50,23 +49,23 @@ class Additions:
                 full = f"{path}.{name}" if path else name
                 if known.get(name) is not parameter:
                     raise UsageError(
-                        f"parameter {full} ({type(module).__name__}) was added to the model while an engine has it, "
-                        "which would neither train nor save it. Close the engine with engine.close(restore=True), "
-                        "which gives the model its values back, and make a new engine; or remove the parameter to go "
-                        "on without it."
+                        f"parameter {full} ({type(module).__name__}) was added to the model while an engine has it. "
+                        "The engine would neither train nor save it. Close the engine with "
+                        "engine.close(restore=True), which returns the values to the model, and make a new engine; or "
+                        "remove the parameter to continue without it."
                     )
                 if self._names.get(full, parameter) is not parameter:
                     raise self._exchanged(full, parameter)
-        for module in self._model.modules():  # modules without parameters may get some later
+        for module in self._model.modules():  # modules without parameters may get one later
             self._known.setdefault(module, {})
         self._changed = False
 
     def _exchanged(self, name: str, parameter: nn.Parameter) -> UsageError:
         other = next(each for each, known in self._names.items() if known is parameter)
         return UsageError(
-            f"{name} of the model is now {other}, since a module was put in the place of another while an engine has "
-            "the model, which saves the former parameter under that name. Put it back; or close the engine with "
-            "engine.close(restore=True), change the model and make a new engine."
+            f"{name} of the model is now {other}, since a module was replaced by another while an engine has the "
+            "model. The engine saves the former parameter under that name. Undo the replacement; or close the engine "
+            "with engine.close(restore=True), change the model and make a new engine."
         )
 
     def close(self) -> None:
@@ -75,7 +74,7 @@ class Additions:
 
 
 class _Watch:
-    """The hook that torch calls. Its weak reference lets an engine be freed without being closed."""
+    """Hook that torch calls. Its weak reference allows an engine to be freed without `close`."""
 
     def __init__(self, additions: Additions) -> None:
         self._additions = weakref.ref(additions)

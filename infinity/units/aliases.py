@@ -30,7 +30,7 @@ from infinity.units.referrers import describe_holder, find_paths, refresh_locals
 from infinity.units.released import is_released
 
 _NAMED = 3
-"""Most problems listed in one error."""
+"""Largest number of problems listed in one error."""
 
 
 class _Held(NamedTuple):
@@ -60,7 +60,7 @@ class _Alias(NamedTuple):
 
 
 def check_aliases(model: nn.Module) -> None:
-    """Raise ModelError that names tensors which share memory with a parameter of `model`. Changes nothing."""
+    """Raise ModelError that names the tensors sharing memory with a parameter of `model`. Changes nothing."""
     if any(isinstance(module._parameters, UnitParameters) for module in model.modules()):
         return  # the model has an engine: `check_values` raises
     held = list(_held(model))
@@ -99,7 +99,7 @@ def _span(values: torch.Tensor) -> tuple[int, int]:
 
 def _check_overlaps(held: Sequence[_Held]) -> None:
     """Raise ModelError if two parameters, or a parameter and a buffer, have an element in common, or if two elements
-    of a trained parameter are one.
+    of a trained parameter have the same address.
     """
     problems = [
         f"elements of parameter {each.name} share memory (its strides are {tuple(each.values.stride())}), and would be "
@@ -115,7 +115,7 @@ def _check_overlaps(held: Sequence[_Held]) -> None:
 
 
 def _overlaps_itself(values: torch.Tensor) -> bool:
-    """Whether two elements have the same address."""
+    """Return whether two elements have the same address."""
     dimensions = sorted((stride, size) for stride, size in zip(values.stride(), values.shape, strict=True) if size > 1)
     reach = 0
     for stride, size in dimensions:
@@ -202,8 +202,7 @@ def _with_other_users(held: Sequence[_Held]) -> dict[int, list[_Held]]:
 def _aliased(model: nn.Module, shared: dict[int, list[_Held]]) -> str:
     """Return the error text for foreign tensors that share memory with parameters; empty if there are none.
 
-    This is a function of its own because a raised error keeps the frames that it passes, and these must not keep the
-    tensors alive.
+    A separate function, since a raised error keeps the frames that it passes, which would keep the tensors alive.
     """
     gc.collect()  # tensors in unreachable cycles do not count
     own = (*model.parameters(), *model.buffers(), *_recomputed(model))
@@ -224,7 +223,7 @@ def _aliased(model: nn.Module, shared: dict[int, list[_Held]]) -> str:
 
 
 def _recomputed(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield attributes that view a parameter until the first forward, and are computed anew before each forward."""
+    """Yield attributes that view a parameter until the first forward, and are recomputed before each forward."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
@@ -242,7 +241,7 @@ def _others(shared: dict[int, list[_Held]], known: set[int]) -> Iterator[_Alias]
                     continue
                 storage = tensor.untyped_storage()._cdata
                 start, stop = _span(tensor)
-            except RuntimeError:  # a kind of tensor without a storage or strides
+            except RuntimeError:  # a tensor type without storage or strides
                 continue
             for each in shared.get(storage, ()):
                 if start < each.stop and each.start < stop and _have_common_elements(tensor, each.values):
@@ -263,8 +262,9 @@ def _roots(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 def _inside_problem(path: str, parameter: _Held) -> str:
     return (
-        f"{path} shares the memory of parameter {parameter.name}, and would keep its first values: make it in forward "
-        "from the parameter itself, register a tied weight as the same Parameter, or keep a copy (.detach().clone())"
+        f"{path} shares the memory of parameter {parameter.name}, and would keep its initial values: compute it in "
+        "forward from the parameter itself, register a tied weight as the same Parameter, or keep a copy "
+        "(.detach().clone())"
     )
 
 
@@ -272,7 +272,7 @@ def _outside_problem(alias: _Alias) -> str:
     holder = describe_holder(alias.tensor, besides=alias)
     return (
         f"a tensor of shape {list(alias.tensor.shape)} outside of the model ({holder}) shares the memory of parameter "
-        f"{alias.parameter.name}. It would keep the first values, while in a plain loop it follows the training: "
+        f"{alias.parameter.name}. It would keep the initial values instead of following the training: "
         "delete it (del) before infinity.initialize, or keep a copy (.detach().clone())"
     )
 

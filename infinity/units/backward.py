@@ -20,7 +20,7 @@ from infinity.units.compiled import eager, refuse_compiled_autograd
 
 
 class BackwardTracker:
-    """Follows the backwards of one engine."""
+    """Tracks the backward passes of one engine."""
 
     def __init__(self) -> None:
         self.running = False
@@ -33,13 +33,13 @@ class BackwardTracker:
         """True if a task succeeded inside another task, which the tracker has not seen yet."""
 
     def report_to(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """Set the callbacks for the begin of a backward and for the success of its outermost task, in its thread."""
+        """Set the callbacks for the start of a backward and for the success of its outermost task, in its thread."""
         self._on_begin, self._on_end = on_begin, on_end
 
     def notice(self) -> None:
-        """Note that a backward of the model is active. Does nothing more outside of a graph task.
+        """Register the active graph task, if any, as part of a backward of the model.
 
-        Raises UsageError under compiled autograd, which calls nothing when a backward ends.
+        Raises UsageError under compiled autograd, which runs no callback when a backward ends.
         """
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
@@ -57,7 +57,7 @@ class BackwardTracker:
 
     @eager
     def _task_ended(self, task: int) -> None:
-        # Later ones ran inside of it. A checkpoint that has computed again what it needs ends them by an exception.
+        # Later tasks ran inside this one. A checkpoint ends them by an exception once it has recomputed enough.
         self._tasks = {other for other in self._tasks if other < task}
         if not self._tasks:
             if _is_nested():
@@ -80,7 +80,7 @@ class BackwardTracker:
         return self.running
 
     def reset(self) -> None:
-        """Forget a backward that was cut short."""
+        """Discard the state of a backward that an exception cut short."""
         self.running = self._ended_inside = False
         self._tasks.clear()
 

@@ -25,16 +25,16 @@ _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 exchange_callback = eval_frame.set_eval_frame
-"""Set Dynamo's callback of the present thread (None: compile nothing) and return the former one."""
+"""Set Dynamo's callback of the current thread (None: compile nothing) and return the previous one."""
 
 _REASON = (
-    "an Infinity engine fetches and releases parameters around this call, which is no part of a graph: leave out "
+    "an Infinity engine fetches and releases parameters around this call, which cannot be in a graph: leave out "
     "fullgraph=True, or compile modules that are a unit each (infinity.unit_size) before infinity.initialize()"
 )
 
 
 def refuse_compiled_autograd() -> None:
-    """UsageError where compiled autograd is switched on. It is off where nothing has imported its modules."""
+    """Raise UsageError if compiled autograd is enabled. It is off if its modules were never imported."""
     config: Any = sys.modules.get("torch._dynamo.config")
     running: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(config, "compiled_autograd", False) or getattr(running, "compiled_autograd_enabled", False):
@@ -46,7 +46,7 @@ def refuse_compiled_autograd() -> None:
 
 
 def _pass_over(code: CodeType) -> None:
-    """Never compile frames of `code`. Frames of functions that it calls are compiled as usual."""
+    """Exclude frames of `code` from compilation. Frames of its callees are compiled as usual."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         action = eval_frame._FrameAction
         strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
@@ -56,7 +56,7 @@ def _pass_over(code: CodeType) -> None:
 
 
 def runs_as_it_is(function: _F) -> _F:
-    """Never compile the function's own frame. Dynamo may still trace it as part of a caller."""
+    """Exclude the function's own frame from compilation. Dynamo may still trace it as part of a caller."""
     _pass_over(function.__code__)
     return function
 
@@ -64,7 +64,7 @@ def runs_as_it_is(function: _F) -> _F:
 def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
     """Make Dynamo call `function` without tracing it. Its callees are compiled if `exchange_callback` allows it.
 
-    `function` is marked in place, with its code object, which closures share.
+    Marks `function` in place, and its code object, which closures share.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -75,7 +75,7 @@ def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
 
 
 def constant_in_graphs(function: _F) -> _F:
-    """Have Dynamo call the function once for each graph that it traces, and take the result for a constant there."""
+    """Make Dynamo call the function once per traced graph and treat the result as a constant there."""
     marked: Any = function
     marked._dynamo_marked_constant = True
     return function
@@ -96,14 +96,14 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile(module)` wraps; `module` itself if it is no such wrapper."""
+    """Return the module inside wrappers of `torch.compile`; `module` itself if it is not wrapped."""
     while _is_wrapper(module):
         module = module._modules["_orig_mod"]  # type: ignore[assignment]
     return module
 
 
 def own_name(name: str) -> str:
-    """The name that a parameter, buffer or module would have if no module had been wrapped by `torch.compile`."""
+    """Return the name of a parameter, buffer or module without the prefixes of `torch.compile` wrappers."""
     return name.replace("_orig_mod.", "")
 
 
@@ -113,7 +113,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def wraps(call: Callable[..., Any]) -> Callable[[_F], _F]:
-    """`functools.wraps` without Dynamo's attributes of `call`, by which it would take the wrapper for `call`."""
+    """`functools.wraps` without Dynamo's attributes of `call`, which would make Dynamo treat the wrapper as `call`."""
 
     def update(wrapper: _F) -> _F:
         functools.update_wrapper(wrapper, call)

@@ -1,4 +1,4 @@
-"""Copies of parameters in results of `state_dict()`: an edit in one, which would change a plain model, is noticed."""
+"""Copies parameters in results of `state_dict()` and detects in-place edits, which would change a plain model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from infinity.units.local import is_plain
 
 
 class _Copy(NamedTuple):
-    """counter: an empty tensor that shares the copy's version counter and outlives the copy."""
+    """Copy of one parameter.
+
+    counter: an empty tensor that shares the copy's version counter and outlives the copy.
+    """
 
     key: str
     tensor: weakref.ref[torch.Tensor]
@@ -21,13 +24,13 @@ class _Copy(NamedTuple):
 
 
 class StateCopies:
-    """Clones parameters in results of `state_dict()`, whose buffers are reused once their units are released."""
+    """Clones parameters in results of `state_dict()`, since their buffers are reused after their units are released."""
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []
 
     def put(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace the parameters of `module` in `state` by copies; a state-dict post-hook."""
+        """Replace the parameters of `module` in `state` by copies. A state-dict post-hook."""
         for name in module._parameters:
             key = prefix + name
             value = state.get(key)
@@ -40,7 +43,7 @@ class StateCopies:
                 self._copies.append(_Copy(key, weakref.ref(copied), counter))
 
     def check(self) -> None:
-        """Raise UsageError if a copy was edited in place since it was made; once for each edit."""
+        """Raise UsageError if a copy was edited in place since it was made, once per edited copy."""
         if not self._copies:
             return
         edited = [copy.key for copy in self._copies if copy.counter._version]

@@ -1,10 +1,8 @@
-"""Find the units of an unmodified `nn.Module`: which parameters travel together, and which modules need them.
+"""Finds the units of an unmodified `nn.Module`: parameters that move together, and the modules that need them.
 
-No annotation is asked for. Repeated blocks (the children of a `ModuleList`) are units; a subtree that fits in
-`unit_size`
-is a unit; a larger one is opened up; what remains belongs to its parent. A parameter that several modules share
-belongs to the
-unit that holds it first, and every module that uses it acquires that unit.
+Needs no annotation. Repeated blocks (the children of a `ModuleList`) are units. A subtree that fits in `unit_size` is a
+unit; a larger one is split, and its remaining parameters belong to its parent. A parameter shared by several modules
+belongs to the first unit that holds it, and every module that uses it acquires that unit.
 """
 
 from __future__ import annotations
@@ -18,13 +16,16 @@ from torch import nn
 from infinity.units.compiled import own_name, uncompiled
 from infinity.units.local import local
 
-# A sibling smaller than this part of `unit_size` is not worth a transfer of its own: it stays with its parent.
+# A subtree smaller than `unit_size / _CRUMB` does not justify a transfer of its own: it stays with its parent.
 _CRUMB = 64
 
 
 @dataclass(frozen=True)
 class Discovered:
-    """A unit before it is laid out: parameters of one dtype, all trainable or all frozen."""
+    """A unit before layout: parameters of one dtype, all trainable or all frozen.
+
+    root: path of the module that it stands at.
+    """
 
     name: str
     root: str
@@ -78,9 +79,9 @@ class _Walk:
         return self.nbytes(module) >= self.unit_size // _CRUMB or (has_children and self.nbytes(module) > 0)
 
     def open(self, module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
-        """Make units of what is worth it below `module`; return what remains for the caller's unit."""
+        """Form units below `module`. Returns the parameters left over for the caller's unit."""
         mine = len(self.groups)
-        self.groups.append((prefix, []))  # keeps the parent before its children, as users read a model
+        self.groups.append((prefix, []))  # reserves the place of the parent before its children
         left = self.claim(module, prefix, recurse=False)
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
@@ -109,11 +110,10 @@ class _Walk:
 
 
 def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list[Discovered]:
-    """Units of `model` in the order of the module tree; `unit_size` in bytes.
+    """Return the units of `model` in the order of the module tree.
 
-    width: bytes an element will have in training; by default those of the dtype it has now.
-
-    Frozen parameters and parameters of another dtype in the same subtree form units of their own.
+    unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. Frozen
+    parameters, and parameters of another dtype, in the same subtree form units of their own.
     """
     walk = _Walk(unit_size, width)
     remaining = walk.open(model, "")
@@ -133,11 +133,11 @@ def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[Disco
 
 
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
-    """Modules whose forward acquires units, and the indices of the units each needs, in order.
+    """Return module → indices of the units that its forward acquires, in order.
 
-    unit_of: id(parameter) → unit index. roots: for each unit, the path of the module it stands at. A module that
-    itself holds a parameter of a unit that stands elsewhere (tied weights) acquires that unit for the time of its own
-    forward only. A wrapper made by `torch.compile` is left out: the forward of the module in it is called in any case.
+    unit_of: id(parameter) → unit index. roots: for each unit, the path of the module it stands at. A module that holds
+    a parameter of a unit elsewhere (tied weights) acquires that unit only during its own forward. Wrappers made by
+    `torch.compile` are replaced by the module inside, whose forward is called in any case.
     """
     hooked: dict[nn.Module, list[int]] = {}
     stands_at = [model.get_submodule(root) for root in roots]

@@ -1,4 +1,4 @@
-"""Hooks on an unmodified model: units are acquired while a module's forward runs, and fetched when read elsewhere."""
+"""Hooks on an unmodified model: acquire units during a module's forward, and fetch them when read elsewhere."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _REGISTER = nn.Module.register_parameter.__code__
 class UnitParameters(dict[str, Any]):
     """A module's `_parameters` that fetches the unit of a parameter when the model's code reads it.
 
-    Models read weights outside the module that owns them (DeBERTa, Mamba, tied heads); users register nothing.
-    torch.func.functional_call replaces parameters by tensors for a time; reads return these tensors then.
+    Models read weights outside the module that owns them (DeBERTa, Mamba, tied heads), without registration. While
+    torch.func.functional_call replaces parameters by tensors, reads return these tensors.
     """
 
     def __init__(self, parameters: dict[str, Any], store: UnitStore, scope: Scope, replaced: Counter[int]) -> None:
@@ -58,14 +58,14 @@ class UnitParameters(dict[str, Any]):
         if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
             self._use(unit)
         if not unit.layout.trainable and parameter.requires_grad:
-            unit.check_frozen()  # of a module whose forward nobody calls, as that of a ParameterDict
+            unit.check_frozen()  # the module's forward may never be called, as with a ParameterDict
         if torch.is_grad_enabled() and are_covered():
             unit.exposed = True
         return parameter
 
     def _check_held(self, name: str) -> None:
-        """Break the graph being traced if the unit is not held (inputs of a graph stay resident while it runs) or if
-        hooks of the user's would keep the parameter until backward.
+        """Break the graph being traced if the unit is not held, or if the user's hooks would keep the parameter until
+        backward. The inputs of a graph stay resident while it runs.
         """
         unit = self._units.get(name)
         if unit is not None and (not unit.holds or are_covered()):
@@ -75,10 +75,9 @@ class UnitParameters(dict[str, Any]):
         managed = self._managed.get(name)
         if managed is not None and value is not managed and sys._getframe(1).f_code is _REGISTER:
             raise UsageError(
-                f"{name} was given another parameter while an engine has the model, which would go on to train the one "
-                "before. Close the engine with engine.close(restore=True), which gives the model its values back, "
-                f"change the model and make a new engine. To change only values, assign to {name}.data, or edit it in "
-                "place."
+                f"{name} was given another parameter while an engine has the model, but the engine trains the former "
+                "one. Close the engine with engine.close(restore=True), which returns the values to the model, change "
+                f"the model and make a new engine. To change only values, assign to {name}.data, or edit it in place."
             )
         if managed is not None:
             if value is not managed and isinstance(value, torch.Tensor):
@@ -102,7 +101,7 @@ class UnitParameters(dict[str, Any]):
 def _refuse(what: str) -> NoReturn:
     raise UsageError(
         f"the model cannot {what} while an engine has its parameters: read engine.state_dict(), or "
-        "engine.save_checkpoint(); a second model is built anew and takes these values by load_state_dict()."
+        "engine.save_checkpoint(). For a second model, construct it and load these values by load_state_dict()."
     )
 
 
@@ -111,7 +110,7 @@ def _refuse_script() -> NoReturn:
 
 
 class ModelHooks:
-    """Installs all hooks on a model; `remove` takes them away again.
+    """Installs all hooks on a model; `remove` removes them.
 
     on_forward: called when a forward of the root begins. on_entry: called when a forward of any module that holds units
     begins, the root included. Both are called for outermost forwards only, and outside of any backward.
@@ -131,9 +130,9 @@ class ModelHooks:
         self._on_forward = on_forward
         self._on_entry = on_entry
         self._replaced: Counter[int] = Counter()
-        """unit → number of its parameters that are replaced by other tensors now."""
+        """unit → number of its parameters that are currently replaced by other tensors."""
         self._members: Counter[int] = Counter()
-        """unit → number of names that modules have for its parameters."""
+        """unit → number of names under which modules register its parameters."""
         self._open = True
         self._copies = StateCopies()
         self._handles: list[Any] = []
@@ -142,7 +141,7 @@ class ModelHooks:
             parameters = UnitParameters(module._parameters, store, self._scope, self._replaced)
             self._members.update(unit.index for unit in parameters._units.values())
             module.__dict__["_parameters"] = parameters
-            put = functools.partial(self._copies.put)  # of a type that takes the attributes of a hook
+            put = functools.partial(self._copies.put)  # a partial accepts the attributes that torch sets on a hook
             self._handles.append(module.register_state_dict_post_hook(put))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_state))
         self._forwards: list[tuple[nn.Module, Any, Any]] = []
@@ -173,8 +172,8 @@ class ModelHooks:
     def _wrap_forward(self, module: nn.Module, units: list[Unit]) -> None:
         """Wrap `module.forward` so that it holds `units` while it runs.
 
-        Forward hooks would not do: if another pre-hook raises before ours, PyTorch still calls our hook after the
-        forward.
+        Forward hooks do not suffice: if another pre-hook raises first, PyTorch skips this module's pre-hook but still
+        calls its hook after the forward.
         """
         call, scope, store = module.forward, self._scope, self._store
         is_root = module is self._model
@@ -199,7 +198,7 @@ class ModelHooks:
                         held.append(unit)
                 run: Any = call
                 if before is None and type(module).forward is not of_class:
-                    run = type(module).forward.__get__(module)  # the class was patched, or the module has another one
+                    run = type(module).forward.__get__(module)  # the class was patched or replaced
                 exchange_callback(compiling)
                 try:
                     output = run(*args, **kwargs)
@@ -230,9 +229,9 @@ class ModelHooks:
             self._copies.check()
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """`module._apply`, which `.to()`, `.half()` and `.cuda()` call: applies `fn` to buffers only.
+        """Replaces `module._apply`, which `.to()`, `.half()` and `.cuda()` call. Applies `fn` to buffers only.
 
-        Raises UsageError, before anything is changed, if `fn` would change dtype or device of a managed parameter.
+        Raises UsageError before any change if `fn` would change the dtype or device of a managed parameter.
         """
         for parameter in module.parameters(recurse):
             if residents.owner_of(parameter) is not None:
@@ -262,7 +261,7 @@ def _refuse_state(module: nn.Module, *_: Any) -> None:
 
 
 def _own_outputs(output: Any) -> Any:
-    """Return the output with every view of a unit's buffer cloned."""
+    """Return the output with each view of a unit's buffer replaced by a clone."""
     changed = False
 
     def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Bring a model's values into their tiers unit by unit, so that construction needs no more memory than training.
+"""Initialises a model unit by unit and moves its values to their tiers, so that construction needs no more memory than
+training.
 
-A model built on the meta device is initialised here: each unit's modules are given real parameters on the host,
-initialised, moved to their tier and let go before the next unit's are made. Parameters that have a source
-(`infinity.units.sources`) are read from it instead, each rank its shard.
+A model built on the meta device is initialised here. Each unit's modules get real parameters on the host, which are
+initialised, moved to their tier and released before the next unit. Parameters with a source (`infinity.units.sources`)
+are read from it instead; each rank reads its shard.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from infinity.units.unit import placeholder
 
 
 def check_values(model: nn.Module) -> None:
-    """Raise ModelError if values are missing and cannot be made: parameters of another engine, a buffer on the meta
-    device, a module without a rule, or a parameter whose rule may not reproduce what the model's own code gave it.
+    """Raise ModelError if values are missing and cannot be made.
+
+    Causes: parameters of another engine, a buffer or a DTensor on the meta device, a module without a rule, or a
+    parameter whose rule may not reproduce the values of the model's own code.
     """
     for module in model.modules():
         if isinstance(module._parameters, UnitParameters):
@@ -45,13 +48,13 @@ def check_values(model: nn.Module) -> None:
             )
         if is_released(parameter):
             raise ModelError(
-                f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it anew, "
+                f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it again, "
                 "and load a checkpoint of that engine into the new one, or close the engine with restore=True."
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(
-                f"buffer {name} is on the meta device, and only its module knows its values. Compute it under "
+                f"buffer {name} is on the meta device, and no initialisation rule sets it. Compute it under "
                 "`with torch.device('cpu')`, or build the model on the cpu."
             )
     rules = Rules(model)
@@ -67,15 +70,15 @@ def check_values(model: nn.Module) -> None:
 
 
 def _drawn(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the parameters that rules will initialise → their names."""
+    """Return parameter → name, for the parameters that rules will initialise."""
     return {p: name for name, p in model.named_parameters() if p.is_meta and source_of(p) is None}
 
 
 def make_buffers(model: nn.Module) -> None:
-    """Give buffers on the meta device the values that their modules' initialisation gives them, where it does.
+    """Initialise buffers on the meta device whose modules' rules set them; leave the others there.
 
-    It does in transformers from version 5 on (rotary frequencies, causal masks) and in torch's batch norms. Whether it
-    does shows by doing it twice, over other values: they are gone if it sets all of them.
+    Rules set buffers in transformers from version 5 on (rotary frequencies, causal masks) and in torch's batch norms.
+    Each rule runs twice, over zeros and over ones; equal results show that it sets every element.
     """
     rules = Rules(model)
     for module in model.modules():
@@ -105,7 +108,10 @@ def _seeded(initialize: Callable[[nn.Module], None], module: nn.Module, seed: in
 
 @contextmanager
 def _aside(module: nn.Module, parameters: set[str], buffers: set[str]) -> Iterator[None]:
-    """Stand-ins take the place of what a module holds by these names, and the changes, in the block."""
+    """Replace the named parameters and buffers of a module by stand-ins in the block, which take its changes.
+
+    Stand-ins of parameters are uninitialised; those of buffers are clones.
+    """
     held = {name: p for name, p in module._parameters.items() if p is not None and name in parameters}
     kept = {name: b for name, b in module._buffers.items() if b is not None and name in buffers}
     for name, parameter in held.items():
@@ -120,15 +126,15 @@ def _aside(module: nn.Module, parameters: set[str], buffers: set[str]) -> Iterat
 
 
 class Materializer:
-    """Gives the parameters of a model on the meta device real values, unit after unit; a model with values keeps them.
+    """Initialises the parameters of a model on the meta device, unit by unit. A model with values keeps them.
 
-    Every module draws from a seed of its own, made of one draw from torch's generator and the module's name: the values
-    follow from `torch.manual_seed` and the model alone, not from tiers, units or ranks. (They are not those the model
-    would have been built with on the cpu, whose modules draw from one generator in turn, some of them twice.)
+    Each module draws from a seed of its own, derived from one draw of torch's generator and the module's name. So the
+    values depend on `torch.manual_seed` and the model alone, not on tiers, units or ranks. They differ from those of
+    the model built on the cpu, whose modules draw from one generator in turn, some of them twice.
     """
 
     def __init__(self, model: nn.Module, roots: set[str]) -> None:
-        """roots: where units stand in the module tree."""
+        """roots: paths of the modules that units stand at."""
         self._model = model
         self._roots = roots
         self._rules = Rules(model)
@@ -146,10 +152,10 @@ class Materializer:
                 self._owner.setdefault(parameter, module)
 
     def materialize(self, root: str, wanted: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """The parameters `wanted`, which belong to the unit that stands at `root`, with values and on the host; those
-        that have a source are placeholders.
+        """Return the parameters `wanted` of the unit at path `root`, with values on the host.
 
-        Shared parameters stay shared over the whole model, with the values that the first module to hold them gives.
+        Parameters with a source are returned as placeholders. Shared parameters stay shared over the whole model and
+        get their values from the first module that holds them. Raises ModelError if a rule leaves a value unset.
         """
         fresh = {parameter: _unset(parameter) for parameter in wanted if parameter.is_meta}
         if fresh:
@@ -171,7 +177,7 @@ class Materializer:
         return tuple(self._made.get(parameter, parameter) for parameter in wanted)
 
     def _scope(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        """Children before parents, as `Module.apply` goes; subtrees of other units are left out."""
+        """Yield (path, module), children before parents as in `Module.apply`, without subtrees of other units."""
         for name, child in module.named_children():
             child_path = f"{path}.{name}" if path else name
             if child_path not in self._roots:
@@ -179,7 +185,7 @@ class Materializer:
         yield path, module
 
     def _fill(self, path: str, module: nn.Module, values: set[nn.Parameter]) -> None:
-        """Initialise one module. What it holds besides `values`, or shares with an earlier module, stands aside."""
+        """Initialise one module. Stand-ins replace parameters outside `values` or shared with an earlier module."""
         others = {
             name
             for name, held in module._parameters.items()
@@ -218,7 +224,7 @@ class Materializer:
 
 
 def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    """Return an uninitialised copy on the host. It is NaN if a rule will set it, which reveals values left unset."""
+    """Return an uninitialised copy on the host; NaN if a rule will set it, which reveals values left unset."""
     value = torch.empty_like(parameter, device="cpu")
     if source_of(parameter) is None and value.is_floating_point():
         value.fill_(math.nan)
@@ -226,7 +232,7 @@ def _unset(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _is_set(parameter: nn.Parameter) -> bool:
-    """True if no value is NaN. The sum is a quick test only: infinities that a rule sets may sum to NaN as well."""
+    """True if no value is NaN. The sum is only a quick test: infinities may sum to NaN as well."""
     value = parameter.data
     if not value.is_floating_point() or not value.sum(dtype=torch.float32).isnan():
         return True
@@ -234,8 +240,9 @@ def _is_set(parameter: nn.Parameter) -> bool:
 
 
 def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor | None]) -> Flats:
-    """A unit's states before the first step, from its parameters' values in slot order; None is left zero. Moments are
-    left out, being zero.
+    """Return a unit's states before the first step: `master` in fp32, or `param` for a frozen unit, each (numel,).
+
+    values: values of the parameters in slot order; None leaves zeros. Moments are left out, since they are zero.
     """
     name, dtype = ("master", torch.float32) if layout.trainable else ("param", layout.dtype)
     flat = flat_tensor(layout.numel, dtype)
@@ -246,7 +253,7 @@ def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor | None]) ->
 
 
 def read_shard(layout: UnitLayout, flat: torch.Tensor, sources: Sequence[Source | None], rank: int) -> None:
-    """Read what parameters with sources have in the shard of `rank` into its place in the unit's flat tensor."""
+    """Read the part of the parameters with sources that lies in the shard of `rank` into `flat` (numel,)."""
     low, high = layout.shard_range(rank)
     for slot, source in zip(layout.slots, sources, strict=True):
         start, stop = max(slot.offset, low), min(slot.stop, high)

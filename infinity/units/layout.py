@@ -1,4 +1,4 @@
-"""Where each parameter lies in its unit's flat tensor, and each unit in its shards. Pure functions, no allocation.
+"""Layout of parameters in a unit's flat tensor, and of the flat tensor in shards. Pure functions, no allocation.
 
 A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_size` owns the shard
 `flat[r * shard_numel : (r + 1) * shard_numel]`.
@@ -29,7 +29,7 @@ class Slot:
     offset: int
     group: int
     copies: int = 1
-    """Ranks that hold the same values beside the data-parallel ones: 1, but for what tensor parallelism repeats."""
+    """Number of tensor-parallel ranks that hold the same values: 1 unless the parameter is replicated."""
 
     @cached_property
     def numel(self) -> int:
@@ -41,7 +41,7 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """What a shard has of one parameter, `shard[start:stop]`."""
+    """Range of a shard that belongs to one parameter, `shard[start:stop]`."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Run:
     """A range of a shard, `shard[start:stop]`, whose elements share the hyper-parameters of one param_group.
 
-    step: number of this update of them, from 1.
+    step: number of the present update of these elements, from 1.
     """
 
     start: int
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The flat tensor of one unit: its slots in order, its padded length and its division over ranks."""
+    """Flat tensor of one unit: its slots in order, its padded length `numel` and its shards over `world_size` ranks."""
 
     index: int
     name: str
@@ -73,8 +73,7 @@ class UnitLayout:
     numel: int
     world_size: int
     first: int = 0
-    """Number of the flat tensor's first element in the model, which does not depend on the ranks; a multiple of
-    `SLOT_ALIGNMENT`."""
+    """Index of the flat tensor's first element in the model: independent of ranks, a multiple of `SLOT_ALIGNMENT`."""
 
     @cached_property
     def shard_numel(self) -> int:
@@ -90,21 +89,21 @@ class UnitLayout:
 
     @property
     def end(self) -> int:
-        """Number of the element after the last parameter's, rounded up: where the next unit begins."""
+        """Index of the element after the last parameter, rounded up: where the next unit begins."""
         return self.first + round_up(self.slots[-1].stop if self.slots else 0, SLOT_ALIGNMENT)
 
     @property
     def parameter_numel(self) -> int:
-        """Elements that belong to parameters, padding left out."""
+        """Number of elements that belong to parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def runs(self, rank: int, steps: Mapping[int, int]) -> list[Run]:
-        """The part of `rank`'s shard that is updated, cut where the param_group or the number of the update changes.
+        """Return the updated ranges of `rank`'s shard, cut where the param_group or the number of the update changes.
 
-        steps: slot that has a gradient → how often it has been updated, this time included. Padding belongs to the run
+        steps: slot with a gradient → number of its updates, the present one included. Padding belongs to the run
         before it; slots of no group (-1) are left out.
         """
         low, high = self.shard_range(rank)
@@ -124,7 +123,7 @@ class UnitLayout:
         return [Run(*fields) for fields in found]
 
     def parts(self, rank: int) -> list[Part]:
-        """The part of `rank`'s shard that each slot has, in order; slots without one are left out."""
+        """Return each slot's part of `rank`'s shard, in order. Slots without a part are left out."""
         if rank not in self._parts:
             self._parts[rank] = self._parts_of(rank)
         return self._parts[rank]
@@ -146,7 +145,7 @@ class UnitLayout:
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def slot_at(self, offset: int) -> int:
-        """Index of the slot that holds element `offset` of the flat tensor (the slot before it, in padding)."""
+        """Return the index of the slot at element `offset` of the flat tensor; in padding, of the slot before."""
         low, high = 0, len(self.slots) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -170,9 +169,9 @@ def layout_unit(
     world_size: int,
     first: int = 0,
 ) -> UnitLayout:
-    """Lay out `members`, (name, shape, param_group) each, in order of param_group so that a shard has few runs.
+    """Lay out `members`, each (name, shape, param_group), in order of param_group so that a shard has few runs.
 
-    first: the end of the unit before.
+    first: `end` of the previous unit.
     """
     slots = []
     offset = 0

@@ -1,7 +1,7 @@
-"""What this rank holds of a parameter: all of it, or its part of a `DTensor` that tensor parallelism divides.
+"""Local values of a parameter: all of it, or this rank's part of a `DTensor` under tensor parallelism.
 
-Units keep these local values and nothing else: sharding over data-parallel ranks goes on top, and the model's own
-collectives (`torch.distributed.tensor.parallel`) go on as they are.
+Units keep only local values. Sharding over data-parallel ranks applies on top of that, and the model's own collectives
+(`torch.distributed.tensor.parallel`) run unchanged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True if `tensor` is a torch.Tensor or an nn.Parameter, not of a subclass that may carry more than its memory."""
+    """True if `tensor` is a torch.Tensor or an nn.Parameter, not a subclass, which may carry more than its memory."""
     return type(tensor) in _PLAIN
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a DTensor."""
+    """Return whether `tensor` is a DTensor."""
     if type(tensor) in _PLAIN:
         return False
     library = sys.modules.get("torch.distributed.tensor")  # importing it takes seconds
@@ -30,12 +30,12 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's values of `tensor`, in the same memory."""
+    """Return this rank's values of `tensor`, in the same memory."""
     return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def set_local(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Make `values` what `parameter` holds here; it stays the same object."""
+    """Replace this rank's values of `parameter` by `values`, without a copy. `parameter` stays the same object."""
     if is_distributed(parameter):
         parameter._local_tensor = values.data  # type: ignore[attr-defined]
     else:
@@ -43,7 +43,7 @@ def set_local(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `gradient`, divided as `parameter` is; a sum over ranks that is due is carried out."""
+    """Return this rank's part of `gradient`, sharded like `parameter`. Reduces a pending (partial) sum over ranks."""
     if not is_distributed(gradient):
         return gradient
     divided: Any = gradient
@@ -54,12 +54,12 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def spec_of(tensor: torch.Tensor) -> Any:
-    """How `tensor` is divided over which ranks; None if it is not."""
+    """Return the DTensor spec of `tensor` (mesh and placements); None if it is no DTensor."""
     return tensor._spec if is_distributed(tensor) else None  # type: ignore[attr-defined]
 
 
 def of_spec(values: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The tensor of which this rank holds `values`."""
+    """Return the DTensor of `spec` whose local part is `values`; `values` itself if spec is None."""
     if spec is None:
         return values
     whole: torch.Tensor = sys.modules["torch.distributed.tensor"].DTensor(values, spec, requires_grad=False)
@@ -74,7 +74,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has memory of its own, and is no wrapper around others that have."""
+    """Return whether `tensor` is strided and has memory of its own, not a wrapper around other tensors."""
     if tensor.layout is not torch.strided or tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
         return False
     return type(tensor) in _PLAIN or not (

@@ -2,8 +2,7 @@
 
 Dispatch and inference modes, `torch.device(...)` contexts, torch.func transforms and traces of torch.jit apply to the
 model's operations only. Otherwise selective checkpointing would count the engine's operations, vmap would wrap its
-buffers, sizes would be tensors, and tensors created for transfers would still be inference tensors after an inference
-mode has ended.
+buffers, sizes would be tensors, and tensors created for transfers would remain inference tensors after the mode ends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from infinity.errors import UsageError
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _HOOKS_REFUSED = "don't yet support saved tensor hooks"
-"""In the error of torch.func."""
+"""Part of the message of torch.func's error."""
 
 
 def in_derivative() -> bool:
@@ -30,7 +29,7 @@ def in_derivative() -> bool:
 
 
 def transformed(name: str) -> UsageError:
-    """Error for a torch.func derivative that needs the parameter, or parameters of the unit, `name`."""
+    """Return the error for a torch.func derivative that needs parameters of an engine. name: parameter or unit."""
     return UsageError(
         f"a derivative by torch.func (grad, vjp, jvp, jacrev, hessian) needs parameters of an engine ({name}), whose "
         "memory is lent to other units before it is finished. Use torch.autograd.grad or torch.autograd.functional, or "
@@ -39,7 +38,7 @@ def transformed(name: str) -> UsageError:
 
 
 def named_refusal(error: RuntimeError) -> RuntimeError:
-    """UsageError in the place of PyTorch's, where torch.func refused the saved-tensor hooks of a forward."""
+    """Return a UsageError if torch.func refused the saved-tensor hooks of a forward; otherwise `error` itself."""
     if _HOOKS_REFUSED not in str(error):
         return error
     return UsageError(
@@ -50,7 +49,7 @@ def named_refusal(error: RuntimeError) -> RuntimeError:
 
 
 def outside_modes() -> AbstractContextManager[object]:
-    """Suspend every mode of this thread in the block. Without any mode it costs a microsecond."""
+    """Suspend every mode of this thread in the block. Costs a microsecond if no mode is active."""
     dispatch, function = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     transforms, inference = torch._C._are_functorch_transforms_active(), torch.is_inference_mode_enabled()
     trace = torch._C._get_tracing_state()

@@ -1,4 +1,4 @@
-"""Finds the units held at once: a module holds its units while the modules below it run. Pure."""
+"""Finds the units held at once: a module holds its units while its submodules run. Pure."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Method
 from typing import Any
 
 _OBJECTS_AT_MOST = 300_000
-"""Most objects visited by a search; targets further away are not found."""
+"""Largest number of objects visited by a search; targets further away are not found."""
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
 
 
@@ -110,8 +110,10 @@ def _callers() -> Iterator[FrameType]:
 
 
 def refresh_locals() -> None:
-    """Drop references to deleted local variables. Before Python 3.13 a frame caches its locals whenever they are
-    listed, as `describe_holder` does, and keeps variables that were deleted since.
+    """Drop references to deleted local variables.
+
+    Before Python 3.13 a frame caches its locals when they are listed, as in `describe_holder`, and keeps variables that
+    were deleted since.
     """
     for frame in _callers():
         frame.f_locals  # noqa: B018

@@ -1,8 +1,8 @@
 """Parameter objects that fetch their unit when an operation asks for their values.
 
 Any code may keep a Parameter: a custom function (`ctx.w = w`), a list made in `__init__`, the training loop. While its
-unit is released, and always outside of the model's forward, its type is a subclass whose `__torch_function__` makes the
-unit resident before the operation runs. So all code reads the present values. In the model's forward a resident
+unit is released, and always outside of the model's forward, its type is a subclass whose `__torch_function__` fetches
+the unit before the operation runs. So all code reads the present values. In the model's forward a resident
 parameter has its own type and no overhead. Operations on metadata (shape, dtype, hooks, `.grad`) fetch nothing.
 
 PyTorch changes the type of a parameter in the same way (`UninitializedParameter.materialize`).
@@ -121,10 +121,11 @@ class Released:
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)
-        if func == _SET_DATA:  # a new wrapper at each access
+        if func == _SET_DATA:  # `==`, since each access creates a new wrapper
             _check_data(*args)
         # The user's hooks get every tensor that this operation saves (`over_others=False`): a checkpoint compares their
-        # number with its recomputation's. They get views: hooks may keep them, and the parameter's memory is reused.
+        # number with that of its recomputation. They get views, since hooks may keep tensors and the parameter's memory
+        # is reused.
         recorded = _hooks(True) and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         with _whole(_owners((args, kwargs))):
             if recorded and not _WRITES.match(func.__name__):
@@ -161,8 +162,10 @@ def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _check_grad(parameter: Any, *value: Any) -> None:
-    """Raise UsageError if the user's code reads or sets a `.grad` that the engine has taken: clipping by hand would see
-    None and silently skip it. value: the value to set; absent for a read.
+    """Raise UsageError if the user's code reads or sets a `.grad` that the engine has taken.
+
+    Otherwise manual clipping would see None and silently skip the parameter. value: the value to set; absent for a
+    read.
     """
     owner = owner_of(parameter)
     if owner is None:
@@ -192,11 +195,11 @@ def _check_data(parameter: Any, data: Any) -> None:
 
 
 def wrong_shape(name: str, given: torch.Size, shape: torch.Size) -> LifetimeError:
-    """Error for data of shape `given` assigned to a managed parameter of `shape`."""
+    """Return the error for data of shape `given` assigned to a managed parameter of shape `shape`."""
     return LifetimeError(
         f"{name} was given data of shape {list(given)} while an engine has the model, where its shape is "
-        f"{list(shape)}: the data was dropped. Close the engine with engine.close(restore=True), which gives the model "
-        "its values back, change the model and make a new engine."
+        f"{list(shape)}: the data was dropped. Close the engine with engine.close(restore=True), which returns the "
+        "values to the model, change the model and make a new engine."
     )
 
 
@@ -232,7 +235,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _whole(owners: Iterable[Owner]) -> Iterator[None]:
-    """Hold the units of these parameters in the block, where they have their values and their own types."""
+    """Hold the units of these owners in the block, so that their parameters have their values and own types."""
     with ExitStack() as undo:
         for unit, store, _ in owners:
             undo.callback(store.scope.leave, store.scope.enter(over_others=False))
@@ -275,7 +278,7 @@ def _owner(parameter: Any) -> Owner:
 
 
 def version_of(parameter: nn.Parameter) -> int:
-    """Return PyTorch's count of in-place edits of `parameter`, without a fetch."""
+    """Return PyTorch's count of in-place edits of `parameter`, without fetching its unit."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
 
@@ -297,7 +300,7 @@ def is_released(parameter: object) -> bool:
 
 
 def own_type(parameter: torch.Tensor) -> type:
-    """The type that `parameter` has while its unit is resident in a forward."""
+    """Return the type that `parameter` has while its unit is resident in a forward."""
     kind = type(parameter)
     return kind._kind if issubclass(kind, Released) else kind
 

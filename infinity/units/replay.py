@@ -1,4 +1,4 @@
-"""Checks that initialisation rules reproduce the values a model on the meta device would have got from its own code.
+"""Checks that initialisation rules reproduce the values that the model's own code would have produced.
 
 A tensor on the meta device has no values, but it counts its in-place edits (`_version`), including those by
 `torch.nn.init`. The rules are replayed on stand-ins. A parameter that only its constructor and its rules have edited
@@ -22,7 +22,7 @@ from infinity.units.rules import Rule, Rules, reset
 
 FIX = (
     "Build the model on the cpu; where it does not fit in memory, under infinity.Init, in which from_pretrained and "
-    "adapters work as ever. Or load the values with infinity.load_pretrained."
+    "adapters work unchanged. Or load the values with infinity.load_pretrained."
 )
 
 
@@ -121,11 +121,11 @@ class Replay:
             return None
         return (
             f"was edited {parameter._version} times in place, and {max(expected)} times by its constructor and "
-            f"{name_of(self._rules.of(owner))}: initialising it anew would not give what the model's own code gave it"
+            f"{name_of(self._rules.of(owner))}: reinitialising it would not reproduce the model's own values"
         )
 
     def doubt(self, parameter: nn.Parameter) -> str | None:
-        """Return the problem if edit counts cannot tell an added module from the model's own; else None.
+        """Return the problem if edit counts cannot distinguish an added module from the model's own; else None.
 
         An adapter's own code may happen to edit its parameters as often as the model's rule does.
         """
@@ -133,7 +133,7 @@ class Replay:
         if not (self._ruled[parameter] and self._applied(owner)):
             return None
         return (
-            f"is trained beside frozen ones, and {name_of(self._rules.of(owner))} would initialise it anew: the values "
+            f"is trained beside frozen ones, and {name_of(self._rules.of(owner))} would reinitialise it: the values "
             "of an adapter that was added to the model would be lost"
         )
 
@@ -183,9 +183,10 @@ def stand_ins(
 
 
 class Twins:
-    """Compares transformers models with twins, which their config builds a second time.
+    """Compares transformers models with twins, built a second time from their configs.
 
-    A parameter that the twin lacks was added. One with another count of edits was edited after construction.
+    A parameter that the twin lacks was added. A parameter with a different count of edits was edited after
+    construction.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -220,12 +221,12 @@ class Twins:
             if other is None or other.shape != parameter.shape or not _alike(module.get_submodule(path), modules[path]):
                 self._problems[parameter] = (
                     f"is no part of the {type(module).__name__} that its config describes: it was added or moved, "
-                    "and initialising it anew would not give its values"
+                    "and reinitialising it would not reproduce its values"
                 )
             elif other._version != parameter._version:
                 self._problems[parameter] = (
                     f"was edited after {type(module).__name__} was constructed ({parameter._version} edits instead of "
-                    f"{other._version}): initialising it anew would lose that"
+                    f"{other._version}): reinitialising it would lose the edits"
                 )
             else:
                 self._known.add(parameter)

@@ -43,7 +43,7 @@ def remove_parameters(unit: Unit) -> None:
 
 
 def owner_of(parameter: object) -> Owner | None:
-    """The owner of a managed parameter; None for any other object."""
+    """Return the owner of a managed parameter; None for any other object."""
     found = _parameters.get(id(parameter))
     if found is None:
         return None
@@ -65,7 +65,7 @@ def remove_buffer(unit: Unit) -> None:
 
 
 def behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
-    """The resident unit whose buffer `tensor` views, and its store."""
+    """Return the resident unit whose buffer `tensor` views, and its store; None if there is none."""
     values = unwrapped(local(tensor))
     found = _buffers.get(values.untyped_storage().data_ptr()) if has_storage(values) else None
     if found is None:
@@ -79,7 +79,7 @@ def is_managed(parameter: nn.Parameter) -> bool:
 
 
 def _leave_to_parent() -> None:
-    """Forget all registrations in a forked child. Buffers are MADV_DONTFORK, so that any use would be a SIGSEGV."""
+    """Drop all registrations in a forked child. Buffers are MADV_DONTFORK, so any use would raise SIGSEGV."""
     for references in _buffers.values():
         unit = references[0]()
         if unit is not None:

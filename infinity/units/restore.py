@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def restoring(parts: Parts, *, everything: bool) -> Callable[[], None]:
-    """Read the parameters from their tiers. Call the returned function, which assigns them, after the engine has
-    removed its hooks and buffers.
+    """Read the parameters from their tiers. The returned function assigns them; call it after the engine has removed
+    its hooks and buffers.
 
     everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
-    memory; all ranks must call it then. Otherwise parameters are assigned only if they are whole in memory and fit.
+    memory; all ranks must call it then. Otherwise parameters are assigned only if they are neither and fit.
     """
     kept = parts.policy.param_tier != "nvme" and parts.ranks.shards == 1
     if not (everything or kept):

@@ -11,7 +11,7 @@ Rule = Callable[[nn.Module], None]
 
 
 class Rules:
-    """The rule of every module of `model`.
+    """Maps each module of `model` to its rule.
 
     `initialize_module(module)` of the outermost module that defines it applies to all modules below. Otherwise
     `_init_weights` of the nearest enclosing module applies, as in transformers for nested models; otherwise the

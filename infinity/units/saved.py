@@ -1,4 +1,4 @@
-"""Autograd saves a reference, not bytes.
+"""Saved-tensor hooks: autograd saves references into units, not bytes.
 
 PyTorch's saved-tensor hooks replace every tensor that autograd saves from a unit's buffer, views such as `weight.t()`
 included, by (unit, offset, size, stride, version). When backward unpacks it, they fetch the unit if necessary and
@@ -6,7 +6,7 @@ return a view of its present buffer. So buffers can be reused between forward an
 
 The hooks are installed while a module of the model runs, in its thread, on top of the user's hooks (non-reentrant
 checkpoints, `save_on_cpu`), which get all tensors outside of units. Hooks disable PyTorch's check for in-place edits,
-so these make the check themselves.
+so these repeat it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _STANDS_FOR = "_infinity_stands_for"
-"""Attribute of a stand-in for a tensor that is in a unit."""
+"""Attribute of a stand-in for a tensor in a unit; its value is the `_Reference`."""
 
 
 def _is_checkpointing(hooks: tuple[_Pack, _Unpack] | None) -> bool:
-    """Whether these are hooks of a non-reentrant checkpoint, which computes anew what it is given."""
+    """Return whether these are hooks of a non-reentrant checkpoint, which recomputes its tensors."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
 
 class _Reference:
-    """A tensor that autograd saved out of a unit's buffer. The unit counts those that are alive."""
+    """Reference to a tensor in a unit's buffer that autograd saved. The unit counts live references."""
 
     __slots__ = (
         "assigned",
@@ -68,11 +68,11 @@ class _Reference:
     )
 
     assigned: int | None
-    """Count of `.data` assignments to the parameter when it was saved; None: the parameter itself was saved, and shows
-    data assigned later.
+    """Count of `.data` assignments to the parameter when it was saved. None: the parameter itself was saved, and data
+    assigned later is used.
     """
     kind: type | None
-    """The user's own subclass of Parameter, if it is of one."""
+    """The user's own subclass of Parameter; None for nn.Parameter."""
 
     def __init__(self, saved: torch.Tensor, unit: Unit, store: UnitStore) -> None:
         tensor = local(saved)
@@ -80,7 +80,7 @@ class _Reference:
         self.offset = tensor.storage_offset()
         self.size = tensor.size()
         self.stride = tensor.stride()
-        # Lazy bits of the view, which its memory does not show.
+        # Lazy bits of the view, which its memory does not contain.
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.spec = spec_of(saved)
@@ -91,7 +91,7 @@ class _Reference:
 
     @classmethod
     def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
-        """A reference to a parameter itself, whatever its type and wherever its unit and its data are."""
+        """Return a reference to a parameter itself, for any type and any residency of its unit."""
         unit, store, slot = owner
         made = cls.__new__(cls)
         place = unit.layout.slots[slot]
@@ -171,8 +171,9 @@ class _Kept(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """The result of the user's pack hook, and the unpack hook that belongs to it. token: of the unit that the tensor is
-    in, if any.
+    """Result of the user's pack hook, with the matching unpack hook.
+
+    token: token of the tensor's unit, if any.
     """
 
     unpack: _Unpack
@@ -180,22 +181,22 @@ class _Passed(NamedTuple):
     token: object = None
 
     def restore(self) -> torch.Tensor | _Reference:
-        """The tensor, or what a stand-in for it refers to."""
+        """Return the unpacked tensor, or the reference that it stands for."""
         tensor = self.unpack(self.packed)
         reference: _Reference | None = getattr(tensor, _STANDS_FOR, None)
         return tensor if reference is None else reference
 
 
 class SavedTensors:
-    """The saved-tensor hooks of one engine. on_unpack: called whenever autograd asks for a tensor saved under them."""
+    """The saved-tensor hooks of one engine. on_unpack: called whenever autograd unpacks a tensor saved under them."""
 
     def __init__(self, on_unpack: Callable[[], None]) -> None:
         self._on_unpack = on_unpack
         self._unpack_hook = self._unpack
-        """The bound method as one object: `install` compares it by identity."""
+        """The bound method as one object, since `install` compares it by identity."""
 
     def notice(self) -> None:
-        """Report that code of the model runs, in a backward or not."""
+        """Report that the model's code runs, inside or outside of a backward."""
         self._on_unpack()
 
     def install(self, *, over_others: bool = True) -> bool:
@@ -237,7 +238,7 @@ class SavedTensors:
 
 @constant_in_graphs
 def are_covered() -> bool:
-    """True if hooks of the user's are on top of an engine's and may keep tensors. Hooks of checkpoints keep none: they
+    """True if the user's hooks are on top of an engine's and may keep tensors. Hooks of checkpoints keep none: they
     recompute.
     """
     top = _top(True)
@@ -271,7 +272,7 @@ def _pack(tensor: torch.Tensor) -> Any:
 
 
 def _is_lossless(pack: _Pack, unpack: _Unpack, tensor: torch.Tensor) -> bool:
-    """Return True if the user's hooks return the values of `tensor`, tried on a copy, which they may keep."""
+    """True if the user's hooks return the values of `tensor`. Runs them on a copy, which they may keep."""
     if getattr(pack, "__module__", None) == torch.autograd.graph.__name__:  # save_on_cpu
         return True
     with torch.no_grad(), outside_modes():
@@ -288,9 +289,9 @@ def _is_lossless(pack: _Pack, unpack: _Unpack, tensor: torch.Tensor) -> bool:
 def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
     """Return a pack hook that passes tensors outside of units to the user's hooks.
 
-    A checkpoint compares what is saved in forward and in recomputation, so it gets a stand-in of the same shape for a
-    tensor in a unit. Backward is given what the recomputation saved, as in PyTorch, after any edit. Hooks that round
-    get every tensor.
+    A checkpoint compares the tensors saved in forward and in recomputation, so it gets a stand-in of the same shape
+    for a tensor in a unit. Backward uses the tensors of the recomputation, as in PyTorch, edits included. Hooks that
+    round get every tensor.
     """
     recomputed = _is_checkpointing((pack, unpack))
 

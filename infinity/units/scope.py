@@ -1,4 +1,4 @@
-"""The scope of the model's code. Inside, autograd saves references, and resident parameters have their own type.
+"""Scope of the model's code. Inside, autograd saves references, and resident parameters have their own type.
 
 Outside, every parameter has the type that fetches its unit for each operation (`infinity.units.released`), and each
 such operation opens a scope. So autograd never saves a parameter itself, whose memory is reused.
@@ -51,14 +51,14 @@ class Scope:
                 "the model is running in another thread: an engine's model, backward and step run in any thread, but "
                 "in one at a time. Guard them with a lock."
             )
-        # A checkpoint computes again: seen here, in the task of the backward that asks for it. The task of a backward
-        # inside of that alone would not show where the outermost one ends. Outside of backward, the outermost scope
-        # looks for compiled autograd, which takes a few microseconds.
+        # Reports a checkpoint's recomputation in the task of the backward that runs it. The task of a backward nested
+        # in the recomputation would not show where the outermost backward ends. Outside of backward, the outermost
+        # scope looks for compiled autograd, which takes a few microseconds.
         if self.depth == 0 or torch._C._current_graph_task_id() != -1:
             self.saved.notice()
         installed = self.saved.install(over_others=over_others)
         # Autocast caches casts of leaf parameters until its context ends: they would fill memory and be stale after an
-        # update. Set each time, since a context that the model enters may enable the cache again.
+        # update. Disabled at each entry, since a context that the model enters may enable the cache again.
         torch.set_autocast_cache_enabled(False)
         self.depth += 1
         return installed

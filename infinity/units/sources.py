@@ -1,4 +1,4 @@
-"""Parameters whose values are to be read, and where: noted before there is an engine, asked for when it is made."""
+"""Registry of sources that parameters on the meta device are read from. Filled before the engine is made."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Source(Protocol):
-    """The value of one parameter."""
+    """Reader of one parameter's values."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of it flattened, (stop - start,), on the host in any dtype."""
+        """Return elements [start, stop) of the flattened parameter: (stop - start,), on the host, in any dtype."""
         ...
 
 
-# Keyed by the parameter itself: it stays what it is when its model becomes part of another module.
+# Keyed by the parameter itself, since its name changes when its model becomes part of another module.
 _sources = WeakIdKeyDictionary()
 _loaded = WeakIdKeyDictionary()
 
 
 def note_source(parameter: nn.Parameter, source: Source) -> None:
-    """`parameter`, on the meta device, is to have the values that `source` gives."""
+    """Register `source` as the origin of the values of `parameter`, which is on the meta device."""
     _sources[parameter] = source
 
 
@@ -33,7 +33,7 @@ def source_of(parameter: nn.Parameter) -> Source | None:
 
 
 def note_loaded(buffer: torch.Tensor) -> None:
-    """`buffer` has its values: initialising its module must not change them."""
+    """Mark `buffer` as loaded: initialising its module must not change it."""
     _loaded[buffer] = True
 
 

@@ -1,10 +1,9 @@
-"""Keeps the parameters of a model that is being built within a few units of memory, and the rest in files.
+"""Spills parameters of a model under construction to files, so that memory holds only a few units.
 
-torch's hook tells of every parameter that a module registers, and the module's dict of parameters of every use. When
-those that were used lately exceed a budget, the longest unused are moved to a file that stays mapped
-(`infinity.tiers.mapped`), and their pages taken out of memory. They are ordinary tensors there: whoever holds one,
-reads it, edits it in place or through `.data`, copies or ties it, works with its values. So what is noted here, and
-when something is moved, decides about memory only, never about a result.
+torch's hook reports each parameter that a module registers; the module's dict of parameters reports each use. When the
+recently used parameters exceed a budget, the least recently used are moved to a mapped file (`infinity.tiers.mapped`)
+and their pages are dropped from memory. They remain ordinary tensors: code may read them, edit them in place or through
+`.data`, copy or tie them. So reports and moves affect memory only, never a result.
 """
 
 from __future__ import annotations
@@ -28,14 +27,17 @@ from infinity.units.released import is_released
 
 
 def check_kept(model: nn.Module) -> None:
-    """OSError if the disk lost values of a model that was built with Init."""
+    """Raise OSError if writing values of a model built under `Init` to disk failed."""
     found = (module._parameters for module in model.modules())
     for spill in {parameters.spill for parameters in found if isinstance(parameters, NotedParameters)}:
         spill.check()
 
 
 def notice(spill: Spill, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """A module is about to register a parameter: have its dict of parameters tell `spill` of that, and of its use."""
+    """Make a module that is about to register `parameter` report it and each use of its parameters to `spill`.
+
+    Raises ModelError if the parameter is neither on the cpu nor on the meta device.
+    """
     if not is_lazy(parameter) and parameter.device.type not in ("cpu", "meta"):
         raise ModelError(
             f"parameter {name} of a {type(module).__name__} is built on {parameter.device}: under infinity.Init build "
@@ -47,7 +49,7 @@ def notice(spill: Spill, module: nn.Module, name: str, parameter: nn.Parameter) 
 
 
 class NotedParameters(dict[str, Any]):
-    """A module's `_parameters` that tells `spill` of each parameter as it is set or read."""
+    """A module's `_parameters` that reports each parameter to `spill` when it is set or read."""
 
     def __init__(self, parameters: Mapping[str, Any], spill: Spill) -> None:
         super().__init__(parameters)
@@ -63,14 +65,14 @@ class NotedParameters(dict[str, Any]):
         return parameter
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """One by one, each noted when it is its turn."""
+        """Return a view whose iteration reports each item when it is reached."""
         return ItemsView(self)
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return ValuesView(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotedParameters:
-        """Copies of modules are parts of models as well: `nn.TransformerEncoder` is made of them."""
+        """Copy with the same `spill`, since copied modules become parts of models (`nn.TransformerEncoder`)."""
         copied = memo[id(self)] = NotedParameters({}, self.spill)
         for name, parameter in self.items():
             copied[name] = deepcopy(parameter, memo)
@@ -81,28 +83,27 @@ class NotedParameters(dict[str, Any]):
 
 
 class Spill:
-    """Keeps the parameters that it is told of within `budget` bytes of memory, and the rest in files.
+    """Keeps reported parameters within `budget` bytes of memory, and the rest in files. Thread-safe.
 
-    folders: one file in each. What shares its memory with other tensors stays there as long as it does. Any thread may
-    call it.
+    folders: one file is created in each. A parameter that shares its memory with other tensors stays in memory.
     """
 
     def __init__(self, folders: Sequence[Path], budget: int) -> None:
         self._files = [MappedFile(folder) for folder in folders]
         self._budget = budget
         self._lock = threading.RLock()
-        # By id, since torch refuses to swap tensors that somebody has a weak reference to.
+        # By id, since torch refuses to swap tensors that have weak references.
         self._used: dict[int, _Noted] = {}
-        """In the order of their last use."""
+        """id → parameter, in order of last use."""
         self._nbytes = 0
-        """What those in `_used` have in memory, at most."""
+        """Upper bound of the memory of parameters in `_used`, in bytes."""
         self._later: dict[int, _Noted] = {}
-        """Could not be moved when it was their turn, as something else referred to their memory or was busy with it."""
+        """Parameters whose move is deferred: other references to their memory exist, or another thread may use it."""
         self._alone = _users(torch.empty(1, device="cpu"))
 
     @property
     def nbytes(self) -> int:
-        """What is on disk now."""
+        """Bytes on disk now."""
         return sum(file.nbytes for file in self._files)
 
     def check(self) -> None:
@@ -110,7 +111,7 @@ class Spill:
             file.check()
 
     def note(self, parameter: nn.Parameter | None) -> None:
-        """`parameter` is about to be used."""
+        """Record that `parameter` is about to be used, and move others to files if the budget is exceeded."""
         if parameter is None or is_lazy(parameter) or parameter.device.type != "cpu":
             return
         nbytes = parameter.numel() * parameter.element_size()
@@ -121,7 +122,7 @@ class Spill:
             self._used[id(parameter)] = _Noted(parameter, nbytes, threading.current_thread())
             self._nbytes += nbytes
             if self._nbytes > self._budget and not torch._C._len_torch_dispatch_stack():
-                # Whatever defaults the code around has set: the values stay what they are, on the cpu.
+                # Independent of the caller's modes and default device: values stay unchanged, on the cpu.
                 with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                     self._relieve()
 
@@ -131,8 +132,8 @@ class Spill:
         self._nbytes -= noted.nbytes if noted is not None else 0
 
     def _relieve(self) -> None:
-        """Let go of what was not used for longest, down to half of the budget; not of the last, which is about to be
-        used.
+        """Move the least recently used parameters to files, down to half of the budget. The last one stays, since it
+        is about to be used.
         """
         moved = 0
         again, self._later = self._later, {}
@@ -147,14 +148,14 @@ class Spill:
             return_freed_memory()
 
     def _let_go(self, noted: _Noted) -> bool:
-        """Whether it was moved to a file just now."""
+        """Move a parameter to a file if possible. Returns True if it was moved."""
         parameter = noted.parameter
         if is_released(parameter) or not _is_plain(parameter):
             return False  # managed by an engine, or of a kind that cannot be moved
         storage = parameter.untyped_storage()
         if storage.nbytes() < PAGE or any(file.let_go(storage) for file in self._files):
             return False
-        del storage  # it would count
+        del storage  # `_users` would count it
         if _users(parameter) != self._alone or noted.is_busy():
             self._later[id(parameter)] = noted
             return False
@@ -166,25 +167,25 @@ class Spill:
 
 
 class _Noted(NamedTuple):
-    """A parameter that was used."""
+    """A parameter that was used, and its last user."""
 
     parameter: nn.Parameter
     nbytes: int
     thread: threading.Thread
-    """Uses it, and may be writing to it."""
+    """Thread of the last use, which may be writing to the parameter."""
 
     def is_busy(self) -> bool:
         return self.thread is not threading.current_thread() and self.thread.is_alive()
 
 
 def _users(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many tensors refer to the memory of `tensor`, and how many variables to its storage; with some of its own."""
+    """Return the numbers of tensors and of Python references to the storage of `tensor`, constant overhead included."""
     storage = tensor.untyped_storage()
     return storage_users(tensor), sys.getrefcount(storage)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether it is an ordinary tensor in the memory of this process."""
+    """Return whether `parameter` is an ordinary tensor in the memory of this process."""
     value = parameter.data
     return (
         type(value) is torch.Tensor

@@ -1,4 +1,4 @@
-"""One unit's states as whole flat tensors on the host: written to the tiers of all ranks, or read from them."""
+"""Reads and writes the states of one unit as whole flat tensors on the host, over the tiers of all ranks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from infinity.units.unit import Unit
 _BUFFERS = 2
 
 Flats = dict[str, torch.Tensor]
-"""State name → flat tensor: `master` (numel,) in fp32 and moments as the unit keeps them (`infinity.optim.formats`), or
+"""State name → flat tensor: `master` (numel,) in fp32 and moments in the unit's format (`infinity.optim.formats`), or
 `param` (numel,) in the unit's dtype.
 """
 
 
 def flat_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed, page-aligned host tensor (numel,)."""
+    """Return a zeroed, page-aligned host tensor (numel,)."""
     return host_tensor(numel * dtype.itemsize).view(dtype)
 
 
 @dataclass(frozen=True)
 class UnitStates:
-    """Reads and writes states outside of training: construction and checkpoints. Nothing of a unit may be in flight."""
+    """Reads and writes states outside of training: construction and checkpoints. The unit may have no I/O in flight."""
 
     placement: Placement
     tiers: Mapping[str, Tier]
@@ -68,19 +68,19 @@ class UnitStates:
                 if name in shards:
                     field.copy_(shards[name][kinds[name].part(tile.start, tile.stop)])
                 elif tile.stop == layout.shard_numel:
-                    field.zero_()  # zero from the start, but for a last tile that is shorter than those before it
+                    field.zero_()  # buffers start as zeros; a shorter last tile lays its fields out differently
             writing.append(tier.write(extent, record, tile.offset))
         while writing:
             writing.popleft().wait()
 
     def read(self, layout: UnitLayout) -> Flats:
-        """The unit's states, complete on every rank. Every rank calls it."""
+        """Return the unit's states, complete on every rank. Collective."""
         flats = self.read_shards(layout)
         self.complete(flats)
         return flats
 
     def read_shards(self, layout: UnitLayout) -> Flats:
-        """The unit's states, of which this rank's shards are filled in."""
+        """Return the unit's states with only this rank's shards filled in."""
         param = self._read_shard(layout)
         shard = self.ranks.shard(param)
         flats = {"param": param}
@@ -95,34 +95,34 @@ class UnitStates:
         return flats
 
     def complete(self, flats: Flats) -> None:
-        """Fill in the other ranks' shards. Every rank calls it; a `SideChannel` fills them in on the first one only."""
+        """Fill in the other ranks' shards. Collective. A `SideChannel` fills them in on rank 0 only."""
         for flat in flats.values():
-            self.ranks.complete(flat.view(torch.uint8))  # as bytes: not every backend knows every dtype
+            self.ranks.complete(flat.view(torch.uint8))  # as bytes: not every backend supports every dtype
 
     def read_param(self, layout: UnitLayout) -> torch.Tensor:
-        """The unit's parameters (numel,) in its dtype, complete on every rank."""
+        """Return the unit's parameters (numel,) in its dtype, complete on every rank. Collective."""
         flat = self._read_shard(layout)
         self.ranks.complete(flat.view(torch.uint8))
         return flat
 
     def _read_shard(self, layout: UnitLayout) -> torch.Tensor:
-        """(numel,) with this rank's shard of the parameters in its place."""
+        """Return (numel,) in the unit's dtype with only this rank's shard of the parameters filled in."""
         flat = flat_tensor(layout.numel, layout.dtype)
         shard = self.ranks.shard(flat).view(torch.uint8)
         self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), shard).wait()
         return flat
 
     def kinds(self, layout: UnitLayout) -> tuple[StateKind, ...]:
-        """What `write` takes and `read` gives of a unit."""
+        """Return the states of a unit that `write` takes and `read` returns."""
         if not layout.trainable:
             return (StateKind("param", layout.dtype),)
         moments = (k for k in self.formats(layout.dtype).states if k.name not in ("remainder", "master"))
         return (StateKind("master", torch.float32), *moments)
 
     def adopt(self, unit: Unit) -> None:
-        """Make the masters of 16-bit parameters that were edited in the unit's buffer what they were edited to.
+        """Set the masters of 16-bit parameters that were edited in the unit's buffer to the edited values.
 
-        Called before the edit is written back: what changed is told from what the tier still has.
+        Call it before the edit is written back: edited elements are found by comparison with the tier.
         """
         layout = unit.layout
         if not layout.trainable or layout.dtype == torch.float32:
@@ -153,9 +153,9 @@ class UnitStates:
         return flats
 
     def _tiles(self, layout: UnitLayout) -> list[tuple[Tile, torch.Tensor, Flats]]:
-        """Each tile, a zeroed buffer for its bytes in the optimizer extent, and views of its states in it.
+        """Return (tile, buffer for its bytes in the optimizer extent, views of its states in the buffer) for each tile.
 
-        The tiles take turns with `_BUFFERS` buffers.
+        Tiles share `_BUFFERS` buffers in turn, zeroed at first.
         """
         states = self.formats(layout.dtype)
         cut = tiles(layout.shard_numel, self.tile_size, states)

@@ -1,10 +1,10 @@
-"""The unit store: fetches units into device buffers before they are used and evicts those that are needed last.
+"""The unit store: fetches units into device buffers before use and evicts units by Belady's rule.
 
-Device buffers are a fixed pool. A unit that is wanted takes a free buffer, or the buffer of the resident unit whose
-next use is furthest away (Belady's rule over the recorded trace; least recently used while there is none). Nothing is
-released before its buffer is needed, and nothing is released that is held by a running forward or still being written.
-Units with live views are evicted last. Their buffer is kept, and the unit is fetched into it again, so that views show
-its values (`infinity.units.views`).
+Device buffers are a fixed pool. A fetch takes a free buffer, or the buffer of the resident unit whose next use is
+furthest away (Belady's rule over the recorded trace; least recently used while there is none). A unit is evicted only
+when its buffer is needed, and never while a running forward holds it or a write of it is under way. Units with live
+views are evicted last. Their buffer is kept, and the unit is fetched into it again, so that views show its values
+(`infinity.units.views`).
 
 The store finds edits of parameters by fingerprints of the buffer, compared when the unit leaves it. PyTorch's version
 counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
@@ -39,7 +39,7 @@ from infinity.units.views import KeptBuffer
 
 
 class UnitStore:
-    """All units of one engine. Called from the thread that runs the model, never from two at once."""
+    """All units of one engine. Any thread may call it, one at a time."""
 
     def __init__(
         self,
@@ -58,12 +58,14 @@ class UnitStore:
         self.wait_seconds = 0.0
         self.fetches = 0
         self.quarantined: set[int] = set()
-        """Units whose buffer was released while somebody had a view of it."""
+        """Units whose buffer was released while a view of it was alive."""
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
-        """A transfer that failed: what it should have moved is not where it should be, and nothing may build on it."""
+        """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
         self.pipeline: UpdatePipeline | None = None
         self.on_move: Callable[[Unit, Callable[[int], bool]], None] = lambda unit, passed: None
-        """Called when another unit is used than before, and with what tells whether a unit is used again."""
+        """Called when the unit in use changes, with the new unit and a function: unit index → True if the trace
+        predicts no further use of it in this step.
+        """
         self.adopt: Callable[[Unit], None] = lambda unit: None
         """Called with a resident unit whose parameters were edited, before the edit is written back or updated."""
         self._pool = pool
@@ -73,22 +75,22 @@ class UnitStore:
         self._ranks = ranks
         self._prefetch_bytes = prefetch_bytes
         self._sizes = [pool.size_class(unit.layout.nbytes) for unit in self.units]
-        """Size in bytes of the buffer that each unit takes, by index."""
+        """Size of each unit's buffer in bytes, by unit index."""
         self._leased: dict[int, Unit] = {}
         """index → unit, for units with a leased buffer."""
         self._kept: dict[int, KeptBuffer] = {}
-        """unit → the buffer it was released from while views of it were alive."""
+        """unit index → the buffer that it was released from while views of it were alive."""
         self._viewed: set[int] = set()
-        """Units with live views when their update of the present step began."""
+        """Indices of units with live views when their update of the present step began."""
         for unit in self.units:
             residents.add_parameters(unit, self)
 
     # -- use ---------------------------------------------------------------------------------------------------------
 
     def use(self, unit: Unit) -> None:
-        """Make the unit's parameters resident, and start to prefetch the units that follow in the trace.
+        """Make the unit's parameters resident, and prefetch the units that follow in the trace.
 
-        Raises UsageError if the present step has updated them already, which overwrote the values of before.
+        Raises UsageError if the present step has already updated them, since the previous values are overwritten.
         """
         if unit.updated_early:
             raise UsageError(
@@ -119,21 +121,21 @@ class UnitStore:
         unit.holds -= 1
 
     def finished_with(self, unit: Unit) -> bool:
-        """True if nothing in this step needs the unit's parameters any more, so that its update may start.
+        """True if this step no longer needs the unit's parameters, so that its update may start.
 
-        Saved tensors and views are counted; uses to come, such as recomputation, are taken from the trace.
+        Counts saved tensors and views. Later uses, such as recomputation, are predicted from the trace.
         """
         if unit.residency is not Residency.RESIDENT or unit.references or unit.exposed:
             return False
         if not self._ranks.alone:
-            # Ranks must decide alike. How often a unit is used may differ between them (experts), as may views; in
-            # which order units are used may not. Views keep the former values (`_leave_to_viewers`).
+            # All ranks must decide alike. The number of uses of a unit, and its views, may differ between ranks
+            # (experts); the order of units may not. Views keep the previous values (`_leave_to_viewers`).
             return self.tracer.passed(unit.index)
         if not self.tracer.finished_with(unit.index):
             return False
         if unit.job is not None and not unit.job.done.done():
             with self._moving():
-                unit.job.done.wait()  # its write refers to the buffer, as a view does that may be read until the step
+                unit.job.done.wait()  # its write refers to the buffer too, which would count as a view
         return not unit.is_viewed()
 
     @contextmanager
@@ -160,8 +162,8 @@ class UnitStore:
         assert unit.transfer is not None
         began = time.perf_counter()
         if unit.job is not None and unit.layout.dtype != torch.float32:
-            # With masters, edited elements of 16-bit parameters are found by comparing with the tier. The write
-            # of the update must end before the user can edit the buffer.
+            # Edited elements of 16-bit parameters are found by comparison with the tier (`adopt`). So the write of the
+            # update must end before the user can edit the buffer.
             unit.job.done.wait()
         transfer, unit.transfer = unit.transfer, None
         try:
@@ -184,7 +186,7 @@ class UnitStore:
             unit.fingerprint = self._fingerprint(unit)
 
     def _start(self, unit: Unit, lease: Lease) -> None:
-        """RELEASED → FETCHING, by way of the update that is due."""
+        """RELEASED → FETCHING, after the pending update, if any."""
         holds = self._give(unit, lease)
         self.fetches += 1
         if unit.pending_job is not None:
@@ -201,7 +203,7 @@ class UnitStore:
         unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
 
     def _follow_update(self, unit: Unit) -> None:
-        """UPDATING → FETCHING: what the update leaves in the buffer is the unit, once the other shards are gathered."""
+        """UPDATING → FETCHING: gather the other ranks' shards once the update has computed this rank's."""
         assert unit.job is not None
         unit.move(Residency.FETCHING)
         unit.transfer = self._ranks.all_gather(unit.flat(), unit.job.computed, unit.index)
@@ -214,7 +216,7 @@ class UnitStore:
         return len(self._leased) == len(self.units) and self._ranks.alone
 
     def prefetch(self) -> None:
-        """Start to fetch the units that the trace says come next, as far as `prefetch_bytes` and the pool reach."""
+        """Start fetching the next units of the trace, within the limits of `prefetch_bytes` and the pool."""
         if self._is_complete():
             return
         budget = self._prefetch_bytes
@@ -236,8 +238,9 @@ class UnitStore:
 
     @uninterrupted()
     def start_update(self, unit: Unit, job: UpdateJob) -> None:
-        """→ UPDATING: the update works on this rank's shard of the leased buffer, which holds the parameters, is
-        being filled with them, or, for a unit that was RELEASED, is filled by the update.
+        """→ UPDATING: start an update of this rank's shard of the leased buffer.
+
+        The buffer holds the parameters, is being filled with them, or, for a RELEASED unit, is filled by the update.
         """
         assert unit.lease is not None and self.pipeline is not None
         arrives: Transfer | None = None
@@ -277,19 +280,20 @@ class UnitStore:
             self._name_viewer(unit)  # last, since warnings may be set to raise
 
     def _leave_to_viewers(self, unit: Unit) -> Transfer:
-        """Leave the buffer to its views, which backward may read until the step ends. Return the transfer that copies
-        the parameters into a fresh buffer, for the update.
+        """Leave the buffer to its views, which backward may read until the step ends.
+
+        Returns the transfer that copies the parameters into a fresh buffer, for the update.
         """
         assert unit.lease is not None
         fingerprint, nbytes = self._fingerprint(unit), unit.lease.nbytes
         kept = KeptBuffer(unit.lease.quarantine(), unit.generation, fingerprint)
         unit.lease = self._pool.try_lease(nbytes)
-        assert unit.lease is not None  # `quarantine` gave the pool one
+        assert unit.lease is not None  # `quarantine` added one to the pool
         self._kept[unit.index] = kept
         return self._device.copy(unit.lease.tensor, kept.buffer[:nbytes])
 
     def _return_to_viewers(self, unit: Unit) -> None:
-        """Move updated parameters that have arrived into the buffer that was left to views, if these are alive.
+        """Copy the updated parameters, now fetched, into the buffer that was left to views, if views are alive.
 
         Raises LifetimeError if a view was edited since.
         """
@@ -304,7 +308,7 @@ class UnitStore:
             unit.lease.substitute(kept.buffer)
 
     def settle(self) -> None:
-        """Start every update that is due and wait until all are done, written back included."""
+        """Start every pending update and wait until all are done and written back."""
         with self._moving():
             for unit in self.units:
                 if unit.pending_job is not None:
@@ -318,8 +322,8 @@ class UnitStore:
     def rewritten(self, unit: Unit, slots: Collection[int] | None = None) -> None:
         """Invalidate saved references and the fingerprint, because parameters have been or will be overwritten.
 
-        slots: the parameters that are; None: all. Bumps their versions too, so that PyTorch's own check of saved
-        tensors finds the change.
+        slots: the overwritten parameters; None: all. Increments their versions too, so that PyTorch's own check of
+        saved tensors detects the change.
         """
         unit.generation += 1
         unit.fingerprint = None
@@ -327,21 +331,22 @@ class UnitStore:
         torch.autograd.graph.increment_version(written)
 
     def end_step(self) -> None:
-        """End the step: parameters that it updated early may be read again."""
+        """End the step: parameters that were updated early may be read again."""
         for unit in self.units:
             unit.updated_early = False
             if unit.exposed:
                 self._cover(unit)
 
     def _cover(self, unit: Unit) -> None:
-        """Note that no graph holds the unit's parameters themselves any more, and make released ones placeholders."""
+        """Record that no graph holds the unit's parameters themselves, and replace released ones by placeholders."""
         unit.exposed = False
         if unit.residency is Residency.RELEASED and not self._is_viewed_released(unit):
             unit.unbind()
 
     def refresh_viewed(self) -> None:
-        """Fetch units whose live views show old values, on all ranks. In a plain loop, views show the new parameters
-        as soon as a step has ended.
+        """Fetch units whose live views show old values, on all ranks. Collective.
+
+        In a plain loop, views show the new parameters as soon as a step has ended.
         """
         past = {unit.index for unit in self.units if self._shows_past(unit)}
         self._viewed = set()
@@ -352,7 +357,7 @@ class UnitStore:
                     self._arrive(self.units[index])
 
     def _shows_past(self, unit: Unit) -> bool:
-        """True if live views show values of before an update, of this rank's shard or of another rank's."""
+        """True if live views show values from before an update, of this rank's shard or of another rank's."""
         if unit.index in self._viewed:
             return True
         kept = self._kept.get(unit.index)
@@ -362,14 +367,14 @@ class UnitStore:
         return due and self._is_viewed_released(unit)
 
     def _is_viewed_released(self, unit: Unit) -> bool:
-        """Whether somebody views the buffer that the unit was released from, or a graph may hold its parameters."""
+        """Return whether the buffer that the unit was released from has live views, or a graph may hold parameters."""
         kept = self._kept.get(unit.index)
         return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.exposed else unit.bound)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
     def release_all(self) -> None:
-        """Every unit back to its tier, edits included. Nothing may be held."""
+        """Evict every unit and write edits back to its tier. No unit may be held."""
         with self._moving():
             for unit in self.units:
                 kept = self._kept.get(unit.index)
@@ -379,7 +384,7 @@ class UnitStore:
                     self._write_kept(unit)
 
     def abandon(self) -> None:
-        """Take the parameters out of the buffers without writing anything back: the engine ends after an error."""
+        """Detach the parameters from the buffers without write-back, for an engine that closes after an error."""
         for unit in self.units:
             if unit.residency is Residency.RESIDENT:
                 self._leave(unit)
@@ -400,7 +405,7 @@ class UnitStore:
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
-            # autograd finds the place of a view in its parameter by the layout of both, which a placeholder lacks.
+            # autograd locates a view in its parameter by the layout of both, which a placeholder lacks.
             if unit.exposed or unit.is_viewed():
                 released.release(unit.parameters)
             else:
@@ -408,7 +413,7 @@ class UnitStore:
         self._drop(unit)
 
     def _drop(self, unit: Unit, *, valid: bool = True) -> None:
-        """Give up the unit's buffer: → RELEASED. valid: the buffer holds the unit's present parameters."""
+        """Release the unit's buffer: → RELEASED. valid: the buffer holds the unit's present parameters."""
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
         if unit.lease.is_referenced():
@@ -426,10 +431,10 @@ class UnitStore:
         return lease
 
     def _give(self, unit: Unit, lease: Lease) -> bool:
-        """Give a unit a lease, with its kept buffer in place of the pool's if views of that are alive.
+        """Assign a lease to a unit, with its kept buffer in place of the pool's if views of the kept one are alive.
 
-        If the kept buffer holds the present parameters, edits made through views stay: an unsharded unit becomes
-        RESIDENT at once; a sharded one without a pending update returns True, since the buffer has this rank's shard.
+        If the kept buffer holds the present parameters, edits made through views stay. An unsharded unit becomes
+        RESIDENT at once; for a sharded one without a pending update, returns True: the buffer holds this rank's shard.
         Otherwise returns False. Raises LifetimeError if a view was edited and the parameters have been overwritten
         since, or will be by a pending update.
         """
@@ -455,11 +460,11 @@ class UnitStore:
         return False
 
     def _is_edited(self, unit: Unit, kept: KeptBuffer) -> bool:
-        """Whether views were written to since the unit was released."""
+        """Return whether the kept buffer was edited, through views, since the unit was released."""
         return self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
 
     def _write_kept(self, unit: Unit) -> None:
-        """Write edits through views of a released unit to its tier, without other ranks. Raises as `_give` does."""
+        """Write edits through views of a released unit to its tier, without other ranks. Raises like `_give`."""
         if self._give(unit, self._lease_for(unit)):
             unit.move(Residency.FETCHING)
             self._write_back(unit)
@@ -469,12 +474,12 @@ class UnitStore:
             self._evict(unit)
 
     def _leave(self, unit: Unit) -> None:
-        """Deregister the buffer of a resident unit as its parameters' memory."""
+        """Unregister the buffer of a resident unit as its parameters' memory."""
         residents.remove_buffer(unit)
         self.scope.remove(unit)
 
     def _was_edited(self, unit: Unit) -> bool:
-        """Copy assigned data into the buffer; return True if the buffer of the resident unit differs from its tier."""
+        """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier."""
         unit.adopt_assigned()
         return self._fingerprint(unit) != unit.fingerprint
 
@@ -483,30 +488,30 @@ class UnitStore:
         return self._device.fingerprint(unit.lease.tensor)
 
     def _write_back(self, unit: Unit) -> None:
-        """Write an edit of this rank's shard to its tier, and to its masters."""
+        """Write an edit of this rank's shard to its tier and its masters."""
         unit.copied.wait()
         self.adopt(unit)
         extent = self._placement.of(unit.index, State.PARAM)
         self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
 
     def _name_viewer(self, unit: Unit) -> None:
-        handling = sys.exc_info()[0] is not None  # its traceback keeps references of its frames
+        handling = sys.exc_info()[0] is not None  # its traceback keeps references
         if unit.index not in self.quarantined and not handling:
             self.quarantined.add(unit.index)
             warnings.warn(
-                f"something still refers to the parameters of unit {unit.name} after it was released: a view of them "
-                "that somebody keeps. It shows their values all the same, at the price of one more buffer; keep the "
-                "parameter itself, or `parameter.clone()`, to avoid that.",
+                f"something still refers to the parameters of unit {unit.name} after it was released, such as a view. "
+                "The view shows their current values, at the cost of one more buffer. To avoid it, keep the parameter "
+                "itself or `parameter.clone()`.",
                 stacklevel=2,
             )
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def _lease_ahead(self, unit: Unit) -> Lease | None:
-        """A buffer for a prefetch: a free one, or one whose unit is needed later than this one. Never waits on one
-        rank.
+        """Return a buffer for a prefetch: a free one, or that of a unit needed later than `unit`; else None.
 
-        Several ranks must prefetch alike, whatever the timing, so there it waits for the buffer that the trace chooses.
+        Does not wait on a single rank. Several ranks must prefetch alike regardless of timing, so they wait for the
+        buffer that the trace selects.
         """
         nbytes = unit.layout.nbytes
         lease = self._pool.try_lease(nbytes)
@@ -523,7 +528,10 @@ class UnitStore:
         return None
 
     def _lease_for(self, unit: Unit) -> Lease:
-        """A buffer for a unit that is needed now: waits for updates and for prefetches that came too early."""
+        """Return a buffer for a unit that is needed now. Waits for updates and premature prefetches.
+
+        Raises InfinityError if running modules hold all buffers of its size.
+        """
         nbytes = unit.layout.nbytes
         lease = self._pool.try_lease(nbytes)
         if lease is not None:
@@ -541,9 +549,9 @@ class UnitStore:
         )
 
     def _by_cost(self, victims: list[tuple[float, Unit]]) -> Iterator[Unit]:
-        """Yield first the units that cost nothing to evict, then a wait, then one more buffer.
+        """Yield first the units that are free to evict, then those that cost a wait, then those that cost a buffer.
 
-        Several ranks must choose alike, and when a reference ends is a matter of timing: there the order stays.
+        Several ranks must choose alike, and lifetimes of references depend on timing, so they keep the given order.
         """
         waiting, viewed = [], []
         for _, victim in victims:
@@ -571,17 +579,17 @@ class UnitStore:
 def _edit_lost(unit: Unit) -> LifetimeError:
     return LifetimeError(
         f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
-        "was written anew since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
+        "has been overwritten since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
     )
 
 
 def _busy(unit: Unit) -> bool:
-    """Whether taking the unit's buffer would have to wait."""
+    """Return whether evicting the unit would have to wait for a transfer or an update."""
     if unit.job is not None and not unit.job.done.done():
         return True
     return unit.transfer is not None and not unit.transfer.done()
 
 
 def _is_viewed(unit: Unit) -> bool:
-    """Whether somebody views the parameters. What refers to the buffer of any other unit is its own transfers."""
+    """Return whether a resident unit's parameters have live views. Other units' buffers are used by transfers only."""
     return unit.residency is Residency.RESIDENT and unit.is_viewed()

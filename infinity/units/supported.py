@@ -1,4 +1,4 @@
-"""Refuses models that an engine cannot take: wrappers, scripts, lazy modules, and objects that are no nn.Module."""
+"""Rejects models that an engine cannot train: wrappers, scripts, lazy modules, and objects that are no nn.Module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.errors import ModelError
 
 
 def check_model(model: Any) -> None:
-    """Raise ModelError unless `model` is an `nn.Module` whose parameters an engine can take."""
+    """Raise ModelError unless `model` is an `nn.Module` whose parameters an engine can manage."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ModelError(f"model is the class {model.__name__}: pass an instance of it, {model.__name__}(…)")
     if not isinstance(model, nn.Module):

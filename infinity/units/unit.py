@@ -1,4 +1,4 @@
-"""A unit at run time: its parameters, where they are now, and the moves that are allowed."""
+"""A unit at run time: its parameters, their residency, and the allowed transitions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Residency(Enum):
-    """Where a unit's parameters are."""
+    """Location of a unit's parameters."""
 
     RELEASED = "in its tier only; parameters show a placeholder of the right shape"
     FETCHING = "on the way into a leased device buffer"
@@ -39,13 +39,13 @@ TRANSITIONS: frozenset[tuple[Residency, Residency]] = frozenset(
     {
         (Residency.RELEASED, Residency.FETCHING),
         (Residency.FETCHING, Residency.RESIDENT),
-        # the fetch failed, or was ahead of a step that departed from its trace
+        # the fetch failed, or prefetched for a step that departed from its trace
         (Residency.FETCHING, Residency.RELEASED),
         (Residency.RESIDENT, Residency.RELEASED),
         (Residency.FETCHING, Residency.UPDATING),  # fetched for the next step before this one's update
         (Residency.RESIDENT, Residency.UPDATING),
         (Residency.RELEASED, Residency.UPDATING),  # updated before its first use in the next forward
-        # what the update leaves is the unit, once other ranks' shards are gathered
+        # the update computed this rank's shard; other ranks' shards are gathered
         (Residency.UPDATING, Residency.FETCHING),
         (Residency.UPDATING, Residency.RELEASED),
     }
@@ -56,8 +56,10 @@ _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 @lru_cache(maxsize=4096)
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return one NaN expanded with stride 0 to `shape`: models read shapes and dtypes at run time, and autograd checks
-    them. Operations through PyTorch's Python interface never read its values (`infinity.units.released`).
+    """Return one NaN (0 for integers) expanded with stride 0 to `shape`.
+
+    Models read shapes and dtypes at run time, and autograd checks them. Operations through PyTorch's Python interface
+    never read its values (`infinity.units.released`).
     """
     key = (dtype, device)
     if key not in _placeholders:
@@ -66,7 +68,7 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class Unit:
-    """The parameters of one layout, and the device buffer that holds them while they are resident."""
+    """Parameters of one layout, and the device buffer that holds them while they are resident."""
 
     def __init__(self, layout: UnitLayout, parameters: list[nn.Parameter], device: torch.device) -> None:
         self.layout = layout
@@ -78,27 +80,27 @@ class Unit:
         self.lease: Lease | None = None
         self.transfer: Transfer | None = None
         self.holds = 0
-        """Module forwards under way that need the unit."""
+        """Number of running forwards and other scopes that need the unit resident."""
         self.token = object()
-        """Held by every tensor that autograd saved out of the unit and may still ask for."""
+        """Referenced by each tensor of the unit that autograd saved and may still unpack."""
         self._without_references = sys.getrefcount(self.token)
         self.generation = 0
-        """Updates so far; a saved reference from before an update must not be served after it."""
+        """Number of updates so far. A reference saved before an update is invalid after it."""
         self.steps = [0] * len(parameters)
-        """By slot, how often the parameter was updated: its bias correction follows that, not the model's steps."""
+        """Number of updates of each parameter, by slot. Bias correction uses it, not the model's step count."""
         self.job: UpdateJob | None = None
         self.pending_job: UpdateJob | None = None
-        """An update that is due before the next use and has not been started."""
+        """Update that is due before the next use and has not started."""
         self.updated_early = False
-        """True if the present step has updated the parameters already, before `engine.step()`."""
+        """True if the present step has updated the parameters before `engine.step()`."""
         self.exposed = False
         """True if a graph may hold the parameters themselves instead of references, through the user's saved-tensor
-        hooks. Until the step ends they then stay views of the buffer that they were released from.
+        hooks. They then stay views of the buffer that they were released from until the step ends.
         """
         self.bound = 0
-        """Parameters that view the buffer that the unit is in, or was released from while somebody viewed it."""
+        """Number of parameters that view the unit's buffer, or the buffer that it was released from with live views."""
         self.copied: Transfer = DONE
-        """Done when a save in the background has read the unit's states: nothing may be written to its tiers before."""
+        """Done when a background save has read the unit's states. Writes to its tiers must wait for it."""
         self.collected: set[int] = set()
         """Slots whose `.grad` the engine has taken in the present step."""
         self.assignments = [0] * len(parameters)
@@ -112,21 +114,21 @@ class Unit:
         """Address, shape and strides that `bind` gave each parameter, by slot."""
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
-        """Count one more update of these slots; slot → its number, from 1."""
+        """Count one more update of these slots. Returns slot → number of its updates, from 1."""
         for slot in slots:
             self.steps[slot] += 1
         return {slot: self.steps[slot] for slot in slots}
 
     def trained(self) -> list[bool]:
-        """Return the present requires_grad of each parameter, by slot."""
+        """Return the current requires_grad of each parameter, by slot."""
         with torch._C.DisableTorchFunctionSubclass():
             return [parameter.requires_grad for parameter in self.parameters]
 
     @property
     def references(self) -> int:
-        """Tensors that autograd saved out of the unit and may still ask for.
+        """Number of tensors of the unit that autograd saved and may still unpack.
 
-        Counted by the interpreter and not in `__del__`, where a Ctrl-C would be lost.
+        Uses the interpreter's reference count, since a Ctrl-C during `__del__` would be lost.
         """
         return sys.getrefcount(self.token) - self._without_references
 
@@ -136,18 +138,18 @@ class Unit:
         self.residency = to
 
     def flat(self) -> torch.Tensor:
-        """The unit's flat tensor (numel,) in its leased buffer."""
+        """Return the unit's flat tensor (numel,) in its leased buffer."""
         assert self.lease is not None
         return self.lease.flat(self.layout.dtype, self.layout.numel)
 
     def shard_bytes(self, rank: int) -> torch.Tensor:
-        """This rank's shard of the leased buffer, uint8."""
+        """Return the shard of `rank` in the leased buffer: uint8 (shard_nbytes,)."""
         assert self.lease is not None
         nbytes = self.layout.shard_nbytes
         return self.lease.tensor[rank * nbytes : (rank + 1) * nbytes]
 
     def check_frozen(self) -> None:
-        """Raise UsageError if a parameter requires a gradient that was frozen when the engine was made."""
+        """Raise UsageError if a parameter that was frozen when the engine was made now requires a gradient."""
         if self.layout.trainable:
             return
         for slot, trained in zip(self.layout.slots, self.trained(), strict=True):
@@ -160,7 +162,7 @@ class Unit:
                 )
 
     def bind(self) -> None:
-        """Make the parameters views of the leased buffer, of their own type."""
+        """Make the parameters views of the leased buffer, with their own types."""
         flat = self.flat()
         released.restore(self.parameters)
         for parameter, place in zip(self.parameters, self._places, strict=True):
@@ -182,8 +184,8 @@ class Unit:
     def adopt_assigned(self) -> None:
         """Copy data that a user assigned (`parameter.data = …`) into the buffer, and make the parameter view it again.
 
-        Drops the data and raises LifetimeError if its shape differs, and UsageError if other tensors view the buffer:
-        in a plain loop these would keep the former values.
+        Drops the data and raises LifetimeError if its shape differs, or UsageError if other tensors view the buffer:
+        in a plain loop they would keep the previous values.
         """
         present = self._present_views()
         if present != self._views:
@@ -214,16 +216,16 @@ class Unit:
         if viewed:
             raise UsageError(
                 f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, a "
-                "detached tensor or an array that somebody keeps, which would no longer follow them. The data was "
-                f"dropped. Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
+                "detached tensor or an array, which would no longer follow them. The data was dropped. "
+                f"Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
             )
         self.assignments[number] += 1
         view.copy_(assigned.clone())  # clone: it may view the same memory
 
     def assigned(self, slot: int) -> int:
-        """Return the number of `.data` assignments to the parameter of a resident unit, a pending one included.
+        """Return the number of `.data` assignments to the parameter of a resident unit, including a pending one.
 
-        Several assignments in a row without an adoption count as one.
+        Several assignments without an adoption in between count as one.
         """
         with torch._C.DisableTorchFunctionSubclass():
             pending = local(self.parameters[slot]).data_ptr() != self._views[slot][0]

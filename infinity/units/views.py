@@ -1,8 +1,8 @@
 """Buffers of released units with live views.
 
 In a plain loop a view of a parameter (`self.flat = self.weight.view(-1)`, `p.data` in a list) shows the values that
-the optimizer writes. So the unit keeps the buffer behind the view and is fetched into it again. The pool gets a fresh
-buffer instead.
+the optimizer writes. So the unit keeps the buffer behind the view and is fetched into it again. The pool allocates a
+fresh buffer instead.
 """
 
 from __future__ import annotations

@@ -267,9 +267,9 @@ def test_a_model_that_is_cast_between_steps() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "amsgrad": ({"amsgrad": True}, "does not know amsgrad"),
-    "capturable": ({"capturable": True}, "does not know capturable"),
-    "differentiable": ({"differentiable": True}, "does not know differentiable"),
+    "amsgrad": ({"amsgrad": True}, "does not support amsgrad"),
+    "capturable": ({"capturable": True}, "does not support capturable"),
+    "differentiable": ({"differentiable": True}, "does not support differentiable"),
     "moments": ({"moments": "4bit"}, "moments is '4bit': give one of fp32, bf16, 8bit"),
     "lr": ({"lr": -1.0}, "lr is -1"),
     "betas": ({"betas": (0.9, 1.0)}, "betas are"),

@@ -114,7 +114,7 @@ def test_one_rank_cannot_make_its_engine(
     mine, theirs = outcomes[which], outcomes[1 - which]
     assert mine["type"] == kind and text in mine["text"]
     assert theirs["type"] == "RanksError"
-    assert theirs["text"].startswith(f"rank {which} cannot go on: {kind}: ") and text in theirs["text"]
+    assert theirs["text"].startswith(f"rank {which} failed: {kind}: ") and text in theirs["text"]
     assert os.listdir(tmp_path) == []
 
 

@@ -26,7 +26,7 @@ def test_a_lease_is_given_back_once() -> None:
     lease = made.lease(64)
     lease.release()
     for misuse in (lease.release, lease.quarantine, lambda: lease.tensor, lambda: lease.address):
-        with pytest.raises(LifetimeError, match="after it was given back"):
+        with pytest.raises(LifetimeError, match="after its release"):
             misuse()
     assert free(made) == 2
 
@@ -93,7 +93,7 @@ def test_waiting_for_a_buffer() -> None:
     lease = made.lease(64)
     threading.Thread(target=lambda: (time.sleep(0.05), lease.release())).start()
     assert made.lease(64, timeout=10).nbytes == 64
-    with pytest.raises(InfinityError, match="no buffer of 64 bytes was given back"):
+    with pytest.raises(InfinityError, match="no buffer of 64 bytes was released"):
         made.lease(64, timeout=0.01)
 
 

@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "adapters": (lambda: adapted(Stack()), r"blocks\.0\.up\.lora_A\.default\.weight \(Linear\)"),
     "adapters beside trained": (lambda: adapted(Stack(), freeze=False), r"lora_A\.default\.weight \(Linear\)"),
     "adapters on a rule": (lambda: adapted(Ruled()), r"lora_A\.default\.weight \(Linear\).*Ruled\._init_weights\(\)"),
-    "adapters on initialize_module": (lambda: adapted(gpt2()), r"GPT2\.initialize_module\(\) would initialise it anew"),
+    "adapters on initialize_module": (lambda: adapted(gpt2()), r"GPT2\.initialize_module\(\) would reinitialise it"),
     "adapters that a rule fails for": (
         lambda: adapted(Ruled(strict=True)),
         r"Ruled\._init_weights\(\) fails for blocks\.0\.0\.lora_A\.default \(Linear\).*AttributeError",
