@@ -112,6 +112,26 @@ def traffic(rank: int, *, folder: str, accumulation: int = 1, **options: Any) ->
         return steps
 
 
+def reduced_in_backward(rank: int, *, folder: str, update: str) -> list[int]:
+    """Count, step by step, the units whose gradients were reduced before the first block's backward began."""
+    config = engine_config(folder=folder, micro=SAMPLES, update=update)
+    with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
+        model: Any = engine.module
+        reduced = 0
+
+        def note(*_: Any) -> None:
+            nonlocal reduced
+            reduced = engine.parts.ranks.traffic.reduce_scatters
+
+        model.blocks[0].register_full_backward_pre_hook(note)
+        steps = []
+        for batch in token_batches(4, batch=SAMPLES, seed=rank):
+            before = engine.parts.ranks.traffic.reduce_scatters
+            train(engine, [batch])
+            steps.append(reduced - before)
+        return steps
+
+
 def counted(engine: Engine) -> dict[str, int]:
     seen = engine.parts.ranks.traffic
     return {

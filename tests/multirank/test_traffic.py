@@ -34,6 +34,14 @@ def test_every_fetch_is_one_all_gather(pair: Group, accumulation: int, tmp_path:
         assert step["reduce_scatter_bytes"] == whole["bytes"] * accumulation
 
 
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_gradients_leave_during_backward(pair: Group, update: str, tmp_path: Path) -> None:
+    """A unit's gradient is reduced when backward moves on, from the third step on, which knows the order of units."""
+    one, other = pair.run(cases.reduced_in_backward, folder=str(tmp_path), update=update)
+    assert one == other
+    assert one[2:] == [3, 3]
+
+
 @pytest.mark.parametrize(("param", "optim"), [("nvme", "nvme"), ("cpu", "nvme"), ("none", "cpu")])
 def test_every_rank_holds_its_part_of_every_unit(
     pair: Group, single: Group, param: str, optim: str, tmp_path: Path
