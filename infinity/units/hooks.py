@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import tree_map_only
 
 from infinity.errors import UsageError
 from infinity.units import residents
@@ -201,14 +200,13 @@ class ModelHooks:
                     run = type(module).forward.__get__(module)  # the class was patched or replaced
                 exchange_callback(compiling)
                 try:
-                    output = run(*args, **kwargs)
+                    return run(*args, **kwargs)
                 except RuntimeError as error:
                     if (refused := named_refusal(error)) is not error:
                         raise refused from error
                     raise
                 finally:
                     exchange_callback(None)
-                return _own_outputs(output)
             finally:
                 for unit in held:
                     store.unhold(unit)
@@ -258,20 +256,3 @@ def _refuse_state(module: nn.Module, *_: Any) -> None:
         "Load them before infinity.initialize(), use engine.load_checkpoint(), or call infinity.set_full_fp32_param() "
         "for each."
     )
-
-
-def _own_outputs(output: Any) -> Any:
-    """Return the output with each view of a unit's buffer replaced by a clone."""
-    changed = False
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal changed
-        if residents.behind(tensor) is None:
-            return tensor
-        changed = True
-        return tensor.clone()
-
-    if type(output) is torch.Tensor:
-        return own(output)
-    owned = tree_map_only(torch.Tensor, own, output)
-    return owned if changed else output

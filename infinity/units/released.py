@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,7 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import LifetimeError, UsageError
 from infinity.units.compiled import eager
-from infinity.units.residents import Owner, owner_of
+from infinity.units.residents import Owner, behind, owner_of
+
+if TYPE_CHECKING:
+    from infinity.units.unit import Unit
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -186,12 +189,27 @@ def _check_grad(parameter: Any, *value: Any) -> None:
 
 
 def _check_data(parameter: Any, data: Any) -> None:
-    """Raise LifetimeError if `data`, to be assigned to `parameter.data`, has another shape."""
+    """Raise LifetimeError if `data`, to be assigned to `parameter.data`, has another shape, and UsageError if it is the
+    memory of another unit's parameters.
+    """
     owner = owner_of(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         shape, given = parameter.shape, getattr(data, "shape", None)
     if owner is not None and given is not None and given != shape:
         raise wrong_shape(owner.unit.layout.slots[owner.slot].name, given, shape)
+    if owner is not None and isinstance(data, torch.Tensor):
+        refuse_shared(owner.unit, owner.slot, data)
+
+
+def refuse_shared(unit: Unit, slot: int, data: torch.Tensor) -> None:
+    """Raise UsageError if `data`, assigned to `.data` of a parameter of `unit`, is the memory of another unit."""
+    found = behind(data)
+    if found is not None and found[0] is not unit:
+        raise UsageError(
+            f"{unit.layout.slots[slot].name}.data was assigned memory of unit {found[0].name}. In a plain loop both "
+            "parameters would share it from then on, which an engine cannot follow: the data was dropped. Assign a "
+            "copy (.clone()); or use one Parameter in both places before infinity.initialize()."
+        )
 
 
 def wrong_shape(name: str, given: torch.Size, shape: torch.Size) -> LifetimeError:

@@ -213,6 +213,7 @@ class Unit:
         set_local(parameter, view)
         if assigned.shape != view.shape:
             raise released.wrong_shape(slot.name, assigned.shape, view.shape)
+        released.refuse_shared(self, number, assigned)
         if viewed:
             raise UsageError(
                 f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, a "

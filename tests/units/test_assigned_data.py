@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,3 +117,53 @@ def test_data_is_refused_while_something_views_the_parameter(make_engine: OpenEn
         engine.settle()
     assert torch.equal(weight.detach(), before) and torch.equal(view, before)
     train(engine, BATCHES[2:])
+
+
+class Tying(Linears):
+    """Linears that assign to the weight of one layer what the function gives of another's, in their third forward."""
+
+    def __init__(self, given: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        super().__init__()
+        self._given = given
+        self._forwards = 0
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self._forwards += 1
+        if self._given is not None and self._forwards == 3:
+            self.layers[3].weight.data = self._given(self.layers[1].weight)
+        return super().forward(x, targets)
+
+
+@pytest.mark.filterwarnings("ignore:something still refers")
+@pytest.mark.parametrize("placement", ["none", "nvme"])
+@pytest.mark.parametrize("inside", [False, True], ids=["in the loop", "in forward"])
+def test_memory_of_another_parameter_is_refused(placement: str, inside: bool, make_engine: OpenEngine) -> None:
+    options = {"param": placement, "optim": placement, "prefetch_bytes": 0, "unit_size": 4096}
+    engine = make_engine(seeded(lambda: Tying((lambda w: w.data) if inside else None)), **options)
+    layers = engine.module.layers
+    train(engine, BATCHES[:2])
+    before = layers[3].weight.detach().clone()
+    with pytest.raises(UsageError, match=r"layers\.3\.weight\.data was assigned memory of unit layers\.1\."):
+        if inside:
+            engine(*BATCHES[2])
+        else:
+            layers[3].weight.data = layers[1].weight.data
+    assert torch.equal(layers[3].weight, before)
+    train(engine, BATCHES[3:])
+
+
+@pytest.mark.parametrize("place", [MEMORY, NVME], ids=["memory", "nvme"])
+def test_a_copy_of_another_parameter_is_adopted(place: dict[str, Any]) -> None:
+    def story(loop: Any) -> list[float]:
+        seen = []
+        for batch in BATCHES:
+            loss = loop.model(*batch)
+            loop.backward(loss)
+            loop.step()
+            for layer, other in zip(loop.model.layers, loop.model.layers[1:], strict=False):
+                layer.weight.data = other.weight.data * 0.9
+                other.weight.data = other.weight.data.contiguous()  # the same memory
+            seen.append(loss.item())
+        return seen
+
+    assert_same_story(lambda: Tying(lambda w: w.data.clone()), story, place=place)

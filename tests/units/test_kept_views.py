@@ -141,3 +141,72 @@ def test_a_parameter_without_a_gradient_counts_no_edit(place: dict[str, Any]) ->
     unit is not.
     """
     assert_same_story(Recomputed, training(BATCHES), place=place, units=4, leaks=True)
+
+
+class Returning(nn.Module):
+    """x → the same, or what the function gives of its weight."""
+
+    def __init__(self, returned: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 8)
+        self._returned = returned
+
+    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        return self._returned(self.weight) if x is None else x + torch.tanh(x @ self.weight)
+
+
+class Codebooks(nn.Module):
+    """Uses what its layers return, and with `decay` edits it."""
+
+    def __init__(self, returned: Callable[[torch.Tensor], torch.Tensor], decay: float = 1.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Returning(returned) for _ in range(6))
+        self.decay = decay
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers if self.decay != 1 else []:
+            with torch.no_grad():
+                layer().mul_(self.decay)
+        for layer, later in zip(self.layers, [*self.layers[2:], *self.layers[:2]], strict=True):
+            x = layer(x) + later().square().mean()
+        return F.mse_loss(x, targets)
+
+
+RETURNED = pytest.mark.parametrize(
+    "returned",
+    [lambda w: w, lambda w: w.data, lambda w: w.view(-1)[7:300], lambda w: w.t()],
+    ids=["the parameter", "its data", "elements", "transposed"],
+)
+
+
+@LATE_TOO
+@RETURNED
+def test_a_loop_edits_what_a_module_returns(returned: Callable[..., torch.Tensor], place: dict[str, Any]) -> None:
+    def story(loop: Any) -> list[float]:
+        kept, seen = loop.model.layers[0](), []
+        for batch in BATCHES:
+            loss = loop.model(*batch)
+            loop.backward(loss)
+            loop.step()
+            with torch.no_grad():
+                for layer in loop.model.layers[1:4]:
+                    layer().mul_(0.5)
+                kept.add_(0.01)
+            seen += [loss.item(), kept.sum().item()]
+        return seen
+
+    assert_same_story(lambda: Codebooks(returned), story, place=place, units=6, leaks=True)
+
+
+@LATE_TOO
+@RETURNED
+def test_a_forward_edits_what_a_module_returns(returned: Callable[..., torch.Tensor], place: dict[str, Any]) -> None:
+    assert_same_story(lambda: Codebooks(returned, 0.9), training(BATCHES), place=place, units=6, leaks=True)
+
+
+def test_a_module_returns_the_parameter_itself() -> None:
+    def story(loop: Any) -> list[bool]:
+        first = loop.model.layers[0]
+        return [first() is first.weight, first().is_leaf]
+
+    assert_same_story(lambda: Codebooks(lambda w: w), story, place={"unit_size": 4096, "prefetch_bytes": 0}, units=6)
