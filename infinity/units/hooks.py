@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils._pytree import tree_map_only
 
 from infinity.errors import UsageError
 from infinity.units import residents
@@ -200,13 +201,14 @@ class ModelHooks:
                     run = type(module).forward.__get__(module)  # the class was patched or replaced
                 exchange_callback(compiling)
                 try:
-                    return run(*args, **kwargs)
+                    output = run(*args, **kwargs)
                 except RuntimeError as error:
                     if (refused := named_refusal(error)) is not error:
                         raise refused from error
                     raise
                 finally:
                     exchange_callback(None)
+                return _own_outputs(output)
             finally:
                 for unit in held:
                     store.unhold(unit)
@@ -256,3 +258,25 @@ def _refuse_state(module: nn.Module, *_: Any) -> None:
         "Load them before infinity.initialize(), use engine.load_checkpoint(), or call infinity.set_full_fp32_param() "
         "for each."
     )
+
+
+def _own_outputs(output: Any) -> Any:
+    """Return the output with views of a unit's buffer cloned. Parameters and their whole data (`.data`) stay what they
+    are, since callers edit them.
+    """
+    changed = False
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal changed
+        found = residents.behind(tensor)
+        if found is None or residents.owner_of(tensor) is not None:
+            return tensor
+        if tensor.grad_fn is None and found[0].is_whole(tensor):
+            return tensor
+        changed = True
+        return tensor.clone()
+
+    if type(output) is torch.Tensor:
+        return own(output)
+    owned = tree_map_only(torch.Tensor, own, output)
+    return owned if changed else output

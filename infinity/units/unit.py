@@ -236,6 +236,11 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             return [(p.data_ptr(), p.shape, p.stride()) for p in map(local, self.parameters)]
 
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` shows a whole parameter of the resident unit, as `.data` and `.detach()` do."""
+        values = local(tensor)
+        return (values.data_ptr(), values.shape, values.stride()) in self._views
+
     def is_viewed(self) -> bool:
         """Return True if anything other than the unit's parameters refers to its buffer."""
         assert self.lease is not None
