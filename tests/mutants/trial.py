@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +45,7 @@ def run(
     root: the folder that pytest starts in. timeout: seconds for all of them together; each test has the suite's own
     limit besides.
     """
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder, _unmounting(folder):
         mutant = Path(folder, f"{module}.py")
         mutant.write_text(source)
         found = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -63,6 +63,17 @@ def run(
         served = Path(f"{mutant}.served").exists()
     outcome, test = _judge(code, output, served)
     return Result(outcome, test, time.monotonic() - began)
+
+
+@contextmanager
+def _unmounting(folder: str) -> Iterator[None]:
+    """Unmount at the end what tests that were killed have left mounted below `folder`."""
+    try:
+        yield
+    finally:
+        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for place in sorted((each for each in mounts if each.startswith(f"{folder}/")), reverse=True):
+            subprocess.run(["umount", "--lazy", place], check=False)
 
 
 def _run(command: Sequence[str], root: Path, environment: dict[str, str], timeout: float) -> tuple[int | None, str]:
