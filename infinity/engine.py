@@ -154,6 +154,7 @@ class Engine(Runner):
             raise UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
         if self.micro_steps < self.batch.accumulation:
             return
+        self._hooks.check_replaced()
         skipped = self.skipped_steps
         with self._failing():
             over = self.parts.saver.over(self.ranks)
@@ -411,9 +412,11 @@ class Engine(Runner):
     def settle(self) -> None:
         """Execute pending updates and wait until every state is in its tier.
 
-        Raises UsageError between backward and step if backward has already updated units.
+        Raises UsageError between backward and step if backward has already updated units, and if modules of the model
+        hold other tensors in place of their parameters.
         """
         self._check_open()
+        self._hooks.check_replaced()
         self._conclude_backward()
         self._check_readable("the parameters were read")
         self._settle()

@@ -10,7 +10,24 @@ A message says what is wrong and what to do about it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Sequence
+from types import FrameType
+
+
+def user_level() -> int:
+    """Return the `stacklevel` with which `warnings.warn`, called by the caller, shows the user's line: the first one
+    outside of this package and torch.
+    """
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in ("infinity", "torch")]
+    libraries = (contextlib.__file__, *(os.path.dirname(file) + os.sep for file in files if file))
+    level, frame = 1, sys._getframe(1)
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(libraries):
+        level, outer = level + 1, outer.f_back
+    return 1 if outer is None else level
 
 
 class InfinityError(RuntimeError):

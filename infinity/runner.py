@@ -132,8 +132,12 @@ class Runner(ABC):
     # -- values ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Execute pending updates and wait until every state is in its tier."""
+        """Execute pending updates and wait until every state is in its tier.
+
+        Raises UsageError if modules of the model hold other tensors in place of their parameters.
+        """
         self._check_open()
+        self._hooks.check_replaced()
         with self._failing():
             self.parts.store.settle()
             self.parts.store.release_all()

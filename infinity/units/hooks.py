@@ -167,6 +167,22 @@ class ModelHooks:
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("__prepare_scriptable__", None)
 
+    def check_replaced(self) -> None:
+        """Raise UsageError if modules hold tensors in place of parameters, outside of a call that replaces them.
+
+        torch.func.functional_call leaves its tensors in a module that the model has under two names.
+        """
+        for module in self._wrapped if self._replaced else ():
+            for name, parameter in module._parameters.items():
+                managed = module._parameters._managed.get(name)  # type: ignore[attr-defined]
+                if managed is not None and parameter is not managed:
+                    raise UsageError(
+                        f"{name} of a {type(module).__name__} is another tensor than the parameter that the engine "
+                        "trains. torch.func.functional_call leaves its tensors behind in a module that the model has "
+                        "under two names: pass it tie_weights=False. To go on, set the module's _parameters"
+                        f"[{name!r}] to the parameter of optimizer.param_groups again."
+                    )
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def _wrap_forward(self, module: nn.Module, units: list[Unit]) -> None:

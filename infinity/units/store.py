@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 
 from infinity.comm.collectives import Ranks
-from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError
+from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError, user_level
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.optim.job import UpdateJob
 from infinity.optim.update import UpdatePipeline
@@ -502,7 +502,7 @@ class UnitStore:
                 f"something still refers to the parameters of unit {unit.name} after it was released, such as a view. "
                 "The view shows their current values, at the cost of one more buffer. To avoid it, keep the parameter "
                 "itself or `parameter.clone()`.",
-                stacklevel=2,
+                stacklevel=user_level(),
             )
 
     # -- buffers -----------------------------------------------------------------------------------------------------

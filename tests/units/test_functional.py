@@ -19,6 +19,7 @@ from infinity.errors import UsageError
 from support.beside import NVME, PLACES, EngineLoop, PlainLoop, assert_like, assert_same_story, training
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
+from support.loops import train
 from support.models import seeded, vector_batches
 
 BATCHES = vector_batches(5, width=8)
@@ -257,3 +258,32 @@ def test_nothing_is_left_behind(make_engine: OpenEngine) -> None:
     for use in OWN.values():
         use(engine.module)
     assert_nothing_leaked(engine)
+
+
+class Twice(Small):
+    """One of its layers is under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = nn.Sequential(self.layers[0])
+
+
+def test_a_call_that_leaves_its_tensors_behind(make_engine: OpenEngine) -> None:
+    """PyTorch restores a module that has two names wrongly: states are not read or written, and no step is made."""
+    engine = make_engine(seeded(Twice), **NVME)
+    model: Any = engine.module
+    train(engine, BATCHES[:2])
+    kept = dict(model.layers[0]._parameters.items())
+    values = own(model)
+    functional_call(model, values, BATCHES[0], tie_weights=False)
+    train(engine, BATCHES[2:3])
+    functional_call(model, values, BATCHES[0])
+    assert model.layers[0].weight is values["layers.0.weight"], "torch restores it now: remove the check"
+    engine.backward(engine(*BATCHES[3]))
+    for use in (engine.step, engine.state_dict):
+        with pytest.raises(UsageError, match=r"(weight|bias) of a Linear is another tensor.*tie_weights=False"):
+            use()
+    for name, parameter in kept.items():
+        model.layers[0]._parameters[name] = parameter
+    engine.step()
+    assert {"layers.0.weight", "box.0.weight"} <= engine.state_dict().keys()

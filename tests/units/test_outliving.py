@@ -337,8 +337,9 @@ def test_hooks_of_one_step_cost_the_next_nothing(make_engine: OpenEngine) -> Non
     train(engine, BATCHES[:2])
     assert all(updated_early(BATCHES[2]))
     hooks = save_on_cpu
-    with pytest.warns(UserWarning, match="something still refers"):
+    with pytest.warns(UserWarning, match="something still refers") as caught:
         assert not any(updated_early(BATCHES[3]))
+    assert {each.filename for each in caught} == {__file__}, "a warning shows the user's line"
     hooks = nullcontext
     train(engine, BATCHES[:1])  # the hooks changed the trace
     assert all(updated_early(BATCHES[4]))
