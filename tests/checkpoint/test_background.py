@@ -481,7 +481,7 @@ def test_control_c_while_closing_stops_it(tmp_path: Path, monkeypatch: pytest.Mo
     engine = engine_of()
     train(engine, BATCHES[:2])
     engine.save_checkpoint(tmp_path, "a")
-    stop = Saving.stop
+    stop, close = Saving.stop, Saver._close
 
     def interrupted(saver: Saver) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -489,12 +489,17 @@ def test_control_c_while_closing_stops_it(tmp_path: Path, monkeypatch: pytest.Mo
 
     def free_once_stopped(saving: Saving) -> None:
         stop(saving)
-        pace.free()
+        threading.Timer(0.2, pace.free).start()
+
+    def closed_after_the_thread(saver: Saver, then: Callable[[], None]) -> None:
+        assert saver._thread is not None and not saver._thread.is_alive(), "the thread still reads what is closed"
+        close(saver, then)
 
     engine.save_checkpoint(tmp_path, "b", background=True)
     assert pace.held.wait(20)
     monkeypatch.setattr(Saver, "join", interrupted)
     monkeypatch.setattr(Saving, "stop", free_once_stopped)
+    monkeypatch.setattr(Saver, "_close", closed_after_the_thread)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     assert {thread.name for thread in threading.enumerate() if thread not in threads} == set()
