@@ -8,11 +8,17 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from infinity.comm.collectives import Ranks
 from infinity.comm.pairs import Pairs
+from infinity.tiers.device import CpuDevice
+from infinity.units.layout import layout_unit
 from multirank.cases import SAMPLES
 from support.configs import engine_config
+from support.late_disk import LateTransfer
 from support.loops import open_engine
 from support.models import Stack, seeded
+
+NUMEL = 4096
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -74,3 +80,27 @@ def accounted(rank: int, *, folder: str) -> tuple[int, int]:
     config = engine_config("none", "none", folder=folder, micro=SAMPLES)
     with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
         return engine.ledger.tier_bytes()["host"], engine.ranks.nbytes
+
+
+def late(rank: int, *, size: int, what: str, sharded: bool) -> torch.Tensor:
+    """Run a collective of `Ranks` on memory that is valid only after a wait for the transfer that it is given."""
+    ranks = Ranks(CpuDevice(), sharded=sharded)
+    try:
+        layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, ranks.shards)
+        ranks.know([layout])
+        flat = torch.full((layout.numel,), torch.nan)
+        part = ranks.shard(flat) if what == "gather" else flat
+        values = torch.arange(float(layout.numel))
+        arriving = ranks.shard(values) if what == "gather" else values
+
+        def arrive() -> None:
+            part.copy_(arriving)
+
+        after = LateTransfer(arrive)
+        if what == "gather":
+            ranks.all_gather(flat, after, 0).wait()
+            return flat
+        ranks.reduce(flat, after, layout, {0}).wait()
+        return ranks.shard(flat).clone()
+    finally:
+        ranks.close()
