@@ -63,17 +63,6 @@ def test_gathers_every_part(group: Group, length: int) -> None:
         assert torch.equal(flat, torch.arange(length, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("what, sharded", [("gather", True), ("reduce", True), ("reduce", False)])
-def test_a_collective_waits_for_its_memory(group: Group, what: str, sharded: bool) -> None:
-    """What is exchanged is what the transfer before it brings, however late."""
-    found = group.run(pair_cases.late, size=group.size, what=what, sharded=sharded)
-    whole = torch.arange(float(found[0].numel() * (group.size if what == "reduce" and sharded else 1)))
-    for rank, flat in enumerate(found):
-        total = whole * (group.size if what == "reduce" else 1)
-        own = total.chunk(group.size)[rank] if what == "reduce" and sharded else total
-        assert torch.equal(flat, own)
-
-
 def test_tells_what_every_rank_says(group: Group) -> None:
     expected = [[[rank, 2**62 + turn, -turn] for rank in range(group.size)] for turn in range(3)]
     for said in group.run(pair_cases.told, size=group.size):

@@ -1,0 +1,20 @@
+"""Collectives of `Ranks` start when the memory that they exchange is valid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multirank import pair_cases
+from support.ranks import Group
+
+
+@pytest.mark.parametrize("what, sharded", [("gather", True), ("reduce", True), ("reduce", False)])
+def test_a_collective_waits_for_its_memory(pair: Group, what: str, sharded: bool) -> None:
+    """What is exchanged is what the transfer before it brings, however late."""
+    found = pair.run(pair_cases.late, size=pair.size, what=what, sharded=sharded)
+    whole = torch.arange(float(found[0].numel() * (pair.size if what == "reduce" and sharded else 1)))
+    for rank, flat in enumerate(found):
+        total = whole * (pair.size if what == "reduce" else 1)
+        own = total.chunk(pair.size)[rank] if what == "reduce" and sharded else total
+        assert torch.equal(flat, own)
