@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from infinity.comm.collectives import Ranks
 from infinity.comm.pairs import Pairs
-from infinity.tiers.device import CpuDevice
 from infinity.units.layout import layout_unit
 from multirank.cases import SAMPLES
 from support.configs import engine_config
+from support.late_device import LateDevice
 from support.late_disk import LateTransfer
 from support.loops import open_engine
 from support.models import Stack, seeded
@@ -82,9 +82,12 @@ def accounted(rank: int, *, folder: str) -> tuple[int, int]:
         return engine.ledger.tier_bytes()["host"], engine.ranks.nbytes
 
 
-def late(rank: int, *, size: int, what: str, sharded: bool) -> torch.Tensor:
-    """Run a collective of `Ranks` on memory that is valid only after a wait for the transfer that it is given."""
-    ranks = Ranks(CpuDevice(), sharded=sharded)
+def late(rank: int, *, size: int, what: str, sharded: bool) -> tuple[torch.Tensor, bool]:
+    """Run a collective of `Ranks` on memory that is valid only after a wait for the transfer that it is given. Returns
+    the result, and whether every point of the device's compute was waited for.
+    """
+    device = LateDevice()
+    ranks = Ranks(device, sharded=sharded)
     try:
         layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, ranks.shards)
         ranks.know([layout])
@@ -99,8 +102,8 @@ def late(rank: int, *, size: int, what: str, sharded: bool) -> torch.Tensor:
         after = LateTransfer(arrive)
         if what == "gather":
             ranks.all_gather(flat, after, 0).wait()
-            return flat
+            return flat, all(point.waited for point in device.reached)
         ranks.reduce(flat, after, layout, {0}).wait()
-        return ranks.shard(flat).clone()
+        return ranks.shard(flat).clone(), all(point.waited for point in device.reached)
     finally:
         ranks.close()
