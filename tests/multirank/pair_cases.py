@@ -82,7 +82,7 @@ def accounted(rank: int, *, folder: str) -> tuple[int, int]:
         return engine.ledger.tier_bytes()["host"], engine.ranks.nbytes
 
 
-def late(rank: int, *, size: int, what: str, sharded: bool) -> tuple[torch.Tensor, bool]:
+def late(rank: int, *, what: str, sharded: bool) -> tuple[torch.Tensor, bool]:
     """Run a collective of `Ranks` on memory that is valid only after a wait for the transfer that it is given. Returns
     the result, and whether every point of the device's compute was waited for.
     """

@@ -12,7 +12,7 @@ from support.ranks import Group
 @pytest.mark.parametrize("what, sharded", [("gather", True), ("reduce", True), ("reduce", False)])
 def test_a_collective_waits_for_its_memory(pair: Group, what: str, sharded: bool) -> None:
     """What is exchanged is what the transfer before it brings, however late, and what compute has left there."""
-    found, waited = zip(*pair.run(pair_cases.late, size=pair.size, what=what, sharded=sharded), strict=True)
+    found, waited = zip(*pair.run(pair_cases.late, what=what, sharded=sharded), strict=True)
     assert all(waited)
     whole = torch.arange(float(found[0].numel() * (pair.size if what == "reduce" and sharded else 1)))
     for rank, flat in enumerate(found):
