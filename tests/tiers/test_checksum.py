@@ -185,7 +185,7 @@ def test_a_flipped_bit(
         flip(engine, extent, where(extent))
         error = mismatch(engine, expected, 2)
         assert f"checksum mismatch in the {said} of unit {unit.name}, in {tmp_path}" in str(error)
-        assert "bytes at offset" in str(error) and "run from the last checkpoint" in str(error)
+        assert "bytes at offset" in str(error) and "resume from the last checkpoint" in str(error)
         assert error.errno == errno.EBADMSG and "states of rank 0" in str(error.filename)
         assert isinstance(error, StorageError) and isinstance(error, OSError)
         with pytest.raises(UsageError, match=r"the engine stopped \(checksum mismatch.*load the last checkpoint"):
