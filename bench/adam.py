@@ -3,8 +3,9 @@
     python bench/adam.py                              # 1e6, 1e7, 1e8 parameters: 9 GB of memory, about 5 minutes
     python bench/adam.py --sizes 1e6 --repeats 3      # a trial; --name keeps it apart
 
-The bare pass (`infinity._adam.bare`) goes over as many streams of the same sizes, with one addition for each word: the
-time that memory sets. "today" is what an engine without such kernels does with bf16 gradients and parameters: convert
+The bare pass (`infinity.native._adam.bare`) goes over as many streams of the same sizes, with one addition for each
+word: the time that memory sets.
+"today" is what an engine without such kernels does with bf16 gradients and parameters: convert
 the gradient to fp32, torch's fused AdamW in fp32, cast the parameter to bf16, three passes of 40 bytes. All of a case
 take turns, round by round, in an order that rotates, each in arrays of its own in huge pages; a turn is several calls
 where n is small, so that each finds its arrays as it left them. Times are medians, ratios are medians of the ratios
@@ -30,8 +31,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from infinity import _adam
-from infinity.optim.moments import BLOCK, MOMENTS
+from infinity.native import _adam
+from infinity.plan.formats import BLOCK
+from infinity.rules import MOMENTS
 from infinity.tiers.memory import host_tensor
 
 RESULTS = Path(__file__).parent / "results"

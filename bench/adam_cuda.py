@@ -21,8 +21,8 @@ import torch
 
 from adam import CASES, DTYPES, HYPER, TORCH_BYTES, Case
 from infinity.optim import cuda_adam
-from infinity.optim.cpu_adam import Hyper
 from infinity.optim.moments import zero_moments
+from infinity.rules import Hyper
 
 CALLS = 10
 COPY = "copy"

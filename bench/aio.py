@@ -76,7 +76,7 @@ def run_fio(
 
 def run_ours(spec: dict[str, Any]) -> dict[str, float]:
     """In this process: requests over the whole file, around and around, the queue always full."""
-    from infinity import _aio
+    from infinity.native import _aio
     from infinity.tiers.io import open_engine
     from infinity.tiers.memory import host_tensor
 

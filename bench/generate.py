@@ -138,7 +138,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def run_disk(args: argparse.Namespace) -> dict[str, Any]:
-    from infinity.tiers.measure import Bench, Workload
+    from infinity.cli.drive.measure import Bench, Workload
 
     read = Workload("read")
     with Bench([args.nvme_path], 2 << 30, [read]) as bench:

@@ -219,7 +219,7 @@ def profile(what: Measurement, nvme_path: str) -> None:
 @contextmanager
 def checked_out(commit: str) -> Iterator[Path]:
     """A folder with the commit's sources and this installation's compiled modules."""
-    from infinity import _adam, _aio
+    from infinity.native import _adam, _aio
 
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", str(REPOSITORY), "worktree"]

@@ -24,14 +24,14 @@ from rich.console import Console
 
 import infinity
 from infinity.config import Config
-from infinity.data import VOCAB_SIZE, Corpus, load_corpus
 from infinity.errors import ConfigError, InfinityError, StorageError
-from infinity.nn.gpt2 import GPT2, GPT2Config
-from infinity.nn.pretrain import Pretraining
-from infinity.observe.meter import MetricsFile, StepRecord
-from infinity.observe.plots import plot_loss
-from infinity.observe.progress import Progress
-from infinity.observe.report import closing_table
+from infinity.gpt2.data import VOCAB_SIZE, Corpus, load_corpus
+from infinity.gpt2.meter import MetricsFile, StepRecord
+from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.gpt2.plots import plot_loss
+from infinity.gpt2.pretraining import Pretraining
+from infinity.gpt2.progress import Progress
+from infinity.gpt2.report import closing_table
 from infinity.observe.units import show_count, show_seconds
 
 BATCH_SIZE = 8

@@ -38,12 +38,12 @@ from torch import Tensor
 
 import infinity
 from infinity.config import Config
-from infinity.data import VOCAB_SIZE, TokenDataset, load_corpus
-from infinity.nn.gpt2 import GPT2, GPT2Config
-from infinity.observe.plots import GRID, INK, MUTED, running_mean
-from infinity.optim.formats import MasterFormat, state_format
-from infinity.optim.lr import make_scheduler
-from infinity.optim.moments import MomentFormat
+from infinity.engine.lr import make_scheduler
+from infinity.gpt2.data import VOCAB_SIZE, TokenDataset, load_corpus
+from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.gpt2.plots import GRID, INK, MUTED, running_mean
+from infinity.plan.formats import MasterFormat, state_format
+from infinity.rules import MomentFormat
 
 RESULTS = Path(__file__).parent / "results"
 MEASUREMENTS = 10

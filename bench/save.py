@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, save: str, clip: float) -> dict[str, Any]:
     import torch
 
     import infinity
-    from infinity.nn.gpt2 import GPT2, GPT2Config
+    from infinity.gpt2.model import GPT2, GPT2Config
 
     with torch.device("meta"):
         model = GPT2(

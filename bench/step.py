@@ -56,7 +56,7 @@ def arguments() -> argparse.Namespace:
 def model_and_batches(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     import torch
 
-    from infinity.nn.gpt2 import GPT2, GPT2Config
+    from infinity.gpt2.model import GPT2, GPT2Config
 
     config = GPT2Config(
         vocab_size=args.vocab,

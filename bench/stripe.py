@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from infinity.cli.drive.measure import OPS, Bench, Workload
 from infinity.tiers.io import AUTO
-from infinity.tiers.measure import OPS, Bench, Workload
 
 RESULTS = Path(__file__).parent / "results"
 MB = 1 << 20

@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
 
 
 def shape(args: argparse.Namespace) -> Any:
-    from infinity.nn.gpt2 import GPT2Config
+    from infinity.gpt2.model import GPT2Config
 
     return GPT2Config(
         vocab_size=args.vocab,
@@ -112,7 +112,7 @@ def shape(args: argparse.Namespace) -> Any:
 def make_model(args: argparse.Namespace) -> Any:
     import torch
 
-    from infinity.nn.gpt2 import GPT2
+    from infinity.gpt2.model import GPT2
 
     torch.manual_seed(0)
     return GPT2(shape(args))

@@ -11,7 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.access import (
+    from infinity.checkpoint.pretrained import load_pretrained
+    from infinity.config import Config
+    from infinity.construction.init_context import Init
+    from infinity.engine.gather import (
         GatheredParameters,
         get_full_fp32_param,
         get_full_grad,
@@ -20,13 +23,10 @@ if TYPE_CHECKING:
         set_full_grad,
         set_full_optimizer_state,
     )
-    from infinity.checkpoint.pretrained import load_pretrained
-    from infinity.config import Config
-    from infinity.construct import Init
-    from infinity.engine import Engine
-    from infinity.entry import init_inference, initialize
+    from infinity.engine.inference import InferenceEngine
+    from infinity.engine.initialize import init_inference, initialize
+    from infinity.engine.training import Engine
     from infinity.errors import InfinityError
-    from infinity.inference import InferenceEngine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,20 +49,20 @@ __all__ = [
 
 _HOMES = {
     "Config": "infinity.config",
-    "Engine": "infinity.engine",
-    "GatheredParameters": "infinity.access",
-    "InferenceEngine": "infinity.inference",
+    "Engine": "infinity.engine.training",
+    "GatheredParameters": "infinity.engine.gather",
+    "InferenceEngine": "infinity.engine.inference",
     "InfinityError": "infinity.errors",
-    "Init": "infinity.construct",
-    "get_full_fp32_param": "infinity.access",
-    "get_full_grad": "infinity.access",
-    "get_full_optimizer_state": "infinity.access",
-    "init_inference": "infinity.entry",
-    "initialize": "infinity.entry",
+    "Init": "infinity.construction.init_context",
+    "get_full_fp32_param": "infinity.engine.gather",
+    "get_full_grad": "infinity.engine.gather",
+    "get_full_optimizer_state": "infinity.engine.gather",
+    "init_inference": "infinity.engine.initialize",
+    "initialize": "infinity.engine.initialize",
     "load_pretrained": "infinity.checkpoint.pretrained",
-    "set_full_fp32_param": "infinity.access",
-    "set_full_grad": "infinity.access",
-    "set_full_optimizer_state": "infinity.access",
+    "set_full_fp32_param": "infinity.engine.gather",
+    "set_full_grad": "infinity.engine.gather",
+    "set_full_optimizer_state": "infinity.engine.gather",
 }
 
 

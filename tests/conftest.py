@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.tiers.device import Device
 from support.configs import engine_config
 from support.late_device import LateDevice

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import _aio
 from infinity.errors import (
     CheckpointError,
     ConfigError,
@@ -35,6 +34,7 @@ from infinity.errors import (
     StorageError,
     UsageError,
 )
+from infinity.native import _aio
 from infinity.tiers.device import CpuDevice
 from support.loops import train
 from support.models import Stack, seeded, token_batches
@@ -466,7 +466,7 @@ LOOP = """
 import itertools, math, sys
 import torch
 import infinity
-from infinity import _aio
+from infinity.native import _aio
 from infinity.errors import UsageError
 from infinity.tiers.device import CpuDevice
 from support.models import Stack, seeded, token_batches

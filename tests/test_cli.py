@@ -38,7 +38,7 @@ def test_report_is_lines() -> None:
         assert word in result.output
 
 
-@pytest.mark.parametrize(("part", "section"), [("infinity._adam", "adam"), ("infinity._aio", "aio")])
+@pytest.mark.parametrize(("part", "section"), [("infinity.native._adam", "adam"), ("infinity.native._aio", "aio")])
 def test_report_shows_the_loaders_own_error(monkeypatch: pytest.MonkeyPatch, part: str, section: str) -> None:
     load = importlib.import_module
 

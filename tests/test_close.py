@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import infinity
+from infinity.engine import restore
 from infinity.errors import ModelError, OutOfMemoryError, UsageError
-from infinity.units import restore
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import open_engine, parameters_of, train

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.config import Batch, Config, WarmupCosineLR, WarmupDecayLR
-from infinity.config.foreign import FOREIGN, VALUES
 from infinity.config.keys import models_in, walk
 from infinity.config.reference import reference
+from infinity.config.rejected_keys import FOREIGN, VALUES
 from infinity.errors import ConfigError, InfinityError
 
 ROOT = Path(__file__).parent.parent

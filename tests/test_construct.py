@@ -24,10 +24,10 @@ from torch.nn.modules import module as torch_module
 
 import infinity
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.construction.spill import NotedParameters, Spill
+from infinity.engine.training import Engine
 from infinity.errors import ConfigError, ModelError, OutOfSpaceError, StorageError
 from infinity.tiers.device import CpuDevice
-from infinity.units.spill import NotedParameters, Spill
 from support.configs import PLACEMENTS, engine_config
 from support.loops import train
 from support.mapped import in_file, kept

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
+from infinity.engine.inference import InferenceEngine
 from infinity.errors import CheckpointError, ConfigError, ModelError, UsageError
-from infinity.inference import InferenceEngine
 from infinity.optim.cpu_adam import split_master
+from infinity.plan.placement import State
 from infinity.tiers.device import CpuDevice, Device
-from infinity.tiers.placement import State
 from support.configs import DEVICES, engine_config
 from support.late_device import LateDevice
 from support.lifetime import Residents, assert_nothing_leaked, pool_buffers

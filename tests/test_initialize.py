@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 import infinity
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import ConfigError, ModelError
-from infinity.nn.gpt2 import GPT2, GPT2Config
+from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
 from infinity.units.released import is_released
 from support.configs import PLACEMENTS, engine_config

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.config import FP16
+from infinity.engine.loss_scale import LossScale
 from infinity.errors import NonFiniteError
-from infinity.optim.loss_scale import LossScale
 
 
 def scales(steps: str, **options: Any) -> list[float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.config import Config, Scheduler
-from infinity.optim.lr import factor, make_scheduler
+from infinity.engine.lr import factor, make_scheduler
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infinity.config import Config
-from infinity.policy import policy
+from infinity.plan.policy import policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

@@ -1,4 +1,4 @@
-// infinity._aio: what Python sees. Documented in infinity/_aio.pyi.
+// infinity.native._aio: what Python sees. Documented in infinity/native/_aio.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

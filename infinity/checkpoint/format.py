@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from infinity.errors import CheckpointError
-from infinity.optim.formats import StateKind, moment_kinds
-from infinity.optim.moments import MomentFormat, Rule
+from infinity.plan.formats import StateKind, moment_kinds
+from infinity.plan.layout import Slot
+from infinity.rules import MomentFormat, Rule
 from infinity.units.compiled import own_name
-from infinity.units.layout import Slot
 
 FORMAT = "infinity-checkpoint"
 VERSION = 4
@@ -59,7 +59,7 @@ class Index:
     file_crc32: dict[str, int] = field(default_factory=dict)
     skipped_steps: int = 0
     loss_scale: dict[str, Any] | None = None
-    """Where `infinity.optim.loss_scale` stands; None: there is none."""
+    """Where `infinity.engine.loss_scale` stands; None: there is none."""
 
     def kinds(self, name: str) -> tuple[StateKind, ...]:
         """The tensors of a parameter: trained ones are kept as fp32 master and moments, frozen ones as they are."""

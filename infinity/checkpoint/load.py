@@ -26,18 +26,17 @@ from infinity.checkpoint.format import (
     view,
 )
 from infinity.checkpoint.verify import check_contents, check_files
+from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError
 from infinity.optim.cpu_adam import split_master
-from infinity.optim.formats import convert_moments
-from infinity.optim.moments import rounding_key
+from infinity.optim.moments import convert_moments, rounding_key
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.local import is_distributed
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
-    from infinity.engine import Engine
-    from infinity.runner import Runner
+    from infinity.engine.base import Runner
+    from infinity.engine.training import Engine
 
 
 def load(

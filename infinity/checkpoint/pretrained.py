@@ -15,12 +15,12 @@ from torch import nn
 
 from infinity.checkpoint.format import persistent_buffers
 from infinity.checkpoint.tensors import PART, WEIGHTS, WEIGHTS_INDEX, Spec, read_part, spec_of
+from infinity.construction.materialize import make_buffers
+from infinity.construction.sources import note_loaded, note_source
 from infinity.errors import CheckpointError, UsageError
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name, uncompiled
 from infinity.units.hooks import UnitParameters
-from infinity.units.init import make_buffers
-from infinity.units.sources import note_loaded, note_source
 
 _SHOWN = 3
 

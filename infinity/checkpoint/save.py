@@ -19,16 +19,16 @@ from infinity.checkpoint.agree import target_of
 from infinity.checkpoint.background import Saving
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, reason, view
 from infinity.checkpoint.writer import Writer
+from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, ChecksumError, RanksError
 from infinity.interrupts import uninterrupted
+from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.layout import UnitLayout
-from infinity.units.local import is_distributed
 from infinity.units.states import Flats, UnitStates
 
 if TYPE_CHECKING:
-    from infinity.engine import Engine
+    from infinity.engine.training import Engine
 
 T = TypeVar("T")
 

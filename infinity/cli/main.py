@@ -97,7 +97,7 @@ def aio_bench(
     A run moves whole requests, of a block or 2 MiB. The file is anonymous: nothing is left on disk,
     however the command ends.
     """
-    from infinity.cli.aio_bench import run
+    from infinity.cli.drive.bench import run
 
     run(path, op, size, block_size, queue_depth, threads, engine, runs, as_json)
 
@@ -119,7 +119,7 @@ def tune(
     Sweeps block size, queue depth, threads and engine, and prefers the cheapest setting of those that are as fast as
     the fastest. The file is anonymous: nothing is left on disk, however the command ends.
     """
-    from infinity.cli.tune import run
+    from infinity.cli.drive.tune import run
 
     run(path, out, plot, seconds, size, engine, as_json)
 

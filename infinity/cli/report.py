@@ -137,7 +137,7 @@ def _may_lock_all() -> bool:
 
 
 def _adam() -> dict[str, Any]:
-    native = importlib.import_module("infinity._adam")
+    native = importlib.import_module("infinity.native._adam")
     return {
         "in use": native.default_isa(),
         "available": native.available_isas(),
@@ -147,7 +147,7 @@ def _adam() -> dict[str, Any]:
 
 
 def _aio() -> dict[str, Any]:
-    native = importlib.import_module("infinity._aio")
+    native = importlib.import_module("infinity.native._aio")
     from infinity.config import Aio
     from infinity.tiers.io import io_uring_state, open_engine
 
@@ -203,7 +203,7 @@ def _cuda_kernels() -> str:
     reason = cuda_adam.why_not()
     instead = f"{reason}; torch's fused AdamW updates on CUDA devices" if reason else ""
     try:
-        import infinity._adam_cuda as native
+        import infinity.native._adam_cuda as native
     except ImportError:
         return instead
     built = f"built by nvcc {native.TOOLKIT} for {', '.join(native.ARCHITECTURES)}"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.config import Config
-from infinity.optim.cpu_adam import HYPER_KEYS
-from infinity.units.layout import UnitLayout
+from infinity.plan.layout import UnitLayout
+from infinity.rules import HYPER_KEYS
 
 MAY_DIFFER = (
     "steps_per_print",

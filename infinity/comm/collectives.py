@@ -22,9 +22,9 @@ from infinity.comm.groups import Group, data_parallel, retire, twin
 from infinity.comm.model_parallel import ModelRanks
 from infinity.comm.pairs import Pairs
 from infinity.errors import InfinityError, RanksError
+from infinity.plan.layout import UnitLayout
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
-from infinity.units.layout import UnitLayout
 
 # torch 2.13 renames these functions; earlier versions only have the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

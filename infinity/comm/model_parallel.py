@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.comm.dtensor import is_distributed, local, spec_of
 from infinity.comm.groups import timeout_of
 from infinity.errors import ModelError
-from infinity.units.local import is_distributed, local, spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

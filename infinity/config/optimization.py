@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from infinity.config.fields import Beta, Count, CountOrZero, Fraction, Number, Positive, Section, Switch
 
 if TYPE_CHECKING:
-    from infinity.optim.moments import Rule
+    from infinity.rules import Rule
 
 
 class AdamParams(Section):

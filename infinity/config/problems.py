@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from infinity.config.fields import show
-from infinity.config.foreign import FOREIGN, VALUES
 from infinity.config.keys import walk
+from infinity.config.rejected_keys import FOREIGN, VALUES
 
 
 def problems(error: ValidationError, model: type[BaseModel], given: Mapping[Any, Any]) -> list[str]:

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from infinity.config.fields import IN_BYTES
-from infinity.config.foreign import FOREIGN
 from infinity.config.keys import Key, models_in, walk
+from infinity.config.rejected_keys import FOREIGN
 from infinity.config.sections import Config
 from infinity.sizes import format_size
 

@@ -1,4 +1,4 @@
-"""Optimizer steps on CPU tensors: checked, typed calls of the native `infinity._adam`.
+"""Optimizer steps on CPU tensors: checked, typed calls of the native `infinity.native._adam`.
 
 All tensors are contiguous CPU tensors of equal numel and share no memory. Shapes do not matter otherwise, and slices of
 a flat tensor are allowed. Kernels write by address, without autograd: `_version` does not change.
@@ -11,22 +11,15 @@ rounded half away from zero, so the difference of the two bit patterns always fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinity import _adam
-from infinity.errors import ConfigError
-from infinity.optim.flat import DTYPES, address_of, update_arguments
-from infinity.optim.moments import MOMENTS, Rule
+from infinity.native import _adam
+from infinity.optim.native_args import DTYPES, address_of, update_arguments
+from infinity.rules import Hyper
 
 __all__ = [
-    "HYPER_KEYS",
-    "Hyper",
     "join_master",
     "join_master_torch",
     "receive",
@@ -38,78 +31,6 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 _CANONICAL_NAN = 0x7FC00000
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """Hyper-parameters of one parameter group. A rule reads only the fields in `HYPER_KEYS`.
-
-    Raises ConfigError for values out of range.
-    """
-
-    rule: Rule = "adamw"
-    """adamw and lion decouple the weight decay from the gradient; adam, adagrad and sgd add it to the gradient."""
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Read by adam, adamw and lion."""
-    eps: float = 1e-8
-    """Read by adam, adamw and adagrad."""
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-    """Read by sgd, like dampening and nesterov."""
-    dampening: float = 0.0
-    nesterov: bool = False
-    lr_decay: float = 0.0
-    """Read by adagrad."""
-
-    def __post_init__(self) -> None:
-        if self.rule not in MOMENTS:
-            raise ConfigError(f"rule is {self.rule!r}: give one of {', '.join(MOMENTS)}")
-        for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0.0 <= value <= _LARGEST:
-                raise ConfigError(f"{name} is {value!r}: give a number from 0 to fp32's largest")
-        if not _is_number(self.dampening) or not abs(self.dampening) <= _LARGEST:
-            raise ConfigError(f"dampening is {self.dampening!r}: give a number in fp32's range")
-        if self.lr * self.weight_decay > _LARGEST:
-            raise ConfigError(f"lr * weight_decay is {self.lr * self.weight_decay}: give less of one")
-        if len(self.betas) != 2 or not all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"betas are {self.betas}: give two numbers in [0, 1)")
-        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
-            raise ConfigError("nesterov is True: give a momentum, and no dampening")
-
-    @cached_property
-    def arguments(self) -> dict[str, Any]:
-        """Hyper-parameters as keyword arguments of the native kernels."""
-        return {
-            "rule": self.rule,
-            "lr": self.lr,
-            "beta1": self.betas[0],
-            "beta2": self.betas[1],
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-            "momentum": self.momentum,
-            "dampening": self.dampening,
-            "lr_decay": self.lr_decay,
-            "nesterov": self.nesterov,
-        }
-
-
-_LARGEST = torch.finfo(torch.float32).max
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-HYPER_KEYS: dict[Rule, tuple[str, ...]] = {
-    "adam": ("lr", "betas", "eps", "weight_decay"),
-    "adamw": ("lr", "betas", "eps", "weight_decay"),
-    "adagrad": ("lr", "lr_decay", "eps", "weight_decay"),
-    "lion": ("lr", "betas", "weight_decay"),
-    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-}
-"""Rule → the fields of `Hyper` that it reads, which are the keys of its param_groups, named as in torch.optim."""
 
 
 def update_flat(

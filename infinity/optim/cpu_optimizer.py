@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError, ModelError
-from infinity.optim.cpu_adam import Hyper, update_flat
-from infinity.optim.formats import moments_in
-from infinity.optim.moments import FORMATS, MomentFormat, moment_from_fp32, moment_to_fp32, rounding_key, zero_moments
+from infinity.optim.cpu_adam import update_flat
+from infinity.optim.moments import moment_from_fp32, moment_to_fp32, rounding_key, zero_moments
+from infinity.plan.formats import FORMATS, moments_in
+from infinity.rules import Hyper, MomentFormat
 
 __all__ = ["CPUAdam"]
 

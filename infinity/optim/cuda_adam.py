@@ -1,4 +1,4 @@
-"""Optimizer steps on CUDA tensors: checked, typed calls of the native `infinity._adam_cuda`.
+"""Optimizer steps on CUDA tensors: checked, typed calls of the native `infinity.native._adam_cuda`.
 
 The functions of `infinity.optim.cpu_adam`, with the same bits, for contiguous tensors on one CUDA device. They launch
 on the device's current stream and do not synchronise. As with torch's own operations, the caller must keep memory alive
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.optim.cpu_adam import Hyper
-from infinity.optim.flat import DTYPES, address_of, update_arguments
+from infinity.optim.native_args import DTYPES, address_of, update_arguments
+from infinity.rules import Hyper
 
 __all__ = ["available", "join_master", "split_master", "sum_of_squares", "update_flat", "why_not"]
 
@@ -32,7 +32,7 @@ def available() -> bool:
 def why_not() -> str:
     """Return why the kernels cannot be used (the loader's error or CUDA's); empty if they can."""
     try:
-        import infinity._adam_cuda as native
+        import infinity.native._adam_cuda as native
     except ModuleNotFoundError:
         return "this build has no CUDA kernels (nvcc was not found when it was built)"
     except ImportError as error:
@@ -68,7 +68,7 @@ def update_flat(
     CUDA's message for errors of CUDA.
     """
     device = _device("param", param)
-    import infinity._adam_cuda as native
+    import infinity.native._adam_cuda as native
 
     given = update_arguments(device, param, master_or_remainder, grad, moments, scales, hyper)
     native.update(**given, grad_scale=grad_scale, step=step, key=key, first=first, **_where(device))
@@ -81,7 +81,7 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor =
     that a sum over many tensors does not synchronise.
     """
     n, device = tensor.numel(), _device("tensor", tensor)
-    import infinity._adam_cuda as native
+    import infinity.native._adam_cuda as native
 
     address = address_of("tensor", tensor, n, *DTYPES, device=device)
     start: dict[str, Any] = {"initial": initial}
@@ -97,7 +97,7 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor =
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Split fp32 into (bf16 parameter, int16 remainder), written into `out` if given: see `cpu_adam.split_master`."""
     n, device = master.numel(), _device("master", master)
-    import infinity._adam_cuda as native
+    import infinity.native._adam_cuda as native
 
     address = address_of("master", master, n, torch.float32, device=device)
     if out is None:
@@ -116,7 +116,7 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tu
 def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
     """Join (bf16 parameter, int16 remainder) to the original fp32, written into `out` if given."""
     n, device = param.numel(), _device("param", param)
-    import infinity._adam_cuda as native
+    import infinity.native._adam_cuda as native
 
     high = address_of("param", param, n, torch.bfloat16, device=device)
     low = address_of("remainder", remainder, n, torch.int16, device=device)

@@ -13,45 +13,28 @@ divide by it.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from infinity.plan.formats import BLOCK, FORMATS
+from infinity.rules import MOMENT_NAMES, MOMENTS, ROOTS, MomentFormat, Rule
+
 __all__ = [
-    "BLOCK",
-    "FORMATS",
-    "MOMENTS",
-    "MOMENT_NAMES",
-    "ROOTS",
-    "MomentFormat",
-    "Rule",
+    "convert_moment",
+    "convert_moments",
+    "fp32_moment",
     "moment_from_fp32",
     "moment_to_fp32",
     "rounding_key",
     "zero_moments",
 ]
 
-Rule = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
-MomentFormat = Literal["fp32", "bf16", "8bit"]
-
-BLOCK = 256
-"""Number of elements that share a scale."""
-MOMENT_NAMES: dict[Rule, tuple[str, ...]] = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adagrad": ("sum",),
-    "lion": ("exp_avg",),
-    "sgd": ("momentum_buffer",),
-}
-"""Rule → names of its moments, as in torch.optim."""
-MOMENTS: dict[Rule, int] = {rule: len(names) for rule, names in MOMENT_NAMES.items()}
-ROOTS = ("exp_avg_sq", "sum")
-"""Moments that are sums or means of squares. Their 8-bit codes hold the square root."""
-FORMATS: dict[MomentFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-
+_CONVERTED_AT_ONCE = 1 << 22
 _OCTAVES = 14
 _LEAST_SCALE = _OCTAVES + 2
 _NOT_FINITE = 255
@@ -116,6 +99,54 @@ def moment_from_fp32(
 def rounding_key(seed: int, step: int) -> int:
     """Return the key of a step's stochastic rounding, for `_adam.update`. Keys of different seeds are far apart."""
     return (seed * _GOLDEN + step) % (1 << 64)
+
+
+def fp32_moment(name: str, states: Mapping[str, Tensor]) -> Tensor:
+    """Return a copy in fp32 of the moment `name`. states: a parameter's states by name, moments in any format."""
+    codes = states.get(f"{name}_8bit")
+    if codes is None:
+        return moment_to_fp32(states[name])
+    return moment_to_fp32(codes, states[f"{name}_scale"], root=name in ROOTS)
+
+
+def convert_moments(
+    rule: Rule, source: Mapping[str, Tensor], target: Mapping[str, Tensor], *, key: int, first: int
+) -> None:
+    """Fill the moments of `target` from `source`. Both map names to states of n elements, in any formats."""
+    for name in MOMENT_NAMES[rule]:
+        convert_moment(rule, name, source, target, key=key, first=first)
+
+
+def convert_moment(
+    rule: Rule,
+    name: str,
+    source: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    *,
+    key: int,
+    first: int,
+) -> None:
+    """Fill one moment of `target` from `source`, which may lack the others. Tensors are in host memory.
+
+    Exact if the target's format can represent the value, else rounded as in an update; see `_adam.update` for key and
+    first. Converts a few million elements at a time to bound temporary memory.
+    """
+    values, scales = source.get(name), None
+    if values is None:
+        values, scales = source[f"{name}_8bit"], source[f"{name}_scale"]
+    eight = f"{name}_8bit" in target
+    into = target[f"{name}_8bit" if eight else name]
+    kind = next(kind for kind, dtype in FORMATS.items() if dtype == into.dtype)
+    root, moment = name in ROOTS, MOMENT_NAMES[rule].index(name)
+    flat, goal = values.reshape(-1), into.view(-1)
+    for start in range(0, flat.numel(), _CONVERTED_AT_ONCE):
+        part = slice(start, start + _CONVERTED_AT_ONCE)
+        blocks = slice(start // BLOCK, -(-min(part.stop, flat.numel()) // BLOCK))
+        fp32 = moment_to_fp32(flat[part], None if scales is None else scales[blocks], root=root)
+        stored, scale = moment_from_fp32(fp32, kind, root=root, key=key, first=first + start, moment=moment)
+        goal[part] = stored
+        if scale is not None:
+            target[f"{name}_scale"][blocks] = scale
 
 
 def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.tiers.placement import Extent
+from infinity.plan.placement import Extent
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer
 

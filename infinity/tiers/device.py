@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from infinity import _adam
+from infinity.native import _adam
 from infinity.tiers.available import available_memory
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer

@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from infinity import _aio
 from infinity.errors import OutOfSpaceError, StorageError
+from infinity.native import _aio
 from infinity.tiers.stripe import LARGEST_CHUNK, shares
 
 __all__ = ["SwapFile", "open_swap_files"]
@@ -35,8 +35,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 class SwapFile:
     """An open file with `nbytes` bytes reserved, deleted when it is closed or the process ends.
 
-    `file`: the file for `infinity._aio.Engine`, which may be striped over several. `path`: a name for messages (no such
-    file exists). `nbytes`: the requested size, rounded up to the file's alignment or to whole chunks of the stripe.
+    `file`: the file for `infinity.native._aio.Engine`, which may be striped over several. `path`: a name for messages
+    (no such file exists). `nbytes`: the requested size, rounded up to the file's alignment or to whole chunks of the
+    stripe.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from infinity import _aio
 from infinity.errors import StorageError
+from infinity.native import _aio
 
 ENGINES = ("auto", "libaio", "io_uring")
 """Values of `aio.engine`."""

@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
-from infinity import _adam
 from infinity.errors import OutOfMemoryError
+from infinity.native import _adam
 from infinity.tiers.available import available_memory
 
 PAGE = mmap.PAGESIZE

@@ -17,13 +17,13 @@ from functools import partial
 
 import torch
 
-from infinity import _aio
 from infinity.errors import ChecksumError
+from infinity.native import _aio
+from infinity.plan.placement import Extent
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
 from infinity.tiers.memory import before_unmapping
-from infinity.tiers.placement import Extent
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer, run_on
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from infinity.plan.placement import Extent
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.memory import first_touch
-from infinity.tiers.placement import Extent
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import DONE, Transfer
 

@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from infinity.comm.dtensor import has_storage, local
 from infinity.errors import ModelError
 from infinity.tiers.memory import storage_users
 from infinity.units.hooks import UnitParameters
-from infinity.units.local import has_storage, local
 from infinity.units.referrers import describe_holder, find_paths, refresh_locals
 from infinity.units.released import is_released
 

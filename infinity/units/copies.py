@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from infinity.comm.dtensor import is_plain
 from infinity.errors import UsageError
-from infinity.units.local import is_plain
 
 
 class _Copy(NamedTuple):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.comm.dtensor import local
 from infinity.units.compiled import own_name, uncompiled
-from infinity.units.local import local
 
 # A subtree smaller than `unit_size / _CRUMB` does not justify a transfer of its own: it stays with its parent.
 _CRUMB = 64

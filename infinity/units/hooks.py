@@ -13,11 +13,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
+from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
 from infinity.units import residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.copies import StateCopies
-from infinity.units.local import unwrapped
 from infinity.units.modes import named_refusal, transformed
 from infinity.units.saved import are_covered
 from infinity.units.scope import Scope

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from infinity.units.local import has_storage, local, unwrapped
+from infinity.comm.dtensor import has_storage, local, unwrapped
 
 if TYPE_CHECKING:
     from infinity.units.store import UnitStore

@@ -18,10 +18,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
 from infinity.units import residents
 from infinity.units.compiled import constant_in_graphs, eager
-from infinity.units.local import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.units.modes import outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Owner

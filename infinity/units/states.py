@@ -12,19 +12,19 @@ import torch
 from infinity.comm.collectives import Ranks
 from infinity.comm.side import SideChannel
 from infinity.optim.cpu_adam import join_master, split_master
-from infinity.optim.formats import StateFormat, StateKind
+from infinity.plan.formats import StateFormat, StateKind
+from infinity.plan.layout import UnitLayout
+from infinity.plan.placement import Extent, Placement, State, Tile, tiles
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Extent, Placement, State, Tile, tiles
 from infinity.tiers.transfer import Transfer
-from infinity.units.layout import UnitLayout
 from infinity.units.unit import Unit
 
 _BUFFERS = 2
 
 Flats = dict[str, torch.Tensor]
-"""State name → flat tensor: `master` (numel,) in fp32 and moments in the unit's format (`infinity.optim.formats`), or
+"""State name → flat tensor: `master` (numel,) in fp32 and moments in the unit's format (`infinity.plan.formats`), or
 `param` (numel,) in the unit's dtype.
 """
 

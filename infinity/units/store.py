@@ -23,19 +23,19 @@ import torch
 from infinity.comm.collectives import Ranks
 from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError, user_level
 from infinity.interrupts import ForcedInterrupt, uninterrupted
-from infinity.optim.job import UpdateJob
-from infinity.optim.update import UpdatePipeline
-from infinity.schedule.trace import Tracer
+from infinity.plan.placement import Placement, State
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
-from infinity.tiers.placement import Placement, State
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import released, residents
 from infinity.units.modes import in_derivative, outside_modes, transformed
 from infinity.units.scope import Scope
+from infinity.units.trace import Tracer
 from infinity.units.unit import Residency, Unit
 from infinity.units.views import KeptBuffer
+from infinity.update.job import UpdateJob
+from infinity.update.pipeline import UpdatePipeline
 
 
 class UnitStore:

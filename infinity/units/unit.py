@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from infinity.comm.dtensor import local, set_local
 from infinity.errors import ResidencyError, UsageError
+from infinity.plan.layout import UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import released
-from infinity.units.layout import UnitLayout
-from infinity.units.local import local, set_local
 from infinity.units.modes import outside_modes
 
 if TYPE_CHECKING:
-    from infinity.optim.job import UpdateJob
+    from infinity.update.job import UpdateJob
 
 
 class Residency(Enum):

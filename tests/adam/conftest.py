@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from infinity import _adam
-from infinity.optim.moments import MOMENTS
+from infinity.native import _adam
+from infinity.rules import MOMENTS
 from support.adam_arrays import Problem, make_problem
 
 

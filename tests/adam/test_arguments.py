@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity import _adam
+from infinity.native import _adam
 
 SINGLE = ("param", "master", "grad")
 HYPER: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1}

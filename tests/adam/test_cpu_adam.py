@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.optim.cpu_adam import Hyper, join_master, split_master, update_flat
-from infinity.optim.moments import MOMENTS, zero_moments
+from infinity.optim.cpu_adam import join_master, split_master, update_flat
+from infinity.optim.moments import zero_moments
+from infinity.rules import MOMENTS, Hyper
 
 N = 300
 HYPER = Hyper()

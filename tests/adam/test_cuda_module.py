@@ -14,7 +14,7 @@ import infinity
 from infinity.cli.report import collect
 from infinity.optim import cuda_adam
 
-BUILT = importlib.util.find_spec("infinity._adam_cuda") is not None
+BUILT = importlib.util.find_spec("infinity.native._adam_cuda") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.mark.skipif(not BUILT, reason="this build has no CUDA kernels")
 def test_the_module_loads_with_and_without_a_gpu() -> None:
-    code = "import infinity._adam_cuda as m; print(m.device_count(), bool(m.refusal()), *m.ARCHITECTURES)"
+    code = "import infinity.native._adam_cuda as m; print(m.device_count(), bool(m.refusal()), *m.ARCHITECTURES)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     count, refused, *architectures = done.stdout.split()
     assert (count == "0") == (refused == "True")
@@ -35,7 +35,7 @@ def test_the_module_loads_with_and_without_a_gpu() -> None:
 
 @pytest.mark.skipif(not BUILT or cuda_adam.available(), reason="this build has no CUDA kernels, or they can be used")
 def test_without_a_gpu_a_call_is_an_error_in_cudas_words() -> None:
-    import infinity._adam_cuda as native
+    import infinity.native._adam_cuda as native
 
     with pytest.raises(RuntimeError, match=r"cudaGetDevice: .+ \(cudaError"):
         native.split(4096, 8192, 16384, 4, device=0, stream=0)
@@ -44,7 +44,7 @@ def test_without_a_gpu_a_call_is_an_error_in_cudas_words() -> None:
 
 
 def test_a_build_without_them_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "infinity._adam_cuda", None)
+    monkeypatch.setitem(sys.modules, "infinity.native._adam_cuda", None)
     monkeypatch.delattr(infinity, "_adam_cuda", raising=False)
     reason = "this build has no CUDA kernels (nvcc was not found when it was built)"
     assert cuda_adam.why_not() == reason and not cuda_adam.available()

@@ -108,7 +108,7 @@ def test_arguments_are_checked_as_the_cpus_are(kernels: CudaKernels) -> None:
 
 @pytest.fixture
 def wrapped(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "infinity._adam_cuda", module)
+    monkeypatch.setitem(sys.modules, "infinity.native._adam_cuda", module)
     monkeypatch.setattr(infinity, "_adam_cuda", module, raising=False)
     monkeypatch.setattr(cuda_adam, "_device", lambda name, tensor: tensor.device)
     monkeypatch.setattr(cuda_adam, "_where", lambda device: {"device": 0, "stream": 0})

@@ -9,9 +9,10 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.optim import cuda_adam
-from infinity.optim.cpu_adam import Hyper, join_master_torch, split_master_torch, sum_of_squares
-from infinity.optim.kernels import _update_by_torch, check_on_device, squared_norm, update_run
-from infinity.units.layout import Part
+from infinity.optim.cpu_adam import join_master_torch, split_master_torch, sum_of_squares
+from infinity.plan.layout import Part
+from infinity.rules import Hyper
+from infinity.update.kernels import _update_by_torch, check_on_device, squared_norm, update_run
 
 
 def test_states_that_only_our_kernels_update_are_refused_without_them(monkeypatch: pytest.MonkeyPatch) -> None:

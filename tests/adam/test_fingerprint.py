@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity import _adam
+from infinity.native import _adam
 from infinity.tiers.device import fingerprint_by_torch
 from infinity.tiers.memory import host_tensor
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity import _adam
+from infinity.native import _adam
 
 Array = npt.NDArray[Any]
 HALVES = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity import _adam
-from infinity.optim.moments import BLOCK
+from infinity.native import _adam
+from infinity.plan.formats import BLOCK
 
 RULES = ("adam", "adamw", "adagrad", "lion", "sgd")
 GRADS = ("fp32", "bf16", "fp16")

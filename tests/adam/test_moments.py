@@ -10,15 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from infinity import _adam
-from infinity.optim.moments import (
-    BLOCK,
-    MOMENTS,
-    _random_bits,
-    moment_from_fp32,
-    moment_to_fp32,
-    zero_moments,
-)
+from infinity.native import _adam
+from infinity.optim.moments import _random_bits, moment_from_fp32, moment_to_fp32, zero_moments
+from infinity.plan.formats import BLOCK
+from infinity.rules import MOMENTS
 
 Array = npt.NDArray[Any]
 KEYS = [0, 1, 12345, 0xFFFFFFFFFFFFFFFF]

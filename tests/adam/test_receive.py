@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from infinity import _adam
+from infinity.native import _adam
 from infinity.optim.cpu_adam import receive, sum_of_squares
-from infinity.optim.flat import DTYPES
-from infinity.optim.kernels import receive as receive_anywhere
+from infinity.optim.native_args import DTYPES
+from infinity.update.kernels import receive as receive_anywhere
 
 SIZES = [*range(0, 36), 63, 64, 65, 4095, 4096, 4097, 8191, 8193, 65_535, 65_537, 200_003]
 PAIRS = [*itertools.product(DTYPES, DTYPES)]

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.optim.cpu_adam import Hyper, join_master, split_master, split_master_torch, update_flat
+from infinity.optim.cpu_adam import join_master, split_master, split_master_torch, update_flat
 from infinity.optim.moments import zero_moments
+from infinity.rules import Hyper
 
 STEPS, N = 20, 10_007
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from infinity import _adam
+from infinity.native import _adam
 from infinity.optim.cpu_adam import join_master, join_master_torch, split_master, split_master_torch
 
 Bits = npt.NDArray[Any]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from infinity import _adam
+from infinity.native import _adam
 from infinity.optim.cpu_adam import sum_of_squares
 
 TILE, LANES = 4096, 32
@@ -36,7 +36,7 @@ def native(x: Array, dtype: Any, **options: Any) -> float:
 
 
 def defined(x: Array, scale: float = 1.0, initial: float = 0.0) -> float:
-    """The definition in infinity/_adam.pyi, in numpy."""
+    """The definition in infinity/native/_adam.pyi, in numpy."""
     padded = np.zeros(-(-x.size // TILE) * TILE)
     padded[: x.size] = as_doubles(x)
     total = initial

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from infinity import _adam
+from infinity.native import _adam
 
 N = 300_007
 
@@ -161,7 +161,7 @@ def test_default_threads_follow_the_affinity(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 def test_default_threads_of_a_process_that_a_launcher_starts() -> None:
     """torchrun sets OMP_NUM_THREADS=1; `taskset` and containers set the affinity."""
-    program = "from infinity import _adam; print(_adam.default_threads())"
+    program = "from infinity.native import _adam; print(_adam.default_threads())"
     for cpus in (os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}):
         run = subprocess.run(
             [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {cpus}); {program}"],
@@ -178,7 +178,7 @@ def test_idle_threads_sleep_and_the_process_ends() -> None:
     program = """
 import time
 from array import array
-from infinity import _adam
+from infinity.native import _adam
 n = 300_000
 arrays = [array("f", bytes(4 * n)) for _ in range(4)]
 p, g, m, v = (a.buffer_info()[0] for a in arrays)

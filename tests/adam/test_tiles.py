@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity.optim.moments import BLOCK
+from infinity.plan.formats import BLOCK
 
 
 def in_tiles(whole: Any, cuts: list[int], first: int, isa: str, order: int) -> Any:

@@ -1,4 +1,4 @@
-"""Files, memory and engines for the tests of infinity._aio, and the faults they suffer."""
+"""Files, memory and engines for the tests of infinity.native._aio, and the faults they suffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 

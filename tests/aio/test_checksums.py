@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 SUM = 2 * BLOCK

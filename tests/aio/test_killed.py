@@ -23,7 +23,7 @@ REQUESTS = 32
 # first 8 bytes of a block are its number, the last 8 bytes as well.
 PROGRAM = """
 import ctypes, mmap, os, signal, sys
-from infinity import _aio
+from infinity.native import _aio
 
 folder, name, backend, mode, pieces, requests, bursts = sys.argv[1:5] + [int(x) for x in sys.argv[5:]]
 nbytes = 4096 * pieces

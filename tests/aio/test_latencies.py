@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 
 REGISTER_IN_PART = """
 import ctypes, os, resource, sys
-from infinity import _aio
+from infinity.native import _aio
 # As much may be locked as one ring registers, not two; and no capability to lock more.
 nbytes = 1 << 20
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes * 3 // 2, nbytes * 3 // 2))

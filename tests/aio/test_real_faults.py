@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 PIECES = 16

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from typing import Any
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 NBYTES = 16 * BLOCK

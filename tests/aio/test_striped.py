@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 CHUNK = 2 * BLOCK

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infinity import _aio
+from infinity.native import _aio
 
 BLOCK = 4096
 
@@ -217,7 +217,7 @@ def test_idle_threads_sleep(store: Any, memory: Any, engine: Any, faults: Any) -
 def test_a_forked_child_leaves_the_engine_alone(tmp_path: Path) -> None:
     script = """
 import mmap, ctypes, os, sys
-from infinity import _aio
+from infinity.native import _aio
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 os.ftruncate(fd, 4096)
 buffer = mmap.mmap(-1, 4096)

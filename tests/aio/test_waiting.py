@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from infinity import _aio
+from infinity.native import _aio
 
 NBYTES = 32_768
 

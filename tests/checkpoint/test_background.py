@@ -26,7 +26,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.background import Saver, Saving
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import CheckpointError
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit

@@ -21,9 +21,10 @@ from torch import nn
 from infinity.checkpoint import writer
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import persistent_buffers
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import CheckpointError, UsageError
-from infinity.optim.moments import ROOTS, moment_to_fp32
+from infinity.optim.moments import moment_to_fp32
+from infinity.rules import ROOTS
 from support.configs import engine_config
 from support.loops import open_engine, parameters_of, train
 from support.models import Stack, seeded, token_batches

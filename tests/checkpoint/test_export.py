@@ -17,7 +17,7 @@ from torch import nn
 from infinity.checkpoint import tensors
 from infinity.checkpoint.export import export
 from infinity.checkpoint.tensors import Spec, parts_of, read_part, spec_of, write_tensors
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
 from infinity.optim.cpu_adam import split_master
 from support import commands

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.export import export
 from infinity.checkpoint.tensors import Spec, write_tensors
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import CheckpointError, UsageError
 from support.configs import engine_config
 from support.loops import open_engine, train

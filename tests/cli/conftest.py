@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli import tune as tuning
-from infinity.cli.search import Space
+from infinity.cli.drive import tune as tuning
+from infinity.cli.drive.search import Space
 from support.commands import open_files
 
 

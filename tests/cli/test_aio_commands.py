@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from infinity.cli import tune as tuning
-from infinity.cli.search import Setting, Space
+from infinity.cli.drive import tune as tuning
+from infinity.cli.drive.measure import Bench, Workload
+from infinity.cli.drive.search import Setting, Space
 from infinity.config import Config
 from infinity.errors import StorageError
 from infinity.tiers.io import io_uring_state
-from infinity.tiers.measure import Bench, Workload
 from support.commands import SMALL, refused, run
 
 FACTS = [

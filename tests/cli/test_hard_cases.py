@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity import _aio
-from infinity.cli import tune as tuning
 from infinity.cli.console import printable, say
-from infinity.cli.search import Outcome, Result, Setting
-from infinity.tiers.measure import OPS, Bench, Sample
+from infinity.cli.drive import tune as tuning
+from infinity.cli.drive.measure import OPS, Bench, Sample
+from infinity.cli.drive.search import Outcome, Result, Setting
+from infinity.native import _aio
 from support.commands import SMALL, refused, run
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from infinity.cli.search import (
+from infinity.cli.drive.measure import OPS, Op, Sample
+from infinity.cli.drive.search import (
     STAGES,
     Outcome,
     Result,
@@ -22,7 +23,6 @@ from infinity.cli.search import (
     thinned,
     unrest,
 )
-from infinity.tiers.measure import OPS, Op, Sample
 
 MIB = 1 << 20
 BASELINE = Setting(1, 32, MIB, "libaio")

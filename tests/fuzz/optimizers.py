@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from infinity.optim.cpu_adam import HYPER_KEYS, Hyper, sum_of_squares, update_flat
+from infinity.optim.cpu_adam import sum_of_squares, update_flat
 from infinity.optim.moments import zero_moments
+from infinity.rules import HYPER_KEYS, Hyper
 
 # eps is far above rounding errors: the sign of a gradient that is zero up to rounding must not decide a step.
 PARAMS: dict[str, dict[str, Any]] = {

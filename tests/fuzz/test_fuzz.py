@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from fuzz import trainers
 from fuzz.case import Case, case_of, cases, in_words
 from fuzz.judge import judge
-from infinity.tiers.placement import Extent
+from infinity.plan.placement import Extent
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.store import UnitStore
 from support.late_device import LateDevice

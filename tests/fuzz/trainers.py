@@ -15,9 +15,9 @@ import infinity
 from fuzz.case import Case, Loop, Setting
 from fuzz.model import Net, build
 from fuzz.optimizers import PARAMS, Masters, plain_optimizer
-from infinity import assembly
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine import parts as assembly
+from infinity.engine.training import Engine
 from infinity.tiers.device import CpuDevice
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.optim.cpu_adam import Hyper, split_master, update_flat
-from infinity.optim.kernels import squared_norm, update_run
+from infinity.optim.cpu_adam import split_master, update_flat
+from infinity.plan.layout import Part
+from infinity.rules import Hyper
 from infinity.tiers.device import CudaDevice
-from infinity.units.layout import Part
+from infinity.update.kernels import squared_norm, update_run
 from support.configs import PLACEMENTS, engine_config
 from support.loops import Batches, Result, assert_close, assert_same, plain, trained
 from support.models import Stack, token_batches

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from infinity.optim import cpu_adam, cuda_adam
-from infinity.optim.moments import MOMENTS, zero_moments
+from infinity.optim.moments import zero_moments
+from infinity.rules import MOMENTS
 from support.adam_arrays import GUARD, Array
 from support.cuda_kernels import (
     GRADS,
@@ -54,7 +55,7 @@ class InDeviceMemory:
 
 @pytest.fixture
 def kernels() -> CudaKernels:
-    import infinity._adam_cuda as native
+    import infinity.native._adam_cuda as native
 
     return CudaKernels(native, InDeviceMemory)
 

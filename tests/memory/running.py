@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.nn.gpt2 import GPT2, GPT2Config
+from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint.pretrained import SavedTensor
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import CheckpointError, NonFiniteError, RanksError, UsageError
 from infinity.tiers.device import CpuDevice, Device
 from support.configs import engine_config

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from multirank.cases import SAMPLES, Batch, device_of, global_batches, part
 from support.configs import engine_config
 from support.loops import open_engine

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import ModelError, UsageError
 from infinity.tiers.device import CpuDevice
 from multirank.cases import SAMPLES, global_batches, part

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import _aio
 from infinity.config import Config
 from infinity.errors import InfinityError, RanksError, UsageError
+from infinity.native import _aio
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.loops import open_engine, train

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from infinity.comm.collectives import Ranks
 from infinity.comm.pairs import Pairs
-from infinity.units.layout import layout_unit
+from infinity.plan.layout import layout_unit
 from multirank.cases import SAMPLES
 from support.configs import engine_config
 from support.late_device import LateDevice

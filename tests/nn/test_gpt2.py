@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infinity.errors import ConfigError
-from infinity.nn.gpt2 import GPT2, GPT2Config, from_transformers, generate
+from infinity.gpt2.model import GPT2, GPT2Config, from_transformers, generate
 
 SMALL = GPT2Config(vocab_size=61, seq_length=19, num_layers=3, hidden_size=24, num_attention_heads=3)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.observe.heatmap import Cell, picture_formats, plot_sweep
+from infinity.cli.drive.heatmap import Cell, picture_formats, plot_sweep
 
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from infinity.errors import StorageError
+from infinity.gpt2.meter import Meter, MetricsFile, StepRecord
 from infinity.observe.ledger import Ledger, Snapshot
-from infinity.observe.meter import Meter, MetricsFile, StepRecord
 
 KEYS = [
     "step", "loss", "seconds", "tokens_per_second", "nvme_bytes_read", "nvme_bytes_written", "host_peak_bytes",

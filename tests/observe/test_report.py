@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from infinity.observe.meter import Totals
-from infinity.observe.report import closing_table
+from infinity.gpt2.meter import Totals
+from infinity.gpt2.report import closing_table
 from infinity.observe.units import show_bytes, show_count, show_seconds
 
 TOTALS = Totals(

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.engine.base import Runner
+from infinity.engine.inference import InferenceEngine
 from infinity.errors import UsageError
-from infinity.inference import InferenceEngine
-from infinity.runner import Runner
 from infinity.tiers.device import CpuDevice
 from support.configs import DEVICES, engine_config
 from support.hugging_face import BATCHES, VOCABULARY, gpt2, llama, loss_of, transformers

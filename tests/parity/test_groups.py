@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import ConfigError, UsageError
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config

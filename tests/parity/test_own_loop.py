@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import UsageError
 from support.configs import engine_config
 from support.loops import Batches, Result, assert_close, assert_same, distance, open_engine, parameters_of

@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.optim import CPUAdam
 from infinity.tiers.device import CpuDevice

@@ -10,8 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from infinity import _adam
-from infinity.optim.moments import BLOCK, MOMENTS, moment_from_fp32, moment_to_fp32
+from infinity.native import _adam
+from infinity.optim.moments import moment_from_fp32, moment_to_fp32
+from infinity.plan.formats import BLOCK
+from infinity.rules import MOMENTS
 
 Array = npt.NDArray[Any]
 

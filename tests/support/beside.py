@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.lifetime import assert_nothing_leaked

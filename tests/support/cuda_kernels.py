@@ -1,5 +1,5 @@
-"""Calls of `infinity._adam_cuda` on the arrays of support/adam_arrays.py, wherever its kernels run: on a device, or as
-host code (tests/adam/cuda_on_cpu). What both are tried on is here, so that they are tried on the same.
+"""Calls of `infinity.native._adam_cuda` on the arrays of support/adam_arrays.py, wherever its kernels run: on a
+device, or as host code (tests/adam/cuda_on_cpu). What both are tried on is here, so that they are tried on the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from infinity import _adam
+from infinity.native import _adam
 from support.adam_arrays import ALIGNED, GUARD, HYPER, Array, Problem, guarded, make_problem, random_bits
 
 MISALIGNED = ((1,) * 7, (1, 0, 0, 0, 0, 1, 0), (0, 1, 0, 3, 5, 0, 1), (0, 0, 1, 7, 1, 0, 0), (4, 8, 4, 12, 4, 1, 1))

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from infinity import assembly
+from infinity.engine import parts as assembly
+from infinity.plan.placement import Extent
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import Extent
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import Transfer
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.tiers.device import Device
 from infinity.units.unit import Unit
 from support.configs import engine_config

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.tiers.device import CpuDevice, Device
 
 Batches = Sequence[tuple[Any, ...]]

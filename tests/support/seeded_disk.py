@@ -15,9 +15,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from infinity import assembly
+from infinity.engine import parts as assembly
+from infinity.plan.placement import Extent
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import Extent
 from infinity.tiers.transfer import Transfer
 
 

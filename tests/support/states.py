@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.checkpoint.format import view
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 
 
 def states_of(engine: Engine) -> dict[str, torch.Tensor]:

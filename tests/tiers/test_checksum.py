@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from infinity import _aio
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import ChecksumError, StorageError, UsageError
-from infinity.optim.formats import state_format
-from infinity.optim.grad_dtypes import GradDtypes
+from infinity.native import _aio
+from infinity.plan.formats import state_format
+from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.layout import layout_unit
+from infinity.plan.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
 from infinity.tiers.stripe import SMALLEST_CHUNK, stripe_chunk
-from infinity.units.layout import layout_unit
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of, train

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from infinity import _aio
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import NonFiniteError, UsageError
+from infinity.native import _aio
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import assert_same, open_engine, train, trained

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from infinity.comm.collectives import Ranks
-from infinity.optim.formats import state_format
-from infinity.optim.grad_dtypes import grad_dtypes
-from infinity.optim.grad_store import GradPlaces, GradStore, Sent
+from infinity.grads.store import GradPlaces, GradStore, Sent
+from infinity.plan.formats import state_format
+from infinity.plan.grad_dtypes import grad_dtypes
+from infinity.plan.layout import layout_unit
+from infinity.plan.placement import Policy, State, place
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Policy, State, place
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.units.layout import layout_unit
 from infinity.units.unit import Unit
 from support.late_device import LateDevice
 from support.late_disk import LateSlab, LateTransfer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from infinity import _aio
 from infinity.errors import StorageError
+from infinity.native import _aio
 from infinity.tiers import io
 from infinity.tiers.io import io_uring_state, open_engine
 

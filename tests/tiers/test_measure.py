@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from infinity import _aio
+from infinity.cli.drive import measure
+from infinity.cli.drive.measure import OPS, Bench, Op, Workload, percentile
+from infinity.cli.drive.pattern import PAGE, PERIOD, Pattern
 from infinity.errors import OutOfMemoryError, OutOfSpaceError, StorageError
-from infinity.tiers import measure
-from infinity.tiers.measure import OPS, Bench, Op, Workload, percentile
-from infinity.tiers.pattern import PAGE, PERIOD, Pattern
+from infinity.native import _aio
 
 MIB = 1 << 20
 SIZE = 16 * MIB

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from infinity.plan.placement import Extent
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import before_unmapping, host_tensor
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.placement import Extent
 
 NBYTES = 4 << 20
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.optim.formats import StateFormat, state_format
-from infinity.optim.grad_dtypes import GradDtypes
-from infinity.tiers.placement import EXTENT_ALIGNMENT, Policy, State, place, tiles
-from infinity.units.layout import UnitLayout, layout_unit
+from infinity.plan.formats import StateFormat, state_format
+from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.layout import UnitLayout, layout_unit
+from infinity.plan.placement import EXTENT_ALIGNMENT, Policy, State, place, tiles
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 MASTERS = st.sampled_from(["remainder", "fp32"])

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.engine import Engine
-from infinity.optim.job import UpdateJob
+from infinity.engine.training import Engine
+from infinity.update.job import UpdateJob
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of, train, trained

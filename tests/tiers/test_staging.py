@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity.plan.placement import Extent
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor, storage_users
 from infinity.tiers.nvme import STAGING_BYTES, NvmeTier, _Request
-from infinity.tiers.placement import Extent
 from infinity.tiers.transfer import Failed, Transfer
 from support.late_device import LateDevice
 from support.late_disk import LateTransfer

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.optim.cpu_adam import Hyper
-from infinity.optim.formats import state_format
-from infinity.optim.grad_dtypes import grad_dtypes
-from infinity.optim.job import Gradient, UpdateJob
-from infinity.optim.kernels import squared_norm, update_run
-from infinity.optim.update import Places, UpdatePipeline
+from infinity.plan.formats import state_format
+from infinity.plan.grad_dtypes import grad_dtypes
+from infinity.plan.layout import layout_unit
+from infinity.plan.placement import Policy, State, place
+from infinity.rules import Hyper
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.placement import Policy, State, place
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Promise, Promised, Transfer
-from infinity.units.layout import layout_unit
+from infinity.update.job import Gradient, UpdateJob
+from infinity.update.kernels import squared_norm, update_run
+from infinity.update.pipeline import Places, UpdatePipeline
 from support.late_disk import LateSlab
 
 TILE = 4096

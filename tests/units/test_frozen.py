@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.tiers.placement import State
+from infinity.plan.placement import State
 from support.configs import engine_config
 from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, pool_buffers
 from support.loops import open_engine, parameters_of, train

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.units.layout import SHARD_ALIGNMENT, SLOT_ALIGNMENT, UnitLayout, layout_unit, round_up
+from infinity.plan.layout import SHARD_ALIGNMENT, SLOT_ALIGNMENT, UnitLayout, layout_unit, round_up
 
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infinity.engine import Engine
-from infinity.optim.job import UpdateJob
-from infinity.schedule.trace import PARTS
+from infinity.engine.training import Engine
+from infinity.units.trace import PARTS
 from infinity.units.unit import Residency, Unit
+from infinity.update.job import UpdateJob
 from support.configs import engine_config
 from support.lifetime import assert_trains_like_plain
 from support.loops import LossOf, call, open_engine, train

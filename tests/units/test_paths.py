@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from conftest import OpenEngine
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import LifetimeError, UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from conftest import OpenEngine
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import LifetimeError
 from infinity.units import residents
 from support.configs import PLACEMENTS, engine_config

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from conftest import OpenEngine
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.errors import UsageError
 from support.beside import LATE_TOO, NVME, PLACES, EngineLoop, PlainLoop, assert_like, assert_same_story, training
 from support.configs import engine_config

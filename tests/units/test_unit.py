@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from infinity.errors import LifetimeError, ResidencyError, UsageError
+from infinity.plan.layout import layout_unit
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
-from infinity.units.layout import layout_unit
 from infinity.units.released import is_released
 from infinity.units.unit import TRANSITIONS, Residency, Unit, placeholder
 

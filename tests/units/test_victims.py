@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from conftest import OpenEngine
-from infinity.engine import Engine
+from infinity.engine.training import Engine
 from infinity.tiers.transfer import DONE
 from infinity.units.unit import Residency, Unit
 from support.beside import NVME

@@ -1,5 +1,5 @@
-// infinity._adam_cuda: addresses of a device's memory in, kernels put on a stream, nothing waited for or allocated.
-// Types and documentation for users of Python: infinity/_adam_cuda.pyi.
+// infinity.native._adam_cuda: addresses of a device's memory in, kernels put on a stream, nothing waited for or allocated.
+// Types and documentation for users of Python: infinity/native/_adam_cuda.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,0 +1,1 @@
+"""Benchmarks a disk and searches the fastest I/O settings: infinity aio-bench, infinity tune."""

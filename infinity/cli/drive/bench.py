@@ -1,0 +1,175 @@
+"""`infinity aio-bench`: how fast a drive is through the engine that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from infinity.cli.console import (
+    USAGE,
+    Step,
+    check_one_of,
+    check_range,
+    fail,
+    note,
+    one_line_errors,
+    printable,
+    progress,
+    say,
+    say_json,
+    size_of,
+    warnings_as_notes,
+)
+from infinity.cli.drive.measure import OPS, Bench, Op, Sample, Workload, percentile
+from infinity.cli.drive.pattern import PAGE
+from infinity.cli.paths import check_folders, note_what_is_memory
+from infinity.native import _aio
+from infinity.observe.units import show_bytes
+from infinity.sizes import format_size
+from infinity.tiers.io import ENGINES, open_engine
+from infinity.tiers.stripe import stripe_chunk
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be measured; the options as they were given, checked."""
+
+    paths: Sequence[Path]
+    size: int
+    runs: int
+    workload: Workload
+
+
+def run(
+    paths: Sequence[Path],
+    op: str,
+    size: str,
+    block_size: str,
+    queue_depth: int,
+    threads: int,
+    engine: str,
+    runs: int,
+    as_json: bool,
+) -> None:
+    """The command, as its help describes it."""
+    with one_line_errors(), warnings_as_notes():
+        task = _checked(paths, op, size, block_size, queue_depth, threads, engine, runs)
+        note_what_is_memory(task.paths)
+        with progress(shown=not as_json) as step:
+            facts = measure(task, step)
+        if as_json:
+            say_json(facts)
+        else:
+            say(*shown(facts))
+
+
+def measure(task: Task, step: Step) -> dict[str, Any]:
+    """All runs of `task`, and a look at every byte of the file after them; of JSON types."""
+    work = task.workload
+    threads = work.threads * len(task.paths)
+    # Whether the engine is to be had shows before the file is laid out.
+    with open_engine(work.engine, block_size=work.block_size, queue_depth=work.queue_depth, threads=threads) as engine:
+        work = replace(work, queue_depth=engine.queue_depth)
+    if work.queue_depth < task.workload.queue_depth:
+        note(
+            f"the system granted a queue depth of {work.queue_depth}, not {task.workload.queue_depth}, and that is "
+            "measured: raise fs.aio-max-nr with sysctl"
+        )
+    chunk = stripe_chunk(work.block_size)
+    steps = task.runs + 2
+    step(0, f"laying out {format_size(task.size)}")
+    with Bench(task.paths, task.size, [work], chunk=chunk) as bench:
+        samples: list[Sample] = []
+        for number in range(task.runs):
+            last = f"; {samples[-1].gb_per_s:.2f} GB/s" if samples else ""
+            step((number + 1) / steps, f"measuring{last}")
+            samples.append(bench.run(work, nbytes=task.size))
+        step((task.runs + 1) / steps, "verifying")
+        bench.verify()
+        return _facts(task, samples, bench)
+
+
+def shown(facts: dict[str, Any]) -> list[RenderableType]:
+    """`facts` for people."""
+    threads, runs, paths = facts["threads"], facts["runs"], facts["paths"]
+    where = f"on each of {threads} threads" if threads > 1 else "on 1 thread"
+    where += " for each folder" if len(paths) > 1 else ""
+    asked = f" ({facts['queue_depth_asked']} asked for)" if "queue_depth_asked" in facts else ""
+    title = Text(f"{facts['op']}, {format_size(facts['size'])} in {printable(', '.join(paths))}", style="bold")
+    how = Text(
+        f"blocks of {format_size(facts['block_size'])}, {facts['queue_depth']} in flight{asked} {where}\n"
+        f"{facts['engine']}, {'direct' if facts['direct'] else 'buffered'}, {runs} run{'s' * (runs > 1)}\n"
+    )
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(justify="right", no_wrap=True)
+    rows.add_column(no_wrap=True)
+    speed, latency = facts["gb_per_s"], facts["latency_ms"]
+    rows.add_row(
+        "GB/s median", f"{speed['median']:.2f}", f"{speed['min']:.2f} to {speed['max']:.2f}", style="bold cyan"
+    )
+    rows.add_row("IOPS", f"{facts['iops']:,.0f}")
+    rows.add_row("CPU s per GB", f"{facts['cpu_s_per_gb']:.3f}")
+    for name in ("p50", "p99"):
+        found = latency[name]
+        rows.add_row(f"{name} of a block", f"{found:.3g} ms" if found is not None else "–")
+    verified = Text("\nverified", style="green")
+    verified.append(f": {show_bytes(facts['verified_bytes'])} read back, each byte as it was written", style="default")
+    return [title, how, rows, verified]
+
+
+def _facts(task: Task, samples: Sequence[Sample], bench: Bench) -> dict[str, Any]:
+    work, speeds = task.workload, [sample.gb_per_s for sample in samples]
+    latencies = [bucket for sample in samples for bucket in sample.latencies]
+    found = {name: percentile(latencies, fraction) for name, fraction in (("p50", 0.5), ("p99", 0.99))}
+    granted = min(sample.queue_depth for sample in samples)
+    return {
+        "op": work.op,
+        "size": task.size,
+        "block_size": work.block_size,
+        "queue_depth": granted,
+        **({"queue_depth_asked": work.queue_depth} if granted != work.queue_depth else {}),
+        "threads": work.threads,
+        "engine": samples[0].backend,
+        "gb_per_s": {"min": min(speeds), "median": median(speeds), "max": max(speeds)},
+        "iops": median(sample.iops for sample in samples),
+        "cpu_s_per_gb": median(sample.cpu_s_per_gb for sample in samples),
+        "latency_ms": {name: None if value != value else value for name, value in found.items()},
+        "paths": [str(path) for path in task.paths],
+        "runs": task.runs,
+        "direct": bench.direct,
+        "verified_bytes": bench.verified_bytes,
+    }
+
+
+def _checked(
+    paths: Sequence[Path], op: str, size: str, block_size: str, depth: int, threads: int, engine: str, runs: int
+) -> Task:
+    check_one_of("--op", op, OPS)
+    check_one_of("--engine", engine, ENGINES)
+    total, block = size_of("--size", size), size_of("--block-size", block_size)
+    if block <= 0 or block % PAGE:
+        fail(f"--block-size must be a multiple of {PAGE}, such as {max(1, block // PAGE) * PAGE}, not {block}", USAGE)
+    if block > _aio.LARGEST_BLOCK:
+        fail(f"--block-size must be {format_size(_aio.LARGEST_BLOCK)} at most, not {format_size(block)}", USAGE)
+    least = 2 * block
+    if total < least:
+        fail(f"--size must be two blocks at least ({format_size(least)}), not {format_size(total)}", USAGE)
+    check_range("--queue-depth", depth, 1, 65536)
+    check_range("--threads", threads, 1, 64)
+    if threads * len(paths) > _aio.MOST_THREADS:
+        fail(
+            f"--threads {threads} for each of {len(paths)} folders are {threads * len(paths)}, and an engine has at "
+            f"most {_aio.MOST_THREADS}: lower it, or name fewer folders",
+            USAGE,
+        )
+    check_range("--runs", runs, 1, 10_000)
+    check_folders(paths)
+    return Task(paths, total, runs, Workload(cast(Op, op), block, depth, threads, engine))

@@ -1,0 +1,77 @@
+"""Expected contents of a benchmark file, page by page, and verification of reads."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity.cli.drive.pattern import PAGE, Pattern
+from infinity.native import _aio
+
+_KEPT = 1 << 16
+"""Largest number of cached checksums."""
+
+
+class WrongByte(NamedTuple):
+    offset: int
+    found: int
+    wanted: int
+
+
+class Contents:
+    """Generation of each page of a file of `nbytes` bytes, which determines its contents.
+
+    Ranges in the methods begin and end at pages and have at most `longest` bytes.
+    """
+
+    def __init__(self, nbytes: int, longest: int) -> None:
+        self.pattern = Pattern(longest)
+        self.generations = np.zeros(nbytes // PAGE, dtype=np.int32)  # of each page, as last written
+        self._generation = 0
+        self._checksums: dict[tuple[int, int], int] = {}  # of (position, bytes) of the pattern
+
+    def begin_generation(self) -> None:
+        """Begin a generation, whose writes differ from all earlier ones."""
+        self._generation += 1
+
+    def written(self, offset: int, nbytes: int) -> int:
+        """Record that these bytes are overwritten. Returns the address of the bytes to write."""
+        self._pages(offset, nbytes)[:] = self._generation
+        return self.pattern.address + self.pattern.position(offset, self._generation)
+
+    def checksum(self, offset: int, nbytes: int) -> int | None:
+        """Return the checksum of the expected bytes; None if pages are of different generations."""
+        pages = self._pages(offset, nbytes)
+        first = int(pages[0])
+        if (pages != first).any():
+            return None
+        key = self.pattern.position(offset, first), nbytes
+        if key not in self._checksums:
+            if len(self._checksums) >= _KEPT:
+                self._checksums.clear()
+            self._checksums[key] = _aio.checksum(self.pattern.address + key[0], nbytes)
+        return self._checksums[key]
+
+    def wrong_byte(self, offset: int, found: NDArray[np.uint8], *, exactly: bool = False) -> WrongByte | None:
+        """Return the first wrong byte of `found`, which was read at `offset`; None if all are right.
+
+        Compares checksums, unless `exactly` is set or there is no checksum: this reads half as much, without the GIL.
+        """
+        if not exactly and self.checksum(offset, len(found)) == _aio.checksum(found.ctypes.data, len(found)):
+            return None
+        pages = self._pages(offset, len(found))
+        edges = [0, *(np.flatnonzero(np.diff(pages)) + 1).tolist(), len(pages)]
+        for first, last in itertools.pairwise(edges):
+            start, part = offset + first * PAGE, found[first * PAGE : last * PAGE]
+            wanted = self.pattern.expected(start, len(part), int(pages[first]))
+            if not np.array_equal(part.view(np.uint64), wanted.view(np.uint64)):
+                where = int(np.argmax(part != wanted))
+                return WrongByte(start + where, int(part[where]), int(wanted[where]))
+        return None
+
+    def _pages(self, offset: int, nbytes: int) -> NDArray[np.int32]:
+        """Return a view of the generations of these pages."""
+        return self.generations[offset // PAGE : (offset + nbytes) // PAGE]

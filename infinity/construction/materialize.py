@@ -1,0 +1,261 @@
+"""Initialises a model unit by unit and moves its values to their tiers, so that construction needs no more memory than
+training.
+
+A model built on the meta device is initialised here. Each unit's modules get real parameters on the host, which are
+initialised, moved to their tier and released before the next unit. Parameters with a source
+(`infinity.construction.sources`) are read from it instead; each rank reads its shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from infinity.comm.dtensor import is_distributed
+from infinity.construction.init_rules import Rules, reset, resets
+from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, stand_ins
+from infinity.construction.sources import Source, is_loaded, source_of
+from infinity.errors import ModelError
+from infinity.plan.layout import UnitLayout
+from infinity.units.hooks import UnitParameters
+from infinity.units.released import is_released
+from infinity.units.states import Flats, flat_tensor
+from infinity.units.unit import placeholder
+
+
+def check_values(model: nn.Module) -> None:
+    """Raise ModelError if values are missing and cannot be made.
+
+    Causes: parameters of another engine, a buffer or a DTensor on the meta device, a module without a rule, or a
+    parameter whose rule may not reproduce the values of the model's own code.
+    """
+    for module in model.modules():
+        if isinstance(module._parameters, UnitParameters):
+            raise ModelError(
+                "the model already belongs to an engine: use that one, or close it with engine.close(restore=True) and "
+                "make a new one"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and is_distributed(parameter):
+            raise ModelError(
+                f"parameter {name} is a DTensor on the meta device: give the model its values before "
+                "parallelize_module, or build it on the cpu"
+            )
+        if is_released(parameter):
+            raise ModelError(
+                f"parameter {name} holds no values: the model belonged to an engine that was closed. Build it again, "
+                "and load a checkpoint of that engine into the new one, or close the engine with restore=True."
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(
+                f"buffer {name} is on the meta device, and no initialisation rule sets it. Compute it under "
+                "`with torch.device('cpu')`, or build the model on the cpu."
+            )
+    rules = Rules(model)
+    for name, module in model.named_modules():
+        holds = any(p.is_meta and source_of(p) is None for p in module.parameters(recurse=False))
+        if holds and rules.of(module) is reset and not resets(module):
+            raise ModelError(
+                f"{name or 'the model'} ({type(module).__name__}) was built on the meta device and has no "
+                "reset_parameters(). Give it one, give the model an initialize_module(module) method, or build the "
+                "model on the cpu or, where it does not fit in memory, under infinity.Init."
+            )
+    check_reproducible(model, rules, _drawn(model))
+
+
+def _drawn(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return parameter → name, for the parameters that rules will initialise."""
+    return {p: name for name, p in model.named_parameters() if p.is_meta and source_of(p) is None}
+
+
+def make_buffers(model: nn.Module) -> None:
+    """Initialise buffers on the meta device whose modules' rules set them; leave the others there.
+
+    Rules set buffers in transformers from version 5 on (rotary frequencies, causal masks) and in torch's batch norms.
+    Each rule runs twice, over zeros and over ones; equal results show that it sets every element.
+    """
+    rules = Rules(model)
+    for module in model.modules():
+        on_meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        if not on_meta:
+            continue
+        made: list[dict[str, torch.Tensor]] = []
+        others = {name for name in module._buffers if name not in on_meta}
+        with _aside(module, set(module._parameters), others), stand_ins(_below(module)):
+            for fill in (0, 1):
+                made.append({name: torch.full_like(buffer, fill, device="cpu") for name, buffer in on_meta.items()})
+                module._buffers.update(made[-1])
+                _seeded(rules.of(module), module, 0)
+        for name, buffer in on_meta.items():
+            module._buffers[name] = made[0][name] if torch.equal(made[0][name], made[1][name]) else buffer
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
+    return (each for each in module.modules() if each is not module)
+
+
+def _seeded(initialize: Callable[[nn.Module], None], module: nn.Module, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        initialize(module)
+
+
+@contextmanager
+def _aside(module: nn.Module, parameters: set[str], buffers: set[str]) -> Iterator[None]:
+    """Replace the named parameters and buffers of a module by stand-ins in the block, which take its changes.
+
+    Stand-ins of parameters are uninitialised; those of buffers are clones.
+    """
+    held = {name: p for name, p in module._parameters.items() if p is not None and name in parameters}
+    kept = {name: b for name, b in module._buffers.items() if b is not None and name in buffers}
+    for name, parameter in held.items():
+        stand_in = torch.empty(parameter.shape, dtype=parameter.dtype)
+        module._parameters[name] = nn.Parameter(stand_in, parameter.requires_grad)
+    module._buffers.update({name: buffer.clone() for name, buffer in kept.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(held)
+        module._buffers.update(kept)
+
+
+class Materializer:
+    """Initialises the parameters of a model on the meta device, unit by unit. A model with values keeps them.
+
+    Each module draws from a seed of its own, derived from one draw of torch's generator and the module's name. So the
+    values depend on `torch.manual_seed` and the model alone, not on tiers, units or ranks. They differ from those of
+    the model built on the cpu, whose modules draw from one generator in turn, some of them twice.
+    """
+
+    def __init__(self, model: nn.Module, roots: set[str]) -> None:
+        """roots: paths of the modules that units stand at."""
+        self._model = model
+        self._roots = roots
+        self._rules = Rules(model)
+        drawn = _drawn(model)
+        self._reached = Replay(model, self._rules, drawn).reached if drawn else {}
+        self._reaching = {module for modules in self._reached.values() for module in modules}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        self._seed = int(torch.randint(1 << 62, ())) if on_meta else 0
+        self._owner: dict[nn.Parameter, nn.Module] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._owner.setdefault(parameter, module)
+
+    def materialize(self, root: str, wanted: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+        """Return the parameters `wanted` of the unit at path `root`, with values on the host.
+
+        Parameters with a source are returned as placeholders. Shared parameters stay shared over the whole model and
+        get their values from the first module that holds them. Raises ModelError if a rule leaves a value unset.
+        """
+        fresh = {parameter: _unset(parameter) for parameter in wanted if parameter.is_meta}
+        if fresh:
+            self._made.update(fresh)
+            for module in self._model.modules():
+                for name, held in module._parameters.items():
+                    if held is not None and held in fresh:
+                        module._parameters[name] = fresh[held]
+                        self._owner[fresh[held]] = self._owner[held]
+            values = {made for parameter, made in fresh.items() if source_of(parameter) is None}
+            if values:
+                for path, module in self._scope(self._model.get_submodule(root), root):
+                    self._fill(path, module, values)
+                for parameter, made in fresh.items():
+                    self._reach(parameter, made)
+                self._check_set(fresh)
+            for made in set(fresh.values()) - values:
+                made.data = placeholder(tuple(made.shape), made.dtype, made.device)
+        return tuple(self._made.get(parameter, parameter) for parameter in wanted)
+
+    def _scope(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        """Yield (path, module), children before parents as in `Module.apply`, without subtrees of other units."""
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            if child_path not in self._roots:
+                yield from self._scope(child, child_path)
+        yield path, module
+
+    def _fill(self, path: str, module: nn.Module, values: set[nn.Parameter]) -> None:
+        """Initialise one module. Stand-ins replace parameters outside `values` or shared with an earlier module."""
+        others = {
+            name
+            for name, held in module._parameters.items()
+            if held is not None and not (held in values and self._owner[held] is module)
+        }
+        loaded = {name for name, buffer in module._buffers.items() if buffer is not None and is_loaded(buffer)}
+        seed = self._seed_of(path)
+        rule = self._rules.of(module)
+        with _aside(module, others, loaded), stand_ins(_below(module) if module in self._reaching else ()):
+            _seeded(rule, module, seed)
+            held = {name: p for name, p in module._parameters.items() if p is not None}
+            left = {name for name, parameter in held.items() if name not in others and not _is_set(parameter)}
+            if left and rule is not reset:  # the rule keeps the values of the constructor
+                with _aside(module, held.keys() - left, set(module._buffers)):
+                    _seeded(reset, module, seed)
+
+    def _reach(self, parameter: nn.Parameter, made: nn.Parameter) -> None:
+        """Apply the rules of enclosing modules that edit this parameter. Stand-ins replace all other parameters."""
+        for module in self._reached.get(parameter, ()):
+            with stand_ins(module.modules(), keep=made):
+                _seeded(self._rules.of(module), module, self._seed_of(self._paths[module], self._names[parameter]))
+
+    def _seed_of(self, *names: str) -> int:
+        own_seed = hashlib.blake2b("\0".join(names).encode(), digest_size=8, key=self._seed.to_bytes(8, "little"))
+        return int.from_bytes(own_seed.digest(), "little")
+
+    def _check_set(self, fresh: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for parameter, made in fresh.items():
+            if source_of(parameter) is None and not _is_set(made):
+                owner = self._owner[parameter]
+                rule = self._rules.of(owner)
+                raise ModelError(
+                    f"parameter {self._names[parameter]} ({type(owner).__name__}) was built on the meta device, and "
+                    f"{name_of(rule)} does not set it, or not all of it. {FIX}"
+                )
+
+
+def _unset(parameter: nn.Parameter) -> nn.Parameter:
+    """Return an uninitialised copy on the host; NaN if a rule will set it, which reveals values left unset."""
+    value = torch.empty_like(parameter, device="cpu")
+    if source_of(parameter) is None and value.is_floating_point():
+        value.fill_(math.nan)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def _is_set(parameter: nn.Parameter) -> bool:
+    """True if no value is NaN. The sum is only a quick test: infinities may sum to NaN as well."""
+    value = parameter.data
+    if not value.is_floating_point() or not value.sum(dtype=torch.float32).isnan():
+        return True
+    return not value.isnan().any()
+
+
+def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor | None]) -> Flats:
+    """Return a unit's states before the first step: `master` in fp32, or `param` for a frozen unit, each (numel,).
+
+    values: values of the parameters in slot order; None leaves zeros. Moments are left out, since they are zero.
+    """
+    name, dtype = ("master", torch.float32) if layout.trainable else ("param", layout.dtype)
+    flat = flat_tensor(layout.numel, dtype)
+    for slot, value in zip(layout.slots, values, strict=True):
+        if value is not None:
+            flat[slot.offset : slot.stop].view(slot.shape).copy_(value)
+    return {name: flat}
+
+
+def read_shard(layout: UnitLayout, flat: torch.Tensor, sources: Sequence[Source | None], rank: int) -> None:
+    """Read the part of the parameters with sources that lies in the shard of `rank` into `flat` (numel,)."""
+    low, high = layout.shard_range(rank)
+    for slot, source in zip(layout.slots, sources, strict=True):
+        start, stop = max(slot.offset, low), min(slot.stop, high)
+        if source is not None and start < stop:
+            flat[start:stop].copy_(source.read(start - slot.offset, stop - slot.offset))

@@ -1,0 +1,1 @@
+"""The engines for training and inference, and the objects that users hold."""

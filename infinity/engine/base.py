@@ -1,0 +1,236 @@
+"""Base of the engines for training and inference: runs a model with parameters in tiers, reads it, and closes."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.format import persistent_buffers
+from infinity.comm.collectives import Ranks
+from infinity.config import Config
+from infinity.engine import gather as access
+from infinity.engine.describe import describe
+from infinity.engine.parts import Parts
+from infinity.engine.restore import restoring
+from infinity.errors import RanksError, UsageError
+from infinity.interrupts import ForcedInterrupt
+from infinity.observe.ledger import Ledger
+from infinity.observe.log import logger, show_by_default
+from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
+from infinity.units.hooks import ModelHooks
+from infinity.units.released import is_released
+from infinity.units.unit import Unit
+
+_Engine = TypeVar("_Engine", bound="Runner")
+
+
+class Runner(ABC):
+    """Runs `module`, whose parameters `parts` manages. Base class of all engines."""
+
+    _maker: ClassVar[str]
+    """The function that constructs such an engine, for messages."""
+    _remedy: ClassVar[str] = "make a new one"
+    """The fix after the engine has stopped, for messages."""
+
+    def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
+        self._finalizer = weakref.finalize(self, parts.closer())
+        self.module = uncompiled(model)
+        """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
+        self._called = model
+        self.config = config
+        self.parts = parts
+        self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes)
+        self._broken = ""
+        self._closed = False
+        self._process = os.getpid()
+        parts.backward.report_to(self._on_backward, self._on_backward_end)
+        self._hooks = ModelHooks(self.module, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
+        access.opened(self)
+        show_by_default()
+        if parts.ranks.speaks:
+            logger.info("units and where their states live\n%s", self.describe())
+
+    @abstractmethod
+    def _on_forward(self) -> None:
+        """Called when an outermost forward of the root begins, outside of any backward."""
+
+    def _on_entry(self) -> None:
+        """Called when an outermost forward of any module that holds units begins, outside of any backward."""
+        self._check_open()
+        self._conclude_backward()
+
+    def _conclude_backward(self) -> None:
+        """Discard a backward that an exception cut short. Call outside of any backward."""
+        if self.parts.backward.conclude():
+            self.parts.backward.reset()
+            self.parts.store.tracer.forget()
+
+    def _on_backward(self) -> None:  # noqa: B027 - inference has nothing to prepare
+        """Called when a backward begins."""
+
+    @abstractmethod
+    def _on_backward_end(self) -> None:
+        """Called when a backward ends without an exception."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        return self._run(self._called, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own `generate`, as in transformers.
+
+        In stage 3 with several ranks every rank must call it, and all continue until the last text is finished
+        (transformers' `synced_gpus`, which a call of `engine.module.generate` must pass itself). Raises UsageError if
+        the model has no `generate`.
+        """
+        generate = getattr(self.module, "generate", None)
+        if not callable(generate):
+            raise UsageError(f"{type(self.module).__name__} has no generate(): call the engine as the model")
+        if self.ranks.shards > 1 and "synced_gpus" in signature(generate).parameters:
+            kwargs.setdefault("synced_gpus", True)
+        return self._run(generate, *args, **kwargs)
+
+    @breaks_graphs
+    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check_open()
+        return call(*args, **kwargs)
+
+    def train(self: _Engine, mode: bool = True) -> _Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self: _Engine) -> _Engine:
+        return self.train(False)
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model computes on; move batches there."""
+        return self.parts.device.torch_device
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.parts.ranks
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.parts.units
+
+    def describe(self) -> str:
+        """Return a table of units and the tier of each state."""
+        return describe(self.parts)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Execute pending updates and wait until every state is in its tier.
+
+        Raises UsageError if modules of the model hold other tensors in place of their parameters.
+        """
+        self._check_open()
+        self._hooks.check_replaced()
+        with self._failing():
+            self.parts.store.settle()
+            self.parts.store.release_all()
+
+    def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, value) of every parameter and persistent buffer, one unit at a time. All ranks call it.
+
+        Names are those of the model's `state_dict()`. Values are whole on every rank, in host memory, in the dtype that
+        the model computes in.
+        """
+        self.settle()
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(own_name(name))
+        for unit in self.units:
+            flat = self.parts.states.read_param(unit.layout)
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                mine = flat[slot.offset : slot.stop].view(slot.shape).clone()
+                value = self.ranks.model.whole(parameter, mine)
+                yield from ((name, value) for name in names.get(id(parameter), [slot.name]))
+        for name, buffer in persistent_buffers(self.module).items():
+            yield name, buffer.detach().cpu().clone()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return `stream_state_dict()` as a dict. Needs host memory for the whole model on every rank."""
+        return dict(self.stream_state_dict())
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, *, restore: bool = False) -> None:
+        """Finish pending work, remove hooks, release threads, memory and disk. Idempotent; any thread may call it.
+
+        The model keeps its parameters' values if they were whole in this rank's memory (`offload_param.device` none or
+        cpu; one rank or a stage below 3) and a copy fits. Otherwise any use of a parameter raises UsageError.
+
+        restore: return all values to the model; every rank must call `close` then. Raises OutOfMemoryError if they do
+        not fit, after everything is released. Raises UsageError if an earlier `close` did not keep them.
+        """
+        if os.getpid() != self._process:  # a forked child has nothing to release
+            return
+        if self._closed:
+            if restore and any(map(is_released, self.module.parameters())):
+                raise UsageError(
+                    "engine.close(restore=True) was called on an engine that is closed already, and the parameters' "
+                    "values are gone. Load a checkpoint into a new engine, and close that one with restore=True."
+                )
+            return
+        self._closed = True
+        access.closed(self)
+        self._hooks.remove()
+        healthy = not self._broken and self.parts.store.failure is None and not self.parts.ranks.trouble
+        try:
+            if healthy:
+                self._finish()
+                self.parts.store.release_all()
+                restored = restoring(self.parts, everything=restore)
+        finally:
+            self.parts.store.abandon()
+            self._finalizer()
+            self.parts.ranks.close()
+        if healthy:
+            restored()
+
+    def _finish(self) -> None:  # noqa: B027 - inference changes nothing
+        """Execute pending updates, so that all units can be released."""
+
+    def __enter__(self: _Engine) -> _Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Stop the engine on errors in the block that leave states inconsistent (I/O, Ctrl-C, other ranks)."""
+        try:
+            yield
+        except (OSError, ForcedInterrupt, RanksError) as error:
+            self._broken = str(error)
+            raise
+
+    @eager
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this engine belongs to process {self._process}, whose memory and threads this forked child "
+                f"({os.getpid()}) does not have: make an engine in the process that uses it"
+            )
+        if self._closed:
+            raise UsageError(f"the engine is closed: make a new one with {self._maker}")
+        self._broken = self._broken or str(self.parts.store.failure or "")
+        if self._broken:
+            raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")
+        if self.parts.ranks.trouble:  # found by the thread of collectives, with no caller to raise it
+            self._broken = self.parts.ranks.trouble
+            raise RanksError(self._broken)

@@ -1,0 +1,260 @@
+"""Reads and edits whole parameters, gradients and optimizer states, regardless of sharding and tiers.
+
+    with infinity.GatheredParameters(model.head.parameters(), modifier_rank=0):
+        if rank == 0:
+            torch.nn.init.zeros_(model.head.bias)
+
+    master = infinity.get_full_fp32_param(model.head.weight)
+    infinity.set_full_optimizer_state(model.head.weight, "exp_avg", torch.zeros_like(master))
+
+A read of an attribute (`model.head.weight`) fetches the parameter too. These functions also hold it, edit it on all
+ranks alike, and reach the exact fp32 values behind 16-bit parameters. All ranks call them in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.format import view
+from infinity.errors import UsageError
+from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
+from infinity.plan.formats import StateKind
+from infinity.rules import MOMENT_NAMES
+from infinity.units.states import Flats
+from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.engine.base import Runner
+    from infinity.engine.training import Engine
+
+__all__ = [
+    "GatheredParameters",
+    "get_full_fp32_param",
+    "get_full_grad",
+    "get_full_optimizer_state",
+    "set_full_fp32_param",
+    "set_full_grad",
+    "set_full_optimizer_state",
+]
+
+_engines: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+def opened(engine: Runner) -> None:
+    """Register `engine` as the owner of its parameters."""
+    _engines.add(engine)
+
+
+def closed(engine: Runner) -> None:
+    _engines.discard(engine)
+
+
+class GatheredParameters:
+    """Gather parameters and hold them whole on the device of the model until the block ends.
+
+    params: one or more parameters of an open engine; other parameters are ignored.
+    modifier_rank: the rank whose edits in the block are broadcast at its end. Without it, edits must be the same on all
+        ranks.
+
+    Raises InfinityError if too few buffers are free: gather fewer parameters at a time.
+    """
+
+    def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        found = [_find(param) for param in given]
+        self._units = list(dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, found)))
+        self._units.sort(key=lambda pair: pair[1].index)
+        self._held: list[tuple[Runner, Unit]] = []
+        self._modifier = modifier_rank
+        for engine, _ in self._units:
+            if modifier_rank is not None and not 0 <= modifier_rank < engine.ranks.size:
+                raise UsageError(f"modifier_rank is {modifier_rank}: give a rank from 0 to {engine.ranks.size - 1}")
+
+    def __enter__(self) -> GatheredParameters:
+        try:
+            for engine, unit in self._units:
+                engine.parts.store.hold(unit)
+                self._held.append((engine, unit))
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._modifier is not None and error[0] is None:
+            for engine, unit in self._held:
+                unit.adopt_assigned()
+                engine.ranks.broadcast(unit.flat(), source=self._modifier)
+        self._release()
+
+    def _release(self) -> None:
+        for engine, unit in self._held:
+            engine.parts.store.unhold(unit)
+        self._held = []
+
+
+def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """Return the exact value: fp32 in the parameter's shape, in host memory. For a trained parameter, its master."""
+    engine, unit, slot = _owner(param)
+    values = _read(engine, unit)[_param_kind(engine, unit), slot].float().clone()
+    return engine.ranks.model.whole(param, values)
+
+
+def set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the exact value to `value`, in the parameter's shape. A 16-bit parameter becomes `value` rounded."""
+    engine, unit, slot = _owner(param)
+    _check(value, param, unit, slot)
+    states = _read(engine, unit)
+    states[_param_kind(engine, unit), slot].copy_(engine.ranks.model.part(param, value))
+    states.write()
+
+
+def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
+    """Return a moment of the optimizer: fp32 in the parameter's shape, in host memory.
+
+    name: `exp_avg`, `exp_avg_sq`, `sum` or `momentum_buffer`, depending on the rule. Raises UsageError for others.
+    """
+    engine, unit, slot = _owner(param)
+    _check_moment(engine, unit, name)
+    return engine.ranks.model.whole(param, fp32_moment(name, _read(engine, unit).of_slot(slot)))
+
+
+def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    """Set a moment to `value`, in the parameter's shape. Moments kept in 16 or 8 bits are rounded as in an update."""
+    engine, unit, slot = _owner(param)
+    _check_moment(engine, unit, name)
+    _check(value, param, unit, slot)
+    states = _read(engine, unit)
+    rule, layout = engine.config.optimizer.rule, unit.layout
+    key, first = rounding_key(engine.config.infinity.seed, unit.steps[slot]), layout.first + layout.slots[slot].offset
+    given = {name: engine.ranks.model.part(param, value.detach().cpu().float())}
+    convert_moment(rule, name, given, states.of_slot(slot), key=key, first=first)
+    states.write()
+
+
+def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the gradient of the present step: fp32 in the parameter's shape, in host memory; None if there is none.
+
+    It is the mean over ranks and micro-batches, without the loss scale, before clipping. Call it between the last
+    `backward` of a step and `step`. Raises UsageError if the update has consumed it: set infinity.update to
+    "next_forward" or "after_backward".
+    """
+    found = _with_grad(param)
+    if found is None:
+        return None
+    engine, unit, slot = found
+    flat = engine.parts.gradients.read(unit)
+    place = unit.layout.slots[slot]
+    factor = engine.ranks.size * engine.loss_scale.value
+    values = flat[place.offset : place.stop].view(place.shape).float() / factor
+    return engine.ranks.model.whole(param, values)
+
+
+def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient by `value`, in the parameter's shape; see `get_full_grad`. Raises UsageError without one."""
+    _, unit, slot = _owner(param)
+    _check(value, param, unit, slot)
+    found = _with_grad(param)
+    if found is None:
+        name = unit.layout.slots[slot].name
+        raise UsageError(f"{name} has no gradient in this step: set it between backward and step")
+    engine = found[0]
+    flat = engine.parts.gradients.read(unit)
+    place = unit.layout.slots[slot]
+    factor = engine.ranks.size * engine.loss_scale.value
+    mine = engine.ranks.model.part(param, value)
+    flat[place.offset : place.stop].view(place.shape).copy_(mine * factor)
+    engine.parts.gradients.write(unit, flat)
+
+
+class _States:
+    """States of one unit, whole on every rank, by kind and slot."""
+
+    def __init__(self, engine: Runner, unit: Unit) -> None:
+        self._engine, self._unit = engine, unit
+        self._flats: Flats = engine.parts.states.read(unit.layout)
+
+    def __getitem__(self, which: tuple[StateKind, int]) -> torch.Tensor:
+        kind, slot = which
+        return view(kind, self._unit.layout.slots[slot], self._flats[kind.name])
+
+    def of_slot(self, slot: int) -> dict[str, torch.Tensor]:
+        """Return one parameter's states by name."""
+        return {kind.name: self[kind, slot] for kind in self._engine.parts.states.kinds(self._unit.layout)}
+
+    def write(self) -> None:
+        """Write this rank's shard to its tiers."""
+        self._unit.copied.wait()
+        self._engine.parts.states.write(self._unit.layout, self._flats)
+        self._engine.parts.store.rewritten(self._unit)
+
+
+def _read(engine: Runner, unit: Unit) -> _States:
+    engine.settle()
+    return _States(engine, unit)
+
+
+def _find(param: Any) -> tuple[Runner, Unit, int] | None:
+    """Return the open engine, unit and slot of a parameter; None if no engine is open for it."""
+    for engine in list(_engines):
+        unit = engine.parts.unit_of.get(id(param))
+        if unit is not None:
+            slot = next(number for number, held in enumerate(unit.parameters) if held is param)
+            return engine, unit, slot
+    return None
+
+
+def _owner(param: Any) -> tuple[Runner, Unit, int]:
+    found = _find(param)
+    if found is None:
+        raise UsageError("param is no parameter of an open engine: pass one of its model, such as model.head.weight")
+    return found
+
+
+def _param_kind(engine: Runner, unit: Unit) -> StateKind:
+    """Return the kind of its exact value: the master, or `param` for a frozen unit."""
+    return engine.parts.states.kinds(unit.layout)[0]
+
+
+def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(
+            f"the value for {unit.layout.slots[slot].name} is a {type(value).__name__}: pass a tensor of shape "
+            f"{list(param.shape)}"
+        )
+    if value.shape != param.shape:
+        name, shapes = unit.layout.slots[slot].name, f"{list(param.shape)}, the value {list(value.shape)}"
+        raise UsageError(f"{name} has shape {shapes}: pass a value of the parameter's shape")
+
+
+def _check_moment(engine: Runner, unit: Unit, name: str) -> None:
+    names = MOMENT_NAMES[engine.config.optimizer.rule]
+    if not unit.layout.trainable or name not in names:
+        kept = f"the optimizer keeps {', '.join(names)}" if unit.layout.trainable else "the parameter is frozen"
+        raise UsageError(f"there is no state {name!r}: {kept}")
+
+
+def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
+    """Return `_owner` of a parameter that has a gradient in this step; None if it has none."""
+    from infinity.engine.training import Engine
+
+    engine, unit, slot = _owner(param)
+    if not isinstance(engine, Engine):
+        return None
+    collector, gradients = engine.parts.collector, engine.parts.gradients
+    if collector.is_collecting(unit):
+        raise UsageError("gradients are complete after a step's last micro-batch: call engine.backward for it first")
+    if unit.index in gradients.units:
+        gradients.settle()
+        return (engine, unit, slot) if slot in gradients.slots[unit.index] else None
+    if collector.is_updating(unit):
+        raise UsageError(
+            f"the gradient of unit {unit.name} is gone: it was updated during backward. Set infinity.update to "
+            '"next_forward" or "after_backward"'
+        )
+    return None

@@ -1,0 +1,269 @@
+"""The public optimizer: param_groups for schedulers, and a `step` that the engine executes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from infinity.config import Optimizer
+from infinity.engine.optimizer_state import RULE_KEYS, hyper_of, torch_keys
+from infinity.errors import ConfigError, ModelError, UsageError
+from infinity.rules import HYPER_KEYS, Hyper
+from infinity.units.compiled import eager
+from infinity.units.residents import owner_of
+from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.engine.tier_states import TierStates
+
+ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
+
+
+_OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
+"""Keys of a param_group that have a meaning for some rule or in torch.optim."""
+
+
+class _NoStates(dict[Any, Any]):
+    """The `state` of an optimizer with states in tiers. Refuses uses that would have an effect in torch."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "optimizer.state was used, which is empty: an engine keeps the optimizer's states in their tiers. Use "
+            'infinity.get_full_optimizer_state(parameter, "exp_avg") and set_full_optimizer_state() for one parameter, '
+            "optimizer.state_dict() and load_state_dict() for all."
+        )
+
+    __contains__ = __delitem__ = __getitem__ = __setitem__ = _refuse
+    clear = get = pop = popitem = setdefault = update = _refuse
+
+
+class UnitOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine. Its states live in tiers: `state` is empty, and `state_dict` reads the tiers.
+
+    param_groups: as in torch.optim. The rule's hyper-parameters (`HYPER_KEYS`) may differ by group. Parameters keep
+    their given order.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
+        self._step: Callable[[], None] | None = None
+        self._drop: Callable[[], None] = lambda: None
+        self._states: TierStates | None = None
+        self._shown: dict[Any, Any] = _NoStates()
+        self.rule = hyper.rule
+        known = HYPER_KEYS[hyper.rule]
+        for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
+            raise ConfigError(
+                f"a param_group has {name!r}, which {hyper.rule} does not read: {', '.join(known)} may differ"
+            )
+        super().__init__(groups, {name: getattr(hyper, name) for name in known})
+        self._lists = [list(group["params"]) for group in self.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return self._shown
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if self._step is not None:  # None: set by `Optimizer.__init__`
+            _NoStates()._refuse()
+
+    def on_step(self, step: Callable[[], None], drop: Callable[[], None], states: TierStates) -> None:
+        """Set the actions of `step` and `zero_grad`, and the states that `state_dict` reads."""
+        self._step, self._drop, self._states = step, drop, states
+
+    @eager
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update with the gradients collected since the last step, of any number of micro-batches. Does nothing without
+        gradients. `engine.step()` calls it after the last micro-batch of a step.
+
+        closure: called first, with gradients enabled, as in torch.optim; it computes a loss and calls backward, and
+            may call zero_grad before. Its value is returned.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        assert self._step is not None
+        self._step()
+        return value
+
+    @eager
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients collected since the last step. After `step` there are none, since it consumes them.
+
+        Raises UsageError within the micro-batches of a step, and if backward has updated units with the gradients.
+        """
+        self._drop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise UsageError: a copy would hold the values of the whole model without an engine to update it."""
+        raise UsageError(
+            "an engine's optimizer cannot be copied or pickled: save optimizer.state_dict(), or "
+            "engine.save_checkpoint(), which writes parameters and optimizer states unit by unit"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise UsageError once the engine is constructed, since all states have been placed by then."""
+        if self._step is not None:
+            raise UsageError(
+                "optimizer.add_param_group() was called on an engine's optimizer, which trains the parameters that "
+                "initialize() was given: close the engine with engine.close(restore=True), which returns the "
+                "values to the model, and pass all groups as model_parameters to a new infinity.initialize()"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's layout, which torch.optim's optimizer of the same rule loads.
+
+        Moments are fp32 in host memory and whole on every rank, even if the engine keeps them in 16 or 8 bits. All
+        ranks call it, between two steps. Raises UsageError between backward and step.
+
+        Needs host memory for the moments of the whole model on every rank, 8 bytes per parameter with Adam.
+        `engine.save_checkpoint` writes them unit by unit instead.
+        """
+        assert self._states is not None
+        states = self._states.read()
+        listed = [param for group in self.param_groups for param in group["params"]]
+        self._shown = {param: states[param] for param in listed if param in states}
+        try:
+            packed = super().state_dict()
+        finally:
+            self._shown = _NoStates()
+        extra = torch_keys(self.rule)
+        return {**packed, "param_groups": [{**extra, **group} for group in packed["param_groups"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load moments, step counts and hyper-parameters from `state_dict()`, or from torch.optim's optimizer of the
+        same rule. Parameters are matched by their position in the groups.
+
+        Moments kept in 16 or 8 bits are rounded as in an update. Parameters, schedulers and the engine's step count do
+        not change. All ranks call it with the same dict, between two steps.
+
+        Raises, before any change: ModelError for a dict of other parameters or another rule, ConfigError for amsgrad,
+        maximize and values out of range, UsageError between backward and step, RanksError if ranks differ.
+        """
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            assert self._states is not None
+            saved = self._states.load(self.param_groups, given)
+            kept = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+            numbers = [list(group["params"]) for group in given["param_groups"]]
+            groups = [
+                {**mine, **theirs, "params": params} for mine, theirs, params in zip(kept, saved, numbers, strict=True)
+            ]
+            return {"state": {}, "param_groups": groups}  # torch loads the groups and calls the hooks
+
+        handle = self.register_load_state_dict_pre_hook(take)  # after the user's hooks, which may change the dict
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def hypers(self) -> list[Hyper]:
+        """Return the present hyper-parameters of each param_group.
+
+        Raises ConfigError for values out of range, UsageError for changes that torch.optim supports and an engine does
+        not: other parameters in the groups, amsgrad, maximize.
+        """
+        groups = self.param_groups
+        lists = [group["params"] for group in groups]
+        if [*map(len, lists)] != [*map(len, self._lists)] or not all(map(is_, chain(*lists), chain(*self._lists))):
+            raise UsageError(
+                "the parameters of optimizer.param_groups were changed, and an engine trains those that initialize() "
+                "was given, in their groups: undo it. To leave a parameter out, call requires_grad_(False) on it; for "
+                "other groups, save a checkpoint, close the engine, and pass them as model_parameters."
+            )
+        for name in ("maximize", "amsgrad"):
+            if name in torch_keys(self.rule) and any(group.get(name) for group in groups):
+                raise UsageError(f"{name} of a param_group was set, which an engine does not support: undo it")
+        return [hyper_of(self.rule, group) for group in self.param_groups]
+
+
+def watch_other_optimizers() -> RemovableHandle:
+    """Refuse steps of other optimizers over parameters of an engine, until the returned handle is removed.
+
+    Their `.grad` is None, and torch.optim silently skips parameters without a gradient.
+    """
+    return register_optimizer_step_pre_hook(_refuse_managed)
+
+
+def _refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, UnitOptimizer):
+        return
+    for parameter in (param for group in optimizer.param_groups for param in group["params"]):
+        owner = owner_of(parameter)
+        if owner is not None and owner.unit.layout.trainable and parameter.requires_grad:
+            raise UsageError(
+                f"a separate {type(optimizer).__name__} was to update {owner.unit.layout.slots[owner.slot].name}, "
+                "whose gradients an engine collects, so it would change nothing. Use the optimizer that "
+                "infinity.initialize() returns, and pass parameters with other hyper-parameters as a group of "
+                "model_parameters."
+            )
+
+
+def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:
+    """Return `model_parameters` as a validated list of groups. given: None stands for all trainable parameters.
+
+    Raises ConfigError for parameters of another model or listed twice, ModelError if none is trainable. Frozen
+    parameters and empty groups keep their positions, as in torch.
+    """
+    entries: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if entries and isinstance(entries[0], dict):
+        groups = [{**group, "params": _plain(group.get("params"))} for group in entries]
+    else:
+        groups = [{"params": _plain(entries)}]
+    names = {id(p): name for name, p in model.named_parameters()}
+    seen: set[int] = set()
+    for group in groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"model_parameters holds a parameter of shape {list(parameter.shape)} that is not the model's: "
+                    "pass model.parameters(), or groups of them, of the model given to initialize()."
+                )
+            if id(parameter) in seen:
+                raise ConfigError(f"model_parameters holds {names[id(parameter)]} twice: put it in one group")
+            seen.add(id(parameter))
+    if not any(p.requires_grad for group in groups for p in group["params"]):
+        raise ModelError(
+            "the model has no trainable parameters: set requires_grad on those to be trained, or run it with "
+            "infinity.init_inference()"
+        )
+    return groups
+
+
+def _plain(parameters: Any) -> list[nn.Parameter]:
+    """Return parameters from a parameter, parameters or (name, parameter) pairs. Raises ConfigError for others."""
+    entries: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters or [])
+    plain = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    for entry in plain:
+        if not isinstance(entry, nn.Parameter):
+            raise ConfigError(
+                f"model_parameters holds a {type(entry).__name__}: pass parameters, (name, parameter) pairs, or groups "
+                '{"params": parameters, "lr": …}, as for a torch optimizer'
+            )
+    return plain
+
+
+def unit_optimizer(
+    config: Optimizer, groups: list[dict[str, Any]], names: Mapping[str, int], units: Sequence[Unit]
+) -> UnitOptimizer:
+    """Return the config's optimizer over `groups`, with the model's present parameters in the order of `groups`.
+
+    Parameters built on the meta device have been replaced since. names: a parameter's name → id of the parameter in
+    `groups` that had this name before the engine was made.
+    """
+    hyper = Hyper(config.rule, **config.params.model_dump())
+    now = {
+        names[slot.name]: parameter
+        for unit in units
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+    }
+    return UnitOptimizer([{**group, "params": [now[id(p)] for p in group["params"]]} for group in groups], hyper)

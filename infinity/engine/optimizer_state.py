@@ -1,0 +1,209 @@
+"""Layout and validation of torch's optimizer state dicts.
+
+    {"state": {0: {"step": (), "exp_avg": shape, "exp_avg_sq": shape}, …},
+     "param_groups": [{"params": [0, …], "lr": …}, …]}
+
+Parameters are numbered through all groups, in the user's order, frozen ones included. Moments are fp32 in the
+parameter's whole shape. A parameter that was never updated has no entry, as in torch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.comm.dtensor import is_distributed
+from infinity.errors import ConfigError, ModelError
+from infinity.rules import HYPER_KEYS, MOMENT_NAMES, Hyper, Rule
+
+__all__ = ["RULE_KEYS", "SavedGroup", "SavedState", "check_state_dict", "digest", "hyper_of", "torch_keys"]
+
+RULE_KEYS = {name for names in HYPER_KEYS.values() for name in names}
+"""Keys of a param_group that some rule reads."""
+_UNSUPPORTED = ("amsgrad", "maximize")
+_NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
+"""Keys of torch's groups that select an implementation, or only have an effect before the first step."""
+_ADAM = ("adam", "adamw")
+
+SavedGroup = dict[str, Any]
+"""A validated param_group of a state dict, without `params` and the keys that have no effect here."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """One parameter's state: its number of updates, and its moments by name in the parameter's whole shape."""
+
+    step: int
+    moments: dict[str, torch.Tensor]
+
+
+def torch_keys(rule: Rule) -> dict[str, Any]:
+    """Return the additional keys of a param_group in torch's optimizer of this rule, with their values here."""
+    if rule == "lion":
+        return {}
+    keys: dict[str, Any] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+    if rule in _ADAM:
+        keys |= {"amsgrad": False, "capturable": False, "decoupled_weight_decay": rule == "adamw"}
+    elif rule == "adagrad":
+        keys["initial_accumulator_value"] = 0.0
+    return keys
+
+
+def hyper_of(rule: Rule, group: Mapping[str, Any]) -> Hyper:
+    """Return the hyper-parameters of a param_group. Raises ConfigError for values out of range."""
+    return Hyper(rule, **{name: _plain_number(group[name]) for name in HYPER_KEYS[rule]})
+
+
+def _plain_number(value: Any) -> Any:
+    """Convert a hyper-parameter from a group (a number, a tensor, or a sequence of them) to plain numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(map(_plain_number, value)) if isinstance(value, (list, tuple)) else value
+
+
+def check_state_dict(
+    rule: Rule,
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+    trained: Container[int],
+    given: Mapping[str, Any],
+) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
+    """Return the states by parameter and the param_groups of `given`, for an optimizer with `groups`.
+
+    names: id(parameter) → its name. trained: ids of the trained parameters.
+
+    Raises ModelError if `given` belongs to other parameters or another rule, and ConfigError for options that this rule
+    lacks and for hyper-parameters out of range.
+    """
+    if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
+        raise ModelError(
+            "the dict lacks state or param_groups, so it is no optimizer's state dict: pass optimizer.state_dict()"
+        )
+    saved_groups = given["param_groups"]
+    ours = [len(group["params"]) for group in groups]
+    theirs = [len(group["params"]) for group in saved_groups]
+    if ours != theirs:
+        raise ModelError(
+            f"the state dict has {_counts(theirs)} and this optimizer {_counts(ours)}: pass infinity.initialize() the "
+            "model_parameters that the other optimizer was made with, in the same groups and order"
+        )
+    cleaned = [_check_group(rule, number, group) for number, group in enumerate(saved_groups)]
+    params = [param for group in groups for param in group["params"]]
+    _check_names([name for group in saved_groups for name in group.get("param_names", ())], params, names)
+    numbers = [number for group in saved_groups for number in group["params"]]
+    state = given["state"]
+    unknown = sorted(map(str, set(state) - set(numbers)))
+    if unknown:
+        raise ModelError(f"the state dict has a state {unknown[0]} that is in no group: pass a whole state dict")
+    states = {}
+    for number, param in zip(numbers, params, strict=True):
+        found = _check_state(rule, names[id(param)], number, param, state.get(number))
+        if found is not None and id(param) not in trained:
+            if found.step == 0:
+                continue  # torch's Adagrad has states of frozen parameters too
+            raise ModelError(
+                f"the state dict has a state of parameter {number} ({names[id(param)]}), which is not trained here: "
+                "set requires_grad on it before infinity.initialize(), or drop its state"
+            )
+        if found is not None:
+            states[param] = found
+    return states, cleaned
+
+
+def _counts(numbers: Sequence[int]) -> str:
+    """Return a text such as "10 parameters in 2 groups (6, 4)"."""
+    by_group = f" ({', '.join(map(str, numbers))})" if len(numbers) > 1 else ""
+    return f"{sum(numbers)} parameters in {len(numbers)} group{'s' * (len(numbers) != 1)}{by_group}"
+
+
+def _check_group(rule: Rule, number: int, group: Mapping[str, Any]) -> SavedGroup:
+    where, known = f"group {number} of the state dict", HYPER_KEYS[rule]
+    for name in _UNSUPPORTED:
+        if group.get(name):
+            raise ConfigError(f"{where} has {name}={group[name]}, which {rule} does not have here: train without it")
+    lacks = [name for name in known if name not in group]
+    alien = [name for name in group if name in RULE_KEYS and name not in known]
+    decoupled = group.get("decoupled_weight_decay")
+    if rule in _ADAM and decoupled is not None and bool(decoupled) != (rule == "adamw"):
+        alien.append(f"decoupled_weight_decay={decoupled}")
+    if lacks or alien:
+        differs = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has {', '.join(alien)}"] * bool(alien)
+        raise ModelError(f"{where} {' and '.join(differs)}: load the state dict of an optimizer of type {rule}")
+    hyper_of(rule, group)
+    drop = {"params", "param_names", "decoupled_weight_decay", *_UNSUPPORTED, *_NO_EFFECT}
+    return {name: value for name, value in group.items() if name not in drop}
+
+
+def _check_names(given: Sequence[str], params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
+    """Raise ModelError for the same names in another order, since matching by position would swap their states."""
+    ours = [names[id(param)] for param in params]
+    if len(given) != len(ours) or set(given) != set(ours):
+        return  # a wrapper may rename parameters
+    for number, (there, here) in enumerate(zip(given, ours, strict=True)):
+        if there != here:
+            raise ModelError(
+                f"parameter {number} is {there} in the state dict and {here} in this optimizer: pass "
+                "infinity.initialize() model_parameters in the order that the other optimizer was made with"
+            )
+
+
+def _check_state(rule: Rule, name: str, number: int, param: nn.Parameter, state: Any) -> SavedState | None:
+    """Return the validated state of one parameter; None if it was never updated."""
+    moments = MOMENT_NAMES[rule]
+    if not state or (all(state.get(moment) is None for moment in moments) and not state.get("step")):
+        return None
+    where = f"the state of parameter {number} ({name})"
+    lacks = [key for key in moments if state.get(key) is None]
+    alien = [key for key in state if key not in ("step", *moments)]
+    if lacks or alien:
+        differs = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has {', '.join(map(str, alien))}"] * bool(alien)
+        raise ModelError(
+            f"{where} {' and '.join(differs)}: load the state dict of an optimizer of type {rule}, whose states are "
+            f"step, {', '.join(moments)}"
+        )
+    for key in moments:
+        _check_moment(f"{key} of {name}", state[key], param)
+    return SavedState(_check_step(rule, where, state.get("step")), {key: state[key] for key in moments})
+
+
+def _check_moment(what: str, value: Any, param: nn.Parameter) -> None:
+    if not isinstance(value, torch.Tensor) or is_distributed(value):
+        raise ModelError(f"{what} is a {type(value).__name__}: pass a whole tensor, as DTensor.full_tensor() gives it")
+    if not value.is_floating_point() or value.layout is not torch.strided or value.is_meta:
+        raise ModelError(
+            f"{what} is {value.dtype}, {value.layout}, on {value.device}: pass dense floating-point values"
+        )
+    if value.shape != param.shape:
+        raise ModelError(
+            f"{what} has shape {list(value.shape)} in the state dict, the parameter has {list(param.shape)}: load the "
+            "state dict of the same parameters in the same order"
+        )
+
+
+def _check_step(rule: Rule, where: str, value: Any) -> int:
+    if value is None and rule == "sgd":
+        return 1  # torch's SGD counts no steps: with a momentum_buffer, the next one is not the first
+    try:
+        step = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        step = -1.0
+    if not (step >= 0 and step.is_integer()):
+        raise ModelError(f"{where} has step {value!r}: a whole number of updates, 0 or more, is needed")
+    return int(step)
+
+
+def digest(states: Iterable[SavedState], groups: Sequence[SavedGroup]) -> int:
+    """Return a 32-bit checksum of states and hyper-parameters, which ranks compare before they load them."""
+    hypers = [sorted((k, _plain_number(v)) for k, v in group.items() if k in RULE_KEYS) for group in groups]
+    found = zlib.crc32(repr(hypers).encode())
+    for state in states:
+        found = zlib.crc32(str(state.step).encode(), found)
+        for moment in state.moments.values():
+            values: Any = moment.detach().cpu().float().reshape(-1).numpy()
+            found = zlib.crc32(values, found)
+    return found

@@ -1,0 +1,124 @@
+"""Reads and replaces the optimizer's states in their tiers, unit by unit, in torch's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.format import view
+from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_dict, digest
+from infinity.errors import RanksError
+from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
+from infinity.rules import MOMENT_NAMES
+from infinity.tiers.memory import return_freed_memory
+from infinity.units.states import Flats, flat_tensor
+from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.engine.training import Engine
+
+_HALF = 1 << 16
+
+
+class TierStates:
+    """Moments and step counts of one engine. All ranks call its methods, between two steps."""
+
+    def __init__(self, engine: Engine, changing: Callable[[], AbstractContextManager[None]]) -> None:
+        """changing: context manager that stops the engine if a transfer in it fails, since states are half replaced."""
+        self._engine = engine
+        self._changing = changing
+        self._rule = engine.config.optimizer.rule
+
+    def read(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Return parameter → `step` and moments, fp32 in host memory, whole on every rank; only those with states."""
+        self._engine.settle_between_steps("a state_dict of the optimizer")
+        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        for unit in self._trained():
+            found.update(self._read(unit))
+            return_freed_memory()
+        return found
+
+    def load(self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[SavedGroup]:
+        """Validate a state dict for an optimizer with `groups`, load its states into the engine, and return its groups.
+
+        Raises errors on all ranks, before any change.
+        """
+        self._engine.settle_between_steps("a state_dict of the optimizer")
+        states, saved_groups = self._checked(groups, given)
+        with self._changing():
+            for unit in self._trained():
+                self._write(unit, states)
+                return_freed_memory()
+            self._engine.ranks.barrier()
+        return saved_groups
+
+    def _trained(self) -> list[Unit]:
+        return [unit for unit in self._engine.units if unit.layout.trainable]
+
+    def _read(self, unit: Unit) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        states, model = self._engine.parts.states, self._engine.ranks.model
+        flats = states.read_shards(unit.layout)
+        del flats["master"]  # part of the parameter, not in torch's state dicts
+        states.complete(flats)
+        found = {}
+        for number, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.parameters, strict=True)):
+            kept = {kind.name: view(kind, slot, flats[kind.name]) for kind in states.kinds(unit.layout)[1:]}
+            moments = {name: model.whole(parameter, fp32_moment(name, kept)) for name in MOMENT_NAMES[self._rule]}
+            # torch's Adagrad creates its states at construction, other optimizers at the first update.
+            if unit.steps[number] or self._rule == "adagrad" or any(moment.any() for moment in moments.values()):
+                found[parameter] = {"step": torch.tensor(float(unit.steps[number])), **moments}
+        return found
+
+    def _write(self, unit: Unit, given: Mapping[nn.Parameter, SavedState]) -> None:
+        states, layout = self._engine.parts.states, unit.layout
+        kinds = states.kinds(layout)[1:]
+        flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
+        steps = [0] * len(unit.parameters)
+        for number, (slot, parameter) in enumerate(zip(layout.slots, unit.parameters, strict=True)):
+            saved = given.get(parameter)
+            if saved is None:
+                continue
+            steps[number] = saved.step
+            target = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
+            key, first = rounding_key(self._engine.config.infinity.seed, saved.step), layout.first + slot.offset
+            for name, value in saved.moments.items():
+                part = self._engine.ranks.model.part(parameter, value.detach()).cpu().float()
+                convert_moment(self._rule, name, {name: part}, target, key=key, first=first)
+        flats["master"] = states.read_shards(layout)["master"]
+        unit.copied.wait()  # a background save may still read the present states
+        states.write(layout, flats)
+        unit.steps = steps
+
+    def _checked(
+        self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
+    ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
+        """Call `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank rejects its own."""
+        engine = self._engine
+        pairs = [pair for unit in engine.units for pair in zip(unit.parameters, unit.layout.slots, strict=True)]
+        names = {id(parameter): slot.name for parameter, slot in pairs}
+        trained = {id(parameter) for unit in self._trained() for parameter in unit.parameters}
+        ranks = engine.ranks
+        error: Exception | None = None
+        states: dict[nn.Parameter, SavedState] = {}
+        saved_groups: list[SavedGroup] = []
+        try:
+            states, saved_groups = check_state_dict(self._rule, groups, names, trained, given)
+        except Exception as caught:  # noqa: BLE001 - raised below, after the exchange with all ranks
+            error = caught
+        size = ranks.size * ranks.model.size
+        if size > 1:
+            mine = 0 if error is not None else digest(states.values(), saved_groups)
+            halves = float(mine % _HALF), float(mine // _HALF)
+            failed, *sums = ranks.totals(float(error is not None), *halves, *(half**2 for half in halves))
+            if failed and error is None:
+                raise RanksError("another rank refuses the state dict of the optimizer: see its error")
+            # Cauchy-Schwarz: (Σx)² = n Σx² only if all ranks have the same x.
+            if error is None and any(sums[k] ** 2 != size * sums[2 + k] for k in range(2)):
+                raise RanksError("ranks load different state dicts of the optimizer: pass the same one on every rank")
+        if error is not None:
+            raise error
+        return states, saved_groups

@@ -1,0 +1,537 @@
+"""The training engine: an ordinary module and loop, with states on device, host and nvme."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from infinity.comm.collectives import Ranks
+from infinity.comm.groups import Group
+from infinity.config import Config
+from infinity.engine import step_order
+from infinity.engine.base import Runner
+from infinity.engine.loss_scale import LossScale, ScaledBackwards
+from infinity.engine.lr import make_scheduler
+from infinity.engine.optimizer import ParamGroups, param_groups, unit_optimizer, watch_other_optimizers
+from infinity.engine.tier_states import TierStates
+from infinity.engine.training_parts import TrainingParts, assemble_training
+from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from infinity.interrupts import uninterrupted
+from infinity.observe.log import StepLog, logger
+from infinity.plan.stage import Sharding
+from infinity.rules import HYPER_KEYS, Hyper
+from infinity.tiers.device import Device, default_device
+from infinity.units.added import Additions
+from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
+from infinity.units.unit import Unit
+from infinity.update.job import Gradient, UpdateJob
+
+if TYPE_CHECKING:
+    from infinity.checkpoint.background import Saving
+    from infinity.checkpoint.format import Index
+
+
+class Engine(Runner):
+    """Trains `model` according to `config`. Constructed by `infinity.initialize`; call it like the model.
+
+    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call all three for each
+    micro-batch: `step` updates after the last one.
+    """
+
+    parts: TrainingParts
+    _maker = "infinity.initialize()"
+    _remedy = "make a new one and load the last checkpoint"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        model_parameters: ParamGroups | None = None,
+        *,
+        device: Device | None = None,
+        process_group: Group | None = None,
+    ) -> None:
+        seam = device or default_device()
+        called, model = model, uncompiled(model)
+        ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
+        with ranks.making(), ExitStack() as undo:
+            self.batch = config.resolve_batch(ranks.size)
+            groups = param_groups(model, model_parameters)
+            names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+            parts = assemble_training(model, config, groups, seam, ranks, self.batch.accumulation)
+            undo.callback(parts.closer())
+            self.optimizer = unit_optimizer(config.optimizer, groups, names, parts.units)
+            self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
+                self.optimizer, config.scheduler, config.optimizer.params.lr
+            )
+            ranks.barrier()  # raises on all ranks if construction failed on one
+            undo.pop_all()
+        self.global_steps = 0
+        self.skipped_steps = 0
+        """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
+        self.micro_steps = 0
+        self._unsynced = 0
+        """Nesting depth of open `no_sync` blocks."""
+        self.loss_scale = LossScale.of(config.fp16)
+        self._scaled = ScaledBackwards()
+        self._hypers: Sequence[Hyper] = ()
+        """Hyper-parameters, by param_group, for updates during the present backward or by `step`."""
+        self._grad_norm: float | None = None
+        self._loss = torch.tensor(math.nan)
+        super().__init__(called, config, parts)
+        self.optimizer.on_step(self._update, self._zero_grad, TierStates(self, self._failing))
+        collector = parts.collector
+        if parts.update == "during_backward":
+            collector.take_live, collector.wants_live = self._update_live, self._can_update_live
+        collector.on_arrival = parts.backward.notice
+        self._watches = [*collector.watch(), watch_other_optimizers()]
+        self._additions = Additions(model)
+        self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    @eager
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward on `loss` (a scalar) divided by gradient_accumulation_steps. A step's gradient is then the mean
+        over its micro-batches. A plain `loss.backward()` sums over them in every dtype, as in PyTorch; see `scale`.
+
+        Raises NonFiniteError on all ranks, before any change, if the loss is NaN or infinite. In fp16 such a loss
+        counts as an overflow, and the step is skipped.
+        """
+        self._check_open()
+        refuse_compiled_autograd()
+        self._conclude_backward()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(
+                "engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled"
+            )
+        if self.parts.collector.complete and self.parts.update == "during_backward":
+            raise UsageError(
+                "engine.backward() was called more than gradient_accumulation_steps times "
+                f"({self.batch.accumulation}) before engine.step(), and the last of these has updated units. Call "
+                "engine.step() first, add the losses of a micro-batch and call backward once, raise "
+                'gradient_accumulation_steps, or set infinity.update to "next_forward".'
+            )
+        if self.config.infinity.check_nan and not self.config.fp16.enabled:
+            self._check_loss(loss)
+        self._loss = loss.detach()
+        with self._failing():
+            self.scale(loss).backward()
+
+    @eager
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` × the fp16 loss scale / gradient_accumulation_steps, for loops that call `backward()`
+        themselves. `engine.scale(loss).backward()` leaves the gradients that `engine.backward(loss)` does.
+
+        Without it a plain `loss.backward()` sums the gradients of micro-batches, as in PyTorch. fp16 requires it:
+        `step` raises UsageError for gradients that lack the loss scale. To sum in fp16, pass
+        `loss * gradient_accumulation_steps`.
+        """
+        scale, accumulation = self.loss_scale.value, self.batch.accumulation
+        if scale == accumulation == 1:
+            return loss
+        return self._scaled.watch(loss * (scale / accumulation))
+
+    @eager
+    def step(self) -> None:
+        """Update the parameters and advance the lr scheduler if this was the last micro-batch of the step.
+
+        A step whose gradients overflowed (fp16) is skipped, and the scheduler does not advance. Raises UsageError
+        without a backward before it, or in a `no_sync` block.
+        """
+        self._check_open()
+        self._conclude_backward()
+        self._check_synced()
+        if self.micro_steps == 0:
+            raise UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
+        if self.micro_steps < self.batch.accumulation:
+            return
+        self._hooks.check_replaced()
+        skipped = self.skipped_steps
+        with self._failing():
+            over = self.parts.saver.over(self.ranks)
+            self.optimizer.step()
+        self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
+        if self.lr_scheduler is not None and self.skipped_steps == skipped:
+            self.lr_scheduler.step()
+        if over:
+            self._finish_saving()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of all backwards in the block, without an update.
+
+        The first `step()` after the block with gradient_accumulation_steps micro-batches or more makes the update.
+        Losses are divided by gradient_accumulation_steps, regardless of the number of micro-batches.
+
+        In stages 0 and 1 ranks exchange no gradients in the block; they exchange the sum with the next last micro-batch
+        of a step, or in `step()`. In stages 2 and 3 a rank stores only its shard of the sum, so each micro-batch is
+        reduced.
+
+        Raises UsageError if gradient_accumulation_steps is 1, since no buffers for sums are allocated then.
+        """
+        if self.batch.accumulation == 1:
+            raise UsageError(
+                "engine.no_sync() sums gradients over micro-batches, for which there is room only with accumulation: "
+                "set gradient_accumulation_steps to the number of micro-batches of a step"
+            )
+        self._unsynced += 1
+        try:
+            yield
+        finally:
+            self._unsynced -= 1
+
+    def _check_synced(self) -> None:
+        if self._unsynced:
+            raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
+
+    def _check_scaled(self) -> None:
+        unscaled, micro_steps = self._scaled.unscaled, self.micro_steps
+        if self.loss_scale.value != 1.0 and unscaled:
+            self.drop_gradients()
+            raise step_order.unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
+
+    def _zero_grad(self) -> None:
+        """Action of `optimizer.zero_grad`: drop unused gradients. Raises UsageError within a step."""
+        if self.micro_steps == 0:
+            return
+        self._check_unspent("optimizer.zero_grad()")
+        if self.micro_steps < self.batch.accumulation:
+            raise step_order.zero_grad_in_mid_step(self.micro_steps, self.batch.accumulation)
+        self.drop_gradients()
+
+    def _end_step(self) -> None:
+        """Reset the state of the step, after its gradients were passed to updates or dropped after an overflow."""
+        self.parts.collector.end_step()
+        self.parts.store.end_step()
+        self._scaled.forget()
+        self.micro_steps = 0
+
+    @uninterrupted()
+    def _update(self) -> None:
+        """Action of `optimizer.step`: turn the step's stored gradients into pending updates and end the step."""
+        self._check_open()
+        self._check_synced()
+        if self.parts.backward.conclude():
+            raise step_order.after_a_failed_backward()
+        if self.micro_steps == 0:
+            return
+        self._check_scaled()
+        parts = self.parts
+        self._hypers = self._step_hypers()
+        parts.collector.send_all()
+        if not self._make_due():
+            return
+        self._end_step()
+        self.global_steps += 1
+        parts.store.tracer.end_step()
+        if parts.update == "after_backward":
+            parts.store.settle()
+        parts.store.refresh_viewed()
+        if parts.update != "after_backward":
+            parts.store.prefetch()
+
+    def _step_hypers(self) -> list[Hyper]:
+        """Return the present hyper-parameters. Raises UsageError if backward has updated units with other values, since
+        the result would differ from a plain loop.
+        """
+        present = self.optimizer.hypers()
+        if self.parts.collector.spent:
+            for group, (now, used) in enumerate(zip(present, self._hypers, strict=True)):
+                names = [name for name in HYPER_KEYS[now.rule] if getattr(now, name) != getattr(used, name)]
+                if names:
+                    raise step_order.changed_during_update(group, ", ".join(names))
+        return present
+
+    def _make_due(self) -> bool:
+        """Turn stored gradients into pending updates, and start those of units in a buffer. Returns False if they
+        overflowed and the step is skipped.
+        """
+        parts = self.parts
+        gradients, store = parts.gradients, parts.store
+        for unit in parts.units:
+            if unit.job is not None and unit.job.done.done():
+                unit.job.done.wait()
+        scale = 1.0 / (parts.ranks.size * self.loss_scale.value)
+        self._grad_norm = None
+        clipping, scaled = self.config.gradient_clipping > 0, self.config.fp16.enabled
+        if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.alone)):
+            norm = math.sqrt(*parts.ranks.model.sums(gradients.squared_norm())) * scale
+            if scaled and not math.isfinite(norm):
+                self._skip()
+                return False
+            self._check_norm(norm)
+            if clipping:
+                self._grad_norm = norm
+                coefficient = self.config.gradient_clipping / (norm + 1e-6)
+                scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN propagates, as in torch
+        gradients.settle()
+        hypers = self.optimizer.hypers()
+        for index in parts.collector.hand_over():
+            unit = parts.units[index]
+            unit.pending_job = self._job(unit, hypers, scale, None)
+            if unit.lease is not None:
+                store.start_update(unit, unit.pending_job)
+        self.loss_scale.passed()
+        return True
+
+    def _skip(self) -> None:
+        """Drop the step's gradients, which overflowed in fp16. Changes only the loss scale and the counters."""
+        self.parts.gradients.settle()
+        self._end_step()
+        self.global_steps += 1
+        self.parts.store.tracer.end_step()
+        self.skipped_steps += 1
+        before = self.loss_scale.value
+        self.loss_scale.overflowed()
+        if self.ranks.speaks:
+            now = self.loss_scale.value
+            logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
+
+    def _job(self, unit: Unit, hypers: Sequence[Hyper], scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
+        slots, rank = self.parts.gradients.slots, self.parts.ranks.shard_rank
+        return UpdateJob(
+            unit.layout,
+            lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
+            hypers,
+            scale,
+            unit.layout.first + unit.layout.shard_range(rank)[0],
+            gradient,
+            require_finite=gradient is not None and self.config.infinity.check_nan,
+            slots=frozenset(unit.collected) if self.ranks.alone else None,
+        )
+
+    def _can_update_live(self, unit: Unit) -> bool:
+        return self.parts.store.finished_with(unit)
+
+    def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
+        self.parts.store.start_update(unit, self._job(unit, self._hypers, 1.0 / self.parts.ranks.size, gradient))
+
+    # -- non-finite values -------------------------------------------------------------------------------------------
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        """Raise NonFiniteError on all ranks, before any change, if a loss or an earlier gradient is not finite."""
+        bad, refused = self.ranks.totals(
+            0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.parts.pipeline.refused))
+        )
+        self._check_refused(refused)
+        if bad:
+            ranks = self.ranks.size * self.ranks.model.size
+            raise NonFiniteError(
+                f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {ranks} ranks). "
+                "Nothing was updated by this step: lower the learning rate, set gradient_clipping, or look at this "
+                "batch. Code that bypasses __torch_function__ (torch.vmap, torch.tensor, TorchScript) reads NaN from "
+                "weights: give it weight.clone()."
+            )
+
+    def _check_norm(self, norm: float) -> None:
+        """Raise NonFiniteError if `norm`, of the gradients not yet applied and equal on all ranks, is not finite."""
+        if math.isfinite(norm) or not self.config.infinity.check_nan:
+            return
+        spent = self.parts.collector.spent
+        self.parts.gradients.settle()
+        self._end_step()
+        if spent:
+            self._refuse()
+        raise NonFiniteError(
+            f"the gradient norm is {norm} in step {self.global_steps + 1}. Nothing was updated by this step: lower the "
+            "learning rate, or look at this batch."
+        )
+
+    def _check_refused(self, refused: float) -> None:
+        """Raise NonFiniteError if updates during backward skipped units. refused: their number over all ranks."""
+        if refused:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        names = ", ".join(self.parts.pipeline.refused) or "of another rank"
+        self._broken = f"a gradient was NaN or infinite, found while its step's other units were updated ({names})"
+        raise NonFiniteError(
+            f"{self._broken}. Load the last checkpoint; lower the learning rate, set gradient_clipping, or set "
+            'infinity.update to "next_forward", which looks at all gradients first.'
+        )
+
+    # -- callbacks of the hooks --------------------------------------------------------------------------------------
+
+    def _on_forward(self) -> None:
+        if torch.is_grad_enabled():
+            self._additions.check()
+        self._check_readable("the model was called")
+        training = torch.is_grad_enabled()
+        self.parts.store.tracer.begin("train" if training else "eval")
+
+    def _on_backward(self) -> None:
+        last = self.micro_steps + 1 >= self.batch.accumulation
+        self.parts.collector.last_micro_step = last and not self._unsynced
+        self._hypers = self.optimizer.hypers()
+
+    def _on_backward_end(self) -> None:
+        counts = self.parts.collector.end_backward()
+        self.micro_steps += counts
+        self._scaled.end(counts=counts)
+
+    def _conclude_backward(self) -> None:
+        """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""
+        if not self.parts.backward.conclude():
+            return
+        if self.parts.collector.spent:
+            self._broken = "a backward failed after some units had been updated with its gradients"
+        self.abandon_step()
+        super()._conclude_backward()
+        self._check_open()
+
+    def _check_readable(self, what: str) -> None:
+        """Raise UsageError if backward has already updated units, since their previous values are overwritten."""
+        if self.parts.collector.spent:
+            raise step_order.read_during_update(what)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        with super()._failing():
+            try:
+                yield
+            except (LifetimeError, NonFiniteError) as error:
+                if self.parts.collector.spent:
+                    self._broken = str(error)
+                raise
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients before clipping; None if clipping is off."""
+        return self._grad_norm
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Execute pending updates and wait until every state is in its tier.
+
+        Raises UsageError between backward and step if backward has already updated units, and if modules of the model
+        hold other tensors in place of their parameters.
+        """
+        self._check_open()
+        self._hooks.check_replaced()
+        self._conclude_backward()
+        self._check_readable("the parameters were read")
+        self._settle()
+
+    def _settle(self) -> None:
+        with self._failing():
+            self.parts.store.settle()
+            self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused)), does="reads states"))
+        super().settle()
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        background: bool = False,
+    ) -> Path:
+        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit. Returns its folder.
+
+        `latest` names the checkpoint once it is complete. All ranks call it, between two steps.
+
+        background: return at once and write the present states while training continues. Updates of units not yet read
+        wait for the read. `engine.saving` reports completion. The next save, a load and `close` wait for it. If it
+        fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
+        `close`; training may continue.
+        """
+        from infinity.checkpoint.save import save
+
+        self._check_between_steps("a checkpoint")
+        self._check_open()
+        self._finish_saving()
+        self.settle()
+        return save(self, directory, tag, client_state or {}, background=background)
+
+    @property
+    def saving(self) -> Saving | None:
+        """The last checkpoint started with `background=True`: `done()`, and `wait()`, which all ranks call."""
+        return self.parts.saver.last
+
+    def _finish_saving(self) -> None:
+        """Wait on all ranks for a checkpoint being written in the background. Raises CheckpointError if it failed."""
+        unsaved = self.parts.saver.failure(self.ranks)
+        if unsaved is not None:
+            raise unsaved
+
+    def load_checkpoint(
+        self, directory: str | Path, tag: str | None = None, *, verify: bool = True, load_rng: bool = True
+    ) -> tuple[Path, dict[str, Any]]:
+        """Load directory/tag (default: the checkpoint named by `latest`), saved with any ranks, tiers or units.
+
+        verify: first read all files once to compare their checksums. load_rng: also restore the random-number
+        generators of torch, Python and numpy, if the number of ranks is the same. Returns the checkpoint's path and its
+        client_state. Raises CheckpointError, before any change, if it is missing, damaged or of another model.
+        """
+        from infinity.checkpoint.load import load
+
+        self.parts.saver.join()
+        self._check_open()
+        self._conclude_backward()
+        self._settle()
+        return load(self, directory, tag, verify=verify, load_rng=load_rng)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients collected since the last step. Raises UsageError if units were updated with them."""
+        self._check_unspent("engine.drop_gradients()")
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Drop the step's gradients, even if units were updated with them. The caller must then replace every state or
+        stop the engine.
+        """
+        self.parts.collector.discard()
+        self.parts.store.end_step()
+        self._scaled.forget()
+        self.micro_steps = 0
+
+    def settle_between_steps(self, what: str) -> None:
+        """Call `settle`. Raises UsageError between backward and step, since `what` does not include gradients."""
+        self._check_between_steps(what)
+        self.settle()
+
+    def _check_between_steps(self, what: str) -> None:
+        """Raise UsageError between backward and step. what: a noun that begins the error's text."""
+        spent = self.parts.collector.spent
+        if self.micro_steps or spent:
+            raise step_order.before_the_step(what, self.micro_steps, self.batch.accumulation, spent=spent)
+
+    def _check_unspent(self, call: str) -> None:
+        if self.parts.collector.spent:
+            raise step_order.updated_during_backward(call)
+
+    def restore(self, index: Index) -> None:
+        """Restore step counts, hyper-parameters, schedule and loss scale from a checkpoint's index."""
+        self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
+        for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):
+            group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
+        if self.lr_scheduler is not None and index.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **index.lr_scheduler})
+        if index.loss_scale is not None:
+            self.loss_scale.load_state_dict(index.loss_scale)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, *, restore: bool = False) -> None:
+        """Finish a background checkpoint, then close as `Runner.close` describes."""
+        if os.getpid() != self._process:
+            return
+        for handle in self._watches:
+            handle.remove()
+        self._additions.close()
+        with self.parts.saver.ending():
+            super().close(restore=restore)
+
+    def _finish(self) -> None:
+        self.parts.gradients.settle()
+        self.parts.store.settle()
+        self._check_refused(len(self.parts.pipeline.refused))

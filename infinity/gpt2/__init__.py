@@ -1,0 +1,1 @@
+"""The demo: GPT-2 on the bytes of a text."""

@@ -1,0 +1,111 @@
+"""What a pretraining job does with an engine around a GPT-2: train on windows of a text, measure, write a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infinity.engine.training import Engine
+from infinity.errors import ConfigError
+from infinity.gpt2.data import Corpus, TokenDataset, to_text, to_tokens
+from infinity.gpt2.meter import Meter, StepRecord
+from infinity.gpt2.model import GPT2Config, generate
+from infinity.gpt2.progress import Progress
+
+HELD_OUT_WINDOWS = 32
+"""Sequences that held-out loss is measured on, evenly spread over the held-out text."""
+STEPS_BETWEEN_MEASUREMENTS = 25
+
+
+class Pretraining:
+    """All ranks make one of the same text and seed, and make the same calls."""
+
+    def __init__(self, engine: Engine, shape: GPT2Config, corpus: Corpus, seed: int = 0) -> None:
+        self.engine, self.shape, self.seed = engine, shape, seed
+        self.device = engine.device
+        self.rank, self.world = engine.ranks.rank, engine.ranks.size
+        self.text = TokenDataset(corpus.train, shape.seq_length, seed)
+        windows = TokenDataset(corpus.held_out, shape.seq_length, what="the held-out tenth of the text")
+        inputs, targets = windows.spread(max(HELD_OUT_WINDOWS, self.world))
+        self._held_out = inputs[self.rank :: self.world], targets[self.rank :: self.world]
+        tokens_per_step = engine.batch.train * shape.seq_length
+        self.meter = Meter(engine.ledger, tokens_per_step, self._sum_over_ranks, self.world)
+        self.losses: list[tuple[int, float]] = []
+        """(step, mean loss of its batch) of the steps trained here."""
+        self.held_out_losses: list[tuple[int, float]] = []
+
+    def train(self, last: int, progress: Progress, on_step: Callable[[StepRecord], None]) -> None:
+        """Train from where the engine is to step `last`, measuring held-out loss on the way and at the end."""
+        first = self.engine.global_steps + 1
+        if first > last:
+            raise ConfigError(f"step {first - 1} is done already, and step {last} is to be the last: give a later one")
+        between = max(1, min(STEPS_BETWEEN_MEASUREMENTS, (last - first + 1) // 4))
+        self.engine.train()
+        self.meter.start()
+        for step in range(first, last + 1):
+            loss = self._step(step)
+            measures = step % between == 0 or step == last
+            if measures:
+                self.engine.settle()  # all transfers of the step belong into its record
+            record = self.meter.finish_step(step, loss)
+            self.losses.append((step, record.loss))
+            on_step(record)
+            progress.update(record)
+            if measures:
+                progress.doing("measuring held-out loss")
+                self.held_out_losses.append((step, self.measure()))
+                progress.held_out(self.held_out_losses[-1][1])
+                self.meter.start()
+
+    def _step(self, step: int) -> float:
+        """One optimizer step; the mean loss of this rank's samples. Which they are depends on nothing but `step`."""
+        batch, total = self.engine.batch, 0.0
+        for number in range(batch.accumulation):
+            first = (step - 1) * batch.train + (number * self.world + self.rank) * batch.micro
+            inputs, targets = self.text.batch(first, batch.micro)
+            loss = self.engine(inputs.to(self.device), targets.to(self.device))
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item()
+        return total / batch.accumulation
+
+    @torch.no_grad()
+    def measure(self) -> float:
+        """The loss on held-out text, in nats."""
+        self.engine.eval()
+        total, rows, micro = 0.0, len(self._held_out[0]), self.engine.batch.micro
+        for start in range(0, rows, micro):
+            inputs, targets = (t[start : start + micro].to(self.device) for t in self._held_out)
+            total += self.engine(inputs, targets).item() * len(inputs)
+        self.engine.settle()
+        self.engine.train()
+        sums = self._sum_over_ranks(torch.tensor([total, rows], dtype=torch.float64))
+        return float(sums[0] / sums[1])
+
+    def sample(self, prompts: Sequence[str], tokens: int, temperature: float = 0.6, top_k: int = 40) -> list[str]:
+        """Each prompt (all of one length in bytes) and the `tokens` that the model writes after it, as text.
+
+        The prompts go through the model together, since each token needs every parameter. Every rank gets the same.
+        """
+        self.engine.eval()
+        ids = torch.cat([to_tokens(prompt) for prompt in prompts]).to(self.device)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        ids = generate(self.engine, ids, tokens, seq_length=self.shape.seq_length, temperature=temperature,
+                       top_k=top_k, generator=generator)  # fmt: skip
+        self.engine.train()
+        return [to_text(row) for row in ids]
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes of each tier, of all ranks together."""
+        tiers = self.engine.ledger.tier_bytes()
+        sums = self._sum_over_ranks(torch.tensor(list(tiers.values()), dtype=torch.float64))
+        return {tier: int(count) for tier, count in zip(tiers, sums.tolist(), strict=True)}
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        if self.world > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values)
+        return values.cpu()

@@ -1,0 +1,1 @@
+"""Collects, reduces and stores the gradients of units."""

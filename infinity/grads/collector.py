@@ -1,0 +1,304 @@
+"""Collects gradients as they arrive: from `.grad` into the unit's flat gradient, which is reduced over ranks.
+
+A unit's gradient is complete after as many arrivals as in the previous backward, or when backward ends. Gradients are
+never all in memory at once: buffers come from a fixed pool. When incomplete gradients fill it, the oldest is sent on
+and completed by addition.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.comm.collectives import Ranks
+from infinity.comm.dtensor import local_gradient
+from infinity.errors import LifetimeError
+from infinity.grads.store import GradPlaces, GradStore, Sent
+from infinity.interrupts import uninterrupted
+from infinity.plan.layout import Slot
+from infinity.tiers.pool import Lease, Pool
+from infinity.tiers.transfer import DONE
+from infinity.units.compiled import eager
+from infinity.units.released import take_grad
+from infinity.units.unit import Unit
+from infinity.update.job import Gradient
+from infinity.update.kernels import receive
+
+_ZEROED = 16 << 10
+"""Size in bytes below which zeroing costs no more than the call itself. A gradient with fewer bytes per gap is zeroed
+whole before it is collected."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A unit's gradient that is being collected."""
+
+    lease: Lease
+    flat: torch.Tensor
+    zeroed: bool
+    """True if slots without an arrival are zero already."""
+    squares: dict[int, float | None] = field(default_factory=dict)
+    """arrived slot → its sum of squares; None if it is computed later."""
+
+    def total(self) -> float | None:
+        """Return the sum of squares over all slots, in order; None if any is missing."""
+        total = 0.0
+        for slot in sorted(self.squares):
+            square = self.squares[slot]
+            if square is None:
+                return None
+            total += square
+        return total
+
+
+class GradCollector:
+    """Collects the gradients of one step. Called from the thread that runs backward."""
+
+    def __init__(self, units: Sequence[Unit], ranks: Ranks, places: GradPlaces, store: GradStore) -> None:
+        self._units = units
+        self._ranks = ranks
+        self._places = places
+        self._store = store
+        self._open: dict[int, _Open] = {}
+        self._arrivals: dict[int, int] = {}
+        self._trained: dict[int, list[bool]] = {}
+        """unit → requires_grad of its parameters at the first arrival in this backward."""
+        self._expected: dict[int, tuple[int, list[bool]]] = {}
+        """unit → its arrivals in the last backward, and requires_grad of its parameters, which users may change."""
+        self._passed: set[int] = set()
+        """Units past their last use in this backward (several ranks only)."""
+        self._late: set[int] = set()
+        """Units that ever received a gradient after their last use."""
+        self._punctual: set[int] = set()
+        """Units that were passed in an earlier backward and are not late."""
+        self._sent_live: set[int] = set()
+        self._sums_at_once = ranks.alone and places.device.host_addressable
+        """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
+        self.last_micro_step = False
+        """True if the running backward is the last of its step."""
+        self.complete = False
+        """True if the last backward of the step has ended."""
+        self.wait_seconds = 0.0
+        self.take_live: Callable[[Unit, Future[Gradient]], None] | None = None
+        """Called with a complete gradient that `wants_live` accepts, for an update during backward."""
+        self.wants_live: Callable[[Unit], bool] = lambda unit: False
+        self.on_arrival: Callable[[], None] = lambda: None
+
+    # -- arrival -----------------------------------------------------------------------------------------------------
+
+    def watch(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Install the hooks that empty `.grad` as soon as autograd has filled it."""
+        handles = []
+        for unit in self._units:
+            if unit.layout.trainable:
+                for slot, parameter in enumerate(unit.parameters):
+                    handles.append(parameter.register_post_accumulate_grad_hook(self._hook(unit, slot)))
+        return handles
+
+    def _hook(self, unit: Unit, slot: int) -> Callable[[torch.Tensor], None]:
+        # Weak: the garbage collector does not traverse these hooks, so a cycle through them would leak.
+        collector, index = weakref.ref(self), unit.index
+
+        @eager
+        def arrived(parameter: torch.Tensor) -> None:
+            alive = collector()
+            if alive is not None:
+                gradient = take_grad(parameter)
+                if gradient is not None:  # None: a user's hook has cleared it
+                    alive.arrive(alive._units[index], slot, local_gradient(parameter, gradient))
+
+        return arrived
+
+    @uninterrupted()
+    def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
+        self.on_arrival()
+        index = unit.index
+        if index in self._sent_live:
+            raise LifetimeError(
+                f"unit {unit.name} received a gradient after its update in the same step. Load the last checkpoint. "
+                "For several backwards a step set gradient_accumulation_steps; for a model that uses a unit more often "
+                'than in the step before set infinity.update to "next_forward", which waits for engine.step().'
+            )
+        collecting = self._open.get(index) or self._begin(unit)
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        squares = collecting.squares
+        squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
+        unit.collected.add(slot)
+        self._arrivals[index] = self._arrivals.get(index, 0) + 1
+        if index not in self._trained:
+            self._trained[index] = unit.trained()
+        if index in self._passed:
+            self._late.add(index)
+        expected, trained = self._expected.get(index, (len(unit.parameters), None))
+        if self._arrivals[index] == expected and self._sends and self._ranks.alone:
+            self._send(unit, complete=trained == self._trained[index])
+
+    @uninterrupted()
+    def moved_on(self, to: Unit, finished: Callable[[int], bool]) -> None:
+        """Handle a change of the unit in use. Several ranks send the gradients of `finished` units here.
+
+        Ranks must send in the same order, but the number of gradients of a unit may differ between ranks (experts
+        without tokens on a rank). The units in use do not differ. A unit that receives gradients after its last use (an
+        embedding that saves nothing for backward) is sent when backward ends.
+
+        finished: unit index → True if backward does not use the unit again.
+        """
+        if self._ranks.alone or not self.in_mid_backward:
+            return
+        for index in list(self._open):
+            if index != to.index and index not in self._passed and finished(index):
+                self._passed.add(index)
+                if index in self._punctual and self._sends:
+                    self._send(self._units[index], complete=True)
+
+    @property
+    def _sends(self) -> bool:
+        """Return whether gradients are reduced in this micro-batch, instead of summed whole until the last one."""
+        return self.last_micro_step or not self._places.whole
+
+    def _put(self, flat: torch.Tensor, place: Slot, gradient: torch.Tensor, *, add: bool) -> float | None:
+        """Copy a gradient to its slot, or add it. Returns its sum of squares, from the same pass, if it is final and
+        does not make the host wait for the device (`_sums_at_once`); else None.
+        """
+        if self._sums_at_once:
+            return receive(flat, gradient, add=add, at=place.offset, threads=self._places.threads)
+        view = flat[place.offset : place.stop].view(place.shape)
+        if add:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        return None
+
+    def _begin(self, unit: Unit) -> _Open:
+        dtype = self._places.dtypes_of(unit).collected
+        nbytes = unit.layout.numel * dtype.itemsize
+        pool = self._places.pool
+        # The choice of an early send depends only on the order of arrivals, since sending is a collective.
+        if len(self._open) >= pool.count(nbytes):
+            size = pool.size_class(nbytes)
+            rivals = [i for i, other in self._open.items() if pool.size_class(other.lease.nbytes) == size]
+            if len(rivals) == pool.count(nbytes):
+                self._send(self._units[rivals[0]], complete=False)
+        lease = self._lease(pool, nbytes)
+        opened = self._open[unit.index] = _Open(lease, lease.flat(dtype), nbytes <= _ZEROED * len(unit.layout.gaps))
+        if opened.zeroed:
+            opened.flat.zero_()
+        return opened
+
+    def _lease(self, pool: Pool, nbytes: int) -> Lease:
+        began = time.perf_counter()
+        lease = pool.lease(nbytes)
+        self.wait_seconds += time.perf_counter() - began
+        return lease
+
+    # -- departure ---------------------------------------------------------------------------------------------------
+
+    @uninterrupted()
+    def end_backward(self) -> bool:
+        """Send incomplete gradients, and record the number of arrivals that completes each unit. Returns False if no
+        gradient arrived.
+        """
+        if not self._arrivals:  # `torch.autograd.grad`, as in a gradient penalty
+            return False
+        if self._sends:
+            self.send_all()
+        self._expected = {index: (number, self._trained[index]) for index, number in self._arrivals.items()}
+        self._arrivals, self._trained = {}, {}
+        self._punctual |= self._passed
+        self._punctual -= self._late
+        self._passed = set()
+        self.complete = self.complete or self.last_micro_step
+        return True
+
+    def send_all(self) -> None:
+        """Send all gradients still being collected."""
+        for index in list(self._open):
+            self._send(self._units[index], complete=True)
+
+    @property
+    def in_mid_backward(self) -> bool:
+        """Return whether gradients have arrived in a backward that has not ended."""
+        return bool(self._arrivals)
+
+    @property
+    def spent(self) -> bool:
+        """Return whether units have been updated with gradients of the present step."""
+        return bool(self._sent_live)
+
+    def _send(self, unit: Unit, *, complete: bool) -> None:
+        collecting = self._open.pop(unit.index)
+        flat, present = collecting.flat, set(collecting.squares)
+        if not collecting.zeroed:
+            for start, stop in unit.layout.gaps:
+                flat[start:stop].zero_()
+            if len(present) < len(unit.layout.slots):
+                for slot, place in enumerate(unit.layout.slots):
+                    if slot not in present:
+                        flat[place.offset : place.stop].zero_()
+        lease, flat = self._as_reduced(unit, collecting)
+        reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
+        reached = self._places.device.compute_reached()
+        sent = Sent(unit, flat, lease, reduced, reached, present, collecting.total())
+        if complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit):
+            self._sent_live.add(unit.index)
+            self.take_live(unit, self._store.land(sent))
+        else:
+            self._store.keep(sent)
+
+    def _as_reduced(self, unit: Unit, collecting: _Open) -> tuple[Lease, torch.Tensor]:
+        """Return the gradient in the `reduced` dtype: itself, or rounded into another buffer."""
+        dtype, pool = self._places.dtypes_of(unit).reduced, self._places.reduce_pool
+        if collecting.flat.dtype == dtype:
+            return collecting.lease, collecting.flat
+        assert pool is not None
+        lease = self._lease(pool, unit.layout.numel * dtype.itemsize)
+        flat = lease.flat(dtype, unit.layout.numel)
+        flat.copy_(collecting.flat)
+        collecting.lease.release()
+        return lease, flat
+
+    # -- access ------------------------------------------------------------------------------------------------------
+
+    def is_collecting(self, unit: Unit) -> bool:
+        """Return whether gradients of the unit are still being collected."""
+        return unit.index in self._open
+
+    def is_updating(self, unit: Unit) -> bool:
+        """Return whether the unit's gradient of this step was passed to its update."""
+        return unit.index in self._sent_live
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> list[int]:
+        """Return the units with stored gradients, in unit order. These accept no more gradients in this step."""
+        units = self._store.hand_over()
+        self._sent_live.update(units)
+        return units
+
+    def end_step(self) -> None:
+        """Reset the step, after its gradients were passed to the update."""
+        self._store.forget()
+        self._forget_arrivals()
+
+    @uninterrupted()
+    def discard(self) -> None:
+        """Drop all gradients collected so far, after a backward that did not end."""
+        for collecting in self._open.values():
+            collecting.lease.release()
+        self._open = {}
+        self._arrivals, self._trained = {}, {}
+        self._passed = set()
+        self._store.discard()
+        self._forget_arrivals()
+
+    def _forget_arrivals(self) -> None:
+        for unit in self._units:
+            unit.collected.clear()
+        self._sent_live = set()
+        self.complete = False

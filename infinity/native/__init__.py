@@ -1,0 +1,1 @@
+"""Compiled modules: asynchronous file I/O, Adam and CUDA kernels."""

@@ -1,0 +1,131 @@
+"""State formats: the optimizer states of a parameter, and their bytes.
+
+    parameter   infinity.master   infinity.moments   Adam, AdamW              Adagrad, Lion, SGD
+    fp32        (its own)         fp32               8 bytes a parameter      4
+    fp32        (its own)         bf16, 8bit         4, 2 + 1/128             2, 1 + 1/256
+    bf16        remainder         fp32               10, lossless             6
+    bf16        remainder         bf16, 8bit         6, 4 + 1/128             4, 3 + 1/256
+    bf16, fp16  fp32              fp32               12                       8
+    bf16, fp16  fp32              bf16, 8bit         8, 6 + 1/128             6, 5 + 1/256
+
+Pure: names, dtypes and lengths, no memory. The codes of 8-bit moments are in `infinity.optim.moments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+from infinity.rules import MOMENT_NAMES, MomentFormat, Rule
+
+__all__ = [
+    "BLOCK",
+    "FORMATS",
+    "MasterFormat",
+    "Range",
+    "StateFormat",
+    "StateKind",
+    "moment_kinds",
+    "moments_in",
+    "state_format",
+]
+
+RECORD_ALIGNMENT = 4096
+"""Alignment in bytes of a tile's states, as direct I/O requires."""
+
+BLOCK = 256
+"""Number of elements of an 8-bit moment that share a scale."""
+FORMATS: dict[MomentFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+"""Format of moments → dtype of their values or codes."""
+
+MasterFormat = Literal["remainder", "fp32"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """One state. per: number of elements that share a value (`BLOCK` for scales)."""
+
+    name: str
+    dtype: torch.dtype
+    per: int = 1
+
+    def length(self, n: int) -> int:
+        """Return the number of values for n elements."""
+        return -(-n // self.per)
+
+    def part(self, start: int, stop: int) -> slice:
+        """Return the slice of the values of elements [start, stop); `start` is a multiple of `per`."""
+        return slice(start // self.per, self.length(stop))
+
+
+@dataclass(frozen=True)
+class Range:
+    """Byte range of a state in a tile: [first, first + nbytes)."""
+
+    kind: StateKind
+    first: int
+    nbytes: int
+
+    def of(self, record: torch.Tensor) -> torch.Tensor:
+        """Return a view of the state's values in a tile's bytes, uint8 (nbytes,)."""
+        return record[self.first : self.first + self.nbytes].view(self.kind.dtype)
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """States of parameters of one dtype: `remainder` (int16), `master` (fp32) or neither, and the moments."""
+
+    states: tuple[StateKind, ...]
+
+    @property
+    def bytes_per_element(self) -> float:
+        return sum(kind.dtype.itemsize / kind.per for kind in self.states)
+
+    def ranges(self, n: int) -> dict[str, Range]:
+        """Return state name → byte range in a tile of n elements. States are contiguous, in order."""
+        found: dict[str, Range] = {}
+        position = 0
+        for kind in self.states:
+            nbytes = kind.length(n) * kind.dtype.itemsize
+            found[kind.name] = Range(kind, position, nbytes)
+            position += nbytes
+        return found
+
+    def nbytes(self, n: int) -> int:
+        """Return the bytes of a tile of n elements, a multiple of `RECORD_ALIGNMENT`."""
+        used = sum(place.nbytes for place in self.ranges(n).values())
+        return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+def state_format(dtype: torch.dtype, master: MasterFormat, rule: Rule, moments: MomentFormat) -> StateFormat:
+    """Return the state format of parameters of `dtype`: fp32 (their own masters), bf16 or fp16.
+
+    master: applies to bf16 only; the master of fp16 is fp32.
+    """
+    kept: tuple[StateKind, ...] = ()
+    if dtype == torch.bfloat16 and master == "remainder":
+        kept = (StateKind("remainder", torch.int16),)
+    elif dtype != torch.float32:
+        kept = (StateKind("master", torch.float32),)
+    return StateFormat((*kept, *moment_kinds(rule, moments)))
+
+
+def moment_kinds(rule: Rule, moments: MomentFormat) -> tuple[StateKind, ...]:
+    """Return the states of a rule's moments: named as in torch.optim, or 8-bit codes and scales."""
+    names = MOMENT_NAMES[rule]
+    if moments != "8bit":
+        return tuple(StateKind(name, FORMATS[moments]) for name in names)
+    codes = tuple(StateKind(f"{name}_8bit", torch.uint8) for name in names)
+    return codes + tuple(StateKind(f"{name}_scale", torch.uint8, BLOCK) for name in names)
+
+
+def moments_in(rule: Rule, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
+    """Return (moments, scales) from states by name. scales is empty unless moments are 8-bit."""
+    names = MOMENT_NAMES[rule]
+    if f"{names[0]}_8bit" not in states:
+        return [states[name] for name in names], []
+    return [states[f"{name}_8bit"] for name in names], [states[f"{name}_scale"] for name in names]

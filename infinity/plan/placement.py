@@ -1,0 +1,137 @@
+"""Placement: tier and extent of every (unit, state), computed once, before any allocation.
+
+The optimizer states of a unit share one extent, tile after tile, so that the update reads a tile's states in one
+request:
+
+    [tile 0: remainder | exp_avg | exp_avg_sq] [tile 1: ...] ...
+
+Extents are read and written whole, or in ranges that start at a tile. So a checksum per block covers bytes that are
+always written together, if the block size divides the starts of ranges (`checksum_block`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from infinity.plan.formats import StateFormat
+from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.layout import UnitLayout
+
+EXTENT_ALIGNMENT = 64 << 10
+"""Alignment of extents in bytes: the largest checksum block, and a multiple of the blocks of any disk."""
+
+
+class State(str, Enum):
+    """States of a unit that have extents. `OPTIM` bundles master (or remainder) and moments, tile by tile."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    OPTIM = "optim"
+
+
+_CALLED = {State.PARAM: "parameters", State.GRAD: "gradient", State.OPTIM: "optimizer states"}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes [offset, offset + nbytes) of a tier; offsets are multiples of `EXTENT_ALIGNMENT`."""
+
+    tier: str
+    offset: int
+    nbytes: int
+    name: str
+    """Description for messages, such as "optimizer states of unit blocks.3"."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Elements [start, stop) of a shard; their states are bytes [offset, offset + nbytes) of the optimizer extent."""
+
+    start: int
+    stop: int
+    offset: int
+    nbytes: int
+
+
+def tiles(shard_numel: int, tile_size: int, states: StateFormat) -> list[Tile]:
+    """Cut a shard into update tiles of `tile_size` elements, the last one shorter."""
+    cut: list[Tile] = []
+    offset = 0
+    for start in range(0, shard_numel, tile_size):
+        stop = min(start + tile_size, shard_numel)
+        cut.append(Tile(start, stop, offset, states.nbytes(stop - start)))
+        offset += cut[-1].nbytes
+    return cut
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Tiers and formats of states, from the config. grad_tier None: gradients are never stored."""
+
+    param_tier: str
+    optim_tier: str
+    grad_tier: str | None
+    grads: Callable[[torch.dtype], GradDtypes]
+    """Dtype of parameters → dtypes of their gradients."""
+    states: Callable[[torch.dtype], StateFormat]
+    """Dtype of parameters → format of their optimizer states."""
+    tile_size: int
+    resident: bool = False
+    """True if every unit stays in a device buffer."""
+    grads_whole: bool = False
+    """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
+
+
+@dataclass
+class Placement:
+    """Extents by (unit index, state), and the bytes each tier needs for them."""
+
+    extents: dict[tuple[int, State], Extent] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    granule: int = EXTENT_ALIGNMENT
+    """Alignment in bytes of extents and of the ranges in which they are read and written."""
+
+    def add(self, layout: UnitLayout, state: State, tier: str, nbytes: int) -> None:
+        offset = self.nbytes.get(tier, 0)
+        name = f"{_CALLED[state]} of unit {layout.name}"
+        self.extents[layout.index, state] = Extent(tier, offset, nbytes, name)
+        self.nbytes[tier] = offset + -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+
+    def of(self, unit: int, state: State) -> Extent:
+        return self.extents[unit, state]
+
+    def holds(self, unit: int, state: State) -> bool:
+        return (unit, state) in self.extents
+
+
+def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
+    """Return the extents of one rank's shards. Frozen units have a `param` extent only."""
+    placement = Placement()
+    for layout in layouts:
+        placement.add(layout, State.PARAM, policy.param_tier, layout.shard_nbytes)
+        if not layout.trainable:
+            continue
+        states = policy.states(layout.dtype)
+        full, rest = divmod(layout.shard_numel, policy.tile_size)
+        nbytes = full * states.nbytes(policy.tile_size) + states.nbytes(rest)
+        placement.add(layout, State.OPTIM, policy.optim_tier, nbytes)
+        placement.granule = math.gcd(placement.granule, states.nbytes(policy.tile_size))
+        if policy.grad_tier is not None:
+            width = policy.grads(layout.dtype).stored.itemsize
+            placement.add(layout, State.GRAD, policy.grad_tier, layout.shard_numel * width)
+            placement.granule = math.gcd(placement.granule, policy.tile_size * width)
+    return placement
+
+
+def checksum_block(granule: int, block_size: int, chunk: int) -> int:
+    """Return the bytes of a checksum block: the largest that divides extents, their ranges, the pieces of a request
+    and the chunks of a stripe.
+
+    granule: `Placement.granule`. block_size: bytes of a piece. chunk: bytes of a chunk. All are multiples of 4096.
+    """
+    return math.gcd(granule, block_size, chunk)

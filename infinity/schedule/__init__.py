@@ -1,1 +1,0 @@
-"""Schedule: the recorded trace of a step and the prefetch that follows it."""

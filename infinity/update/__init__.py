@@ -1,0 +1,1 @@
+"""The update of units: streams their states through the optimizer."""

@@ -1,0 +1,92 @@
+"""One unit's update in one step, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from infinity.plan.layout import Run, UnitLayout
+from infinity.rules import Hyper
+from infinity.tiers.pool import Lease
+from infinity.tiers.transfer import DONE, Promise, Transfer
+
+INLINE = 1 << 15
+"""Largest shard, in elements, that the calling thread processes itself if nothing has to be waited for: waking another
+thread would take longer."""
+
+
+class Gradient:
+    """A reduced gradient shard (shard_numel,) in a leased buffer, and its sum of squares."""
+
+    def __init__(self, shard: torch.Tensor, lease: Lease, squares: float) -> None:
+        self.shard = shard
+        self.squares = squares
+        self._lease = lease
+
+    def release(self) -> None:
+        del self.shard
+        self._lease.release()
+
+
+@dataclass
+class UpdateJob:
+    """One unit's update in one step.
+
+    `computed`: transfer, done when the parameters are updated. `done`: when all states are back in their tiers.
+    """
+
+    layout: UnitLayout
+    runs: Callable[[], Sequence[Run]]
+    """Returns the ranges to update. Called once the gradient has arrived, since it shows which parameters have one."""
+    hypers: Sequence[Hyper]
+    grad_scale: float
+    first: int
+    """Index of the shard's first element in the model."""
+    gradient: Future[Gradient] | None = None
+    """The gradient shard, in memory that the update can work in; None: read from its tier, tile by tile."""
+    require_finite: bool = False
+    slots: Collection[int] | None = None
+    """Slots that may be updated, as known before the update begins; None: all."""
+
+    def __post_init__(self) -> None:
+        self.computed = Promise()
+        self.done = Promise()
+        self.target: torch.Tensor | None = None
+        self.arrives: Transfer | None = None
+        self.after: Transfer = DONE
+        """Done when this update may start: after the unit's previous update, whose writes it reads, and after a save
+        that still reads the states.
+        """
+
+    def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
+        """Set the parameters to update.
+
+        target: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is done;
+        None: the update reads them from their tier.
+        """
+        self.target = target
+        self.arrives = arrives
+
+    def arrived(self) -> Gradient:
+        assert self.gradient is not None
+        return self.gradient.result()
+
+    def release_gradient(self) -> None:
+        if self.gradient is not None:
+            arriving, self.gradient = self.gradient, None
+            if arriving.exception() is None:
+                arriving.result().release()
+
+    def mark_computed(self) -> None:
+        self.computed.keep()
+
+    def mark_done(self) -> None:
+        self.done.keep()
+
+    def fail(self, error: BaseException) -> None:
+        for promise in (self.computed, self.done):
+            if not promise.done():
+                promise.fail(error)

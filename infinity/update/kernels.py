@@ -1,0 +1,152 @@
+"""One optimizer step on one run of elements: native kernels in host memory and on CUDA, with the same bits.
+
+Falls back to torch's fused Adam and AdamW on CUDA without native kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.optim import cuda_adam
+from infinity.optim.cpu_adam import join_master_torch, split_master_torch, sum_of_squares, update_flat
+from infinity.optim.cpu_adam import receive as receive_flat
+from infinity.optim.moments import rounding_key
+from infinity.optim.native_args import DTYPES
+from infinity.plan.formats import moments_in
+from infinity.plan.layout import Part
+from infinity.rules import Hyper, MomentFormat, Rule
+
+
+def update_run(
+    states: dict[str, torch.Tensor],
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float,
+    first: int,
+    *,
+    seed: int = 0,
+    threads: int = 0,
+) -> None:
+    """Update `param` and `states` in place. All tensors are 1-D, contiguous and on one device.
+
+    param, grad: (n,). states: by name, those of a `StateFormat`; scales of 8-bit moments are (ceil(n / 256),).
+    first: index of the first element in the model, a multiple of 256; with `seed` and `step` it determines the rounding
+    of 16- and 8-bit moments.
+    """
+    on_host = param.is_cpu
+    if not on_host and not cuda_adam.available():
+        return _update_by_torch(states, param, grad, hyper, step, grad_scale)
+    kept = states.get("remainder", states.get("master"))
+    given = (param, kept, grad, *moments_in(hyper.rule, states), hyper, step)
+    key = rounding_key(seed, step)
+    if on_host:
+        update_flat(*given, grad_scale=grad_scale, key=key, first=first, threads=threads)
+    else:
+        cuda_adam.update_flat(*given, grad_scale=grad_scale, key=key, first=first)
+
+
+def check_on_device(rule: Rule, moments: MomentFormat) -> None:
+    """Raise ConfigError if a CUDA device cannot update states of this format in its own memory."""
+    if cuda_adam.available() or (rule in ("adam", "adamw") and moments == "fp32"):
+        return
+    raise ConfigError(
+        f"states of {rule} with infinity.moments {moments!r} on a CUDA device need Infinity's CUDA kernels "
+        f"({cuda_adam.why_not()}): give offload_optimizer the device cpu or nvme, or take AdamW with moments in fp32"
+    )
+
+
+def _update_by_torch(
+    states: dict[str, torch.Tensor],
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float,
+) -> None:
+    """Adam and AdamW with fp32 moments, without native kernels."""
+    if "remainder" in states:
+        master = join_master_torch(param, states["remainder"])
+    elif "master" in states:
+        master = states["master"]
+    else:
+        master = param
+    _fused(master, grad, states, hyper, step, grad_scale)
+    if "remainder" in states:
+        new_param, new_remainder = split_master_torch(master)
+        param.copy_(new_param)
+        states["remainder"].copy_(new_remainder)
+    elif param.dtype == torch.bfloat16:
+        param.copy_(split_master_torch(master)[0])  # rounds as the native kernels do; a cast rounds ties to even
+    elif "master" in states:
+        param.copy_(master)
+
+
+def _fused(
+    master: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor], hyper: Hyper, step: int, scale: float
+) -> None:
+    call = torch._fused_adamw_ if hyper.rule == "adamw" else torch._fused_adam_
+    call(
+        [master],
+        [grad.to(torch.float32) * scale],
+        [states["exp_avg"]],
+        [states["exp_avg_sq"]],
+        [],
+        # Number of this step from 1: torch's optimizer also increments before the kernel.
+        [torch.full((), float(step), device=master.device)],
+        lr=hyper.lr,
+        beta1=hyper.betas[0],
+        beta2=hyper.betas[1],
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None,  # the fused kernel divides by it, and the scale may be 0
+        found_inf=None,
+    )
+
+
+_NORM_TILE = 1 << 22
+
+
+def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -> float:
+    """Return the sum of squares of a gradient shard (n,), over the `parts` of its parameters; inf and NaN propagate.
+
+    Replicated parameters are divided by their number of copies, so that each counts once in the sum over ranks.
+
+    Each part is summed in fp64 over fixed tiles, and parts are added in order, so the result has the same bits as sums
+    taken on arrival (`receive`).
+    """
+    return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts), 0.0)
+
+
+def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, at: int | None = None, threads: int = 0) -> float:
+    """Copy a gradient to `target`, or add it. Returns the sum of squares of the result.
+
+    at: offset in a 1-D `target`, in elements, where `source` (of any shape) begins; None: both have the same shape.
+
+    Takes one pass in host memory if `source` is contiguous.
+    """
+    on_host = target.is_cpu and source.is_cpu
+    if on_host and source.is_contiguous() and not source.is_neg() and source.dtype in DTYPES:
+        return receive_flat(target, source, add=add, at=at, threads=threads)
+    if at is not None:
+        target = target[at : at + source.numel()].view(source.shape)
+    if add:
+        target.add_(source)
+    else:
+        target.copy_(source)
+    return _squares(target, threads)
+
+
+def _squares(values: torch.Tensor, threads: int) -> float:
+    if values.device.type == "cpu":
+        return sum_of_squares(values, threads=threads)
+    if values.device.type == "cuda" and cuda_adam.available():
+        return cuda_adam.sum_of_squares(values).item()
+    # Tile by tile, so that the fp64 copy stays small.
+    return sum(float(part.to(torch.float64).square().sum()) for part in values.split(_NORM_TILE))
