@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from infinity.config import Config
-from infinity.plan.policy import policy
+from infinity.plan.policy import RankInfo, policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -39,12 +38,12 @@ def test_gradients_of_bf16(
 ) -> None:
     """(collected, reduced, stored)."""
     config = Config.load({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **given})
-    ranks: Any = SimpleNamespace(backend=backend, alone=not backend)
+    ranks = RankInfo(backend=backend)
     assert policy(config, accumulation, ranks).grads(BF16) == expected
 
 
 def test_the_default_on_nccl_is_what_the_parameters_are_in() -> None:
-    ranks: Any = SimpleNamespace(backend="nccl", alone=False)
+    ranks = RankInfo(backend="nccl")
     grads = policy(Config.load({}), 4, ranks).grads
     assert [grads(dtype).reduced for dtype in (FP32, BF16, FP16)] == [FP32, BF16, FP16]
     assert {grads(dtype).stored for dtype in (FP32, BF16, FP16)} == {FP32}

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.agree import folder_of
@@ -25,6 +26,7 @@ from infinity.checkpoint.format import (
     shape_of,
     view,
 )
+from infinity.checkpoint.parts import ModelParts, Run
 from infinity.checkpoint.verify import check_contents, check_files
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError
@@ -34,64 +36,76 @@ from infinity.tiers.memory import return_freed_memory
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
-if TYPE_CHECKING:
-    from infinity.engine.base import Runner
-    from infinity.engine.training import Engine
 
+class Loading:
+    """A checkpoint of a training run that fits an engine. All ranks construct it, and apply it alike.
 
-def load(
-    engine: Engine, directory: str | Path, tag: str | None, *, verify: bool, load_rng: bool
-) -> tuple[Path, dict[str, Any]]:
-    """Bring the engine to the state of the checkpoint; returns the checkpoint's folder and its client_state.
-
-    verify: compare the files with their checksums first. load_rng: the random-number generators too, where there are as
-    many ranks as it was saved with. Units, tiers, tile size, number of ranks and the formats of master and moments may
-    differ from those it was saved with.
+    verify: first compare all files with their checksums. load_rng: read the random-number generators too, if the number
+    of ranks is the same as when it was saved. Units, tiers, tile size, number of ranks and the formats of master and
+    moments may differ. Raises RanksError or CheckpointError, before any change.
     """
-    folder = folder_of(engine.ranks, directory, tag)
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        model: nn.Module,
+        run: Run,
+        directory: str | Path,
+        tag: str | None,
+        *,
+        verify: bool,
+        load_rng: bool,
+    ) -> None:
+        self.folder = folder_of(parts.ranks, directory, tag)
+        self.index = read_index(self.folder)
+        _check_parameters(parts.units, self.index, self.folder)
+        _check_optimizer(run, self.index, self.folder)
+        check_files(self.index, self.folder)
+        if verify:
+            check_contents(self.index, self.folder, parts.ranks)
+        self._buffers = _read_buffers(model, self.folder)
+        self.client_state = _client_state(self.folder)
+        self._generators = rng.read_states(self.folder / rng.FILE, parts.ranks) if load_rng else None
+        self._parts, self._run = parts, run
+
+    def apply(self) -> None:
+        """Replace the states of all units and the buffers, one unit at a time."""
+        parts = self._parts
+        for unit in parts.units:
+            parts.states.write(unit.layout, _read(parts, self._run, self.folder, self.index, unit))
+            return_freed_memory()
+            unit.steps = [self.index.parameters[slot.name].step for slot in unit.layout.slots]
+            parts.store.rewritten(unit)
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        parts.ranks.barrier()
+
+    def restore_rng(self) -> None:
+        """Restore the random-number generators, if they were read."""
+        if self._generators is not None:
+            rng.restore_states(self._generators, self._parts.device.torch_device)
+
+
+def load_parameters(parts: ModelParts, model: nn.Module, folder: Path, *, verify: bool) -> tuple[Path, dict[str, Any]]:
+    """Load parameters and buffers only, cast to the dtypes of the units. Returns folder and client_state.
+
+    folder: from `folder_of`. verify: first compare all files with their checksums. Raises CheckpointError, before any
+    change.
+    """
     index = read_index(folder)
-    _check_parameters(engine.units, index, folder)
-    _check_optimizer(engine, index, folder)
+    _check_parameters(parts.units, index, folder, trained=False)
     check_files(index, folder)
     if verify:
-        check_contents(index, folder, engine.ranks)
-    buffers = _read_buffers(engine, folder)
+        check_contents(index, folder, parts.ranks)
+    buffers = _read_buffers(model, folder)
     client_state = _client_state(folder)
-    generators = rng.read_states(folder / rng.FILE, engine.ranks) if load_rng else None
-    engine.abandon_step()
-    for unit in engine.units:
-        engine.parts.states.write(unit.layout, _read(engine, folder, index, unit))
+    for unit in parts.units:
+        parts.states.write(unit.layout, {"param": _read_parameters(parts, folder, index, unit)})
         return_freed_memory()
-        unit.steps = [index.parameters[slot.name].step for slot in unit.layout.slots]
-        engine.parts.store.rewritten(unit)
+        parts.store.rewritten(unit)
     for buffer, value in buffers:
         buffer.copy_(value)
-    engine.ranks.barrier()
-    engine.restore(index)
-    if generators is not None:
-        rng.restore_states(generators, engine.device)
-    return folder, client_state
-
-
-def load_parameters(engine: Runner, folder: Path, *, verify: bool) -> tuple[Path, dict[str, Any]]:
-    """Load parameters and buffers only, cast to the dtypes that the engine keeps. Returns folder and client_state.
-
-    folder: from `folder_of`. verify: compare the checksums of all files first. Raises CheckpointError, as `load` does.
-    """
-    index = read_index(folder)
-    _check_parameters(engine.units, index, folder, trained=False)
-    check_files(index, folder)
-    if verify:
-        check_contents(index, folder, engine.ranks)
-    buffers = _read_buffers(engine, folder)
-    client_state = _client_state(folder)
-    for unit in engine.units:
-        engine.parts.states.write(unit.layout, {"param": _read_parameters(engine, folder, index, unit)})
-        return_freed_memory()
-        engine.parts.store.rewritten(unit)
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    engine.ranks.barrier()
+    parts.ranks.barrier()
     return folder, client_state
 
 
@@ -119,8 +133,8 @@ def _check_parameters(units: Iterable[Unit], index: Index, folder: Path, *, trai
         raise CheckpointError(f"{folder} is a checkpoint of another model: {shown}")
 
 
-def _check_optimizer(engine: Engine, index: Index, folder: Path) -> None:
-    kind, groups = engine.config.optimizer.type, len(engine.optimizer.param_groups)
+def _check_optimizer(run: Run, index: Index, folder: Path) -> None:
+    kind, groups = run.optimizer, len(run.param_groups)
     if (index.optimizer, len(index.param_groups)) != (kind, groups):
         raise CheckpointError(
             f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this engine "
@@ -129,13 +143,13 @@ def _check_optimizer(engine: Engine, index: Index, folder: Path) -> None:
         )
 
 
-def _read_buffers(engine: Runner, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _read_buffers(model: nn.Module, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(the model's buffer, its saved value) pairs; CheckpointError if names or shapes differ."""
     try:
         saved = load_file(folder / BUFFERS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / BUFFERS} cannot be read ({error}): the checkpoint is damaged") from None
-    mine = persistent_buffers(engine.module)
+    mine = persistent_buffers(model)
     if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
         raise CheckpointError(f"{folder} is a checkpoint of another model: its buffers have other names or shapes")
     return [(mine[name], value) for name, value in saved.items()]
@@ -152,10 +166,10 @@ def _client_state(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _read(engine: Engine, folder: Path, index: Index, unit: Unit) -> Flats:
+def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit) -> Flats:
     """The unit's states from whichever files hold its parameters, in the formats that the engine keeps them in."""
     layout = unit.layout
-    kinds = engine.parts.states.kinds(layout)
+    kinds = parts.states.kinds(layout)
     flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
         entry = index.parameters[slot.name]
@@ -166,14 +180,14 @@ def _read(engine: Engine, folder: Path, index: Index, unit: Unit) -> Flats:
         if is_distributed(parameter):
             whole = {kind.name: torch.zeros(shape_of(kind, entry.shape), dtype=kind.dtype) for kind in kinds}
         first = layout.first + slot.offset
-        _fill(engine, index, saved, whole, as_it_is=not layout.trainable, step=entry.step, first=first)
+        _fill(run, index, saved, whole, as_it_is=not layout.trainable, step=entry.step, first=first)
         if whole is not mine:
             for name, target in mine.items():
-                target.copy_(engine.ranks.model.part(parameter, whole[name]))
+                target.copy_(parts.ranks.model.part(parameter, whole[name]))
     return flats
 
 
-def _read_parameters(engine: Runner, folder: Path, index: Index, unit: Unit) -> torch.Tensor:
+def _read_parameters(parts: ModelParts, folder: Path, index: Index, unit: Unit) -> torch.Tensor:
     """The unit's flat tensor (numel,) in its dtype: masters as training rounds them, frozen parameters cast."""
     layout = unit.layout
     flat = flat_tensor(layout.numel, layout.dtype)
@@ -183,16 +197,16 @@ def _read_parameters(engine: Runner, folder: Path, index: Index, unit: Unit) -> 
             saved = tensors.get_tensor(key(kind.name, slot.name))
         if kind.name == "master" and layout.dtype == torch.bfloat16:
             saved = split_master(saved)[0]
-        flat[slot.offset : slot.stop].view(slot.shape).copy_(engine.ranks.model.part(parameter, saved))
+        flat[slot.offset : slot.stop].view(slot.shape).copy_(parts.ranks.model.part(parameter, saved))
     return flat
 
 
-def _fill(engine: Engine, index: Index, saved: Flats, mine: Flats, *, as_it_is: bool, step: int, first: int) -> None:
+def _fill(run: Run, index: Index, saved: Flats, mine: Flats, *, as_it_is: bool, step: int, first: int) -> None:
     """A parameter's saved states, in the formats that `mine` keeps them in. first: its place in the model."""
-    if as_it_is or (saved.keys() == mine.keys() and index.moments == engine.config.infinity.moments):
+    if as_it_is or (saved.keys() == mine.keys() and index.moments == run.moments):
         for name, target in mine.items():
             target.copy_(saved[name])
         return
     mine["master"].copy_(saved["master"])
-    rounding = rounding_key(engine.config.infinity.seed, step)
-    convert_moments(engine.config.optimizer.rule, saved, mine, key=rounding, first=first)
+    rounding = rounding_key(run.seed, step)
+    convert_moments(run.rule, saved, mine, key=rounding, first=first)

@@ -4,20 +4,21 @@ not at all.
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.agree import target_of
 from infinity.checkpoint.background import Saving
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, reason, view
+from infinity.checkpoint.parts import Run, TrainedParts
 from infinity.checkpoint.writer import Writer
 from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
@@ -26,9 +27,6 @@ from infinity.interrupts import uninterrupted
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.states import Flats, UnitStates
-
-if TYPE_CHECKING:
-    from infinity.engine.training import Engine
 
 T = TypeVar("T")
 
@@ -58,32 +56,39 @@ class _Snapshot:
 
 
 def save(
-    engine: Engine, directory: str | Path, tag: str | None, client_state: dict[str, Any], *, background: bool = False
+    parts: TrainedParts,
+    model: nn.Module,
+    run: Run,
+    directory: str | Path,
+    tag: str | None,
+    client_state: dict[str, Any],
+    *,
+    background: bool = False,
 ) -> Path:
     """Write directory/tag. All ranks call it, with all states in their tiers; rank 0 writes. Peak memory: a few times
     one unit's states.
 
     tag: "global_step<N>" where it is None. background: return as soon as everything but the states of units is
-    captured; `engine.saving` is what goes on. Raises RanksError on every rank if they name different folders, and
+    captured; `parts.saver` completes it. Raises RanksError on every rank if they name different folders, and
     CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
     """
-    tag = f"global_step{engine.global_steps}" if tag is None else tag
-    target = target_of(engine.ranks, directory, tag, background)
-    channel = engine.parts.saver.channel(engine.ranks)
+    tag = f"global_step{run.global_steps}" if tag is None else tag
+    target = target_of(parts.ranks, directory, tag, background)
+    channel = parts.saver.channel(parts.ranks)
     packed = _together(channel, partial(_pack, client_state))
     writer = Writer(target.parent, target.name) if channel.writes else None
     started = False
     try:
         _together(channel, lambda: writer.open() if writer is not None else None)
-        snapshot = _capture(engine, channel, packed)
-        states = replace(engine.parts.states, ranks=channel)
+        snapshot = _capture(parts, model, run, channel, packed)
+        states = replace(parts.states, ranks=channel)
         if background:
-            saving = Saving(target, (unit.index for unit in engine.units))
+            saving = Saving(target, (unit.index for unit in parts.units))
             with uninterrupted():
                 # What would change a unit's states waits until they are read.
-                for unit in engine.units:
+                for unit in parts.units:
                     unit.copied = saving.copied(unit.index)
-                engine.parts.saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
+                parts.saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
                 started = True
         else:
             _write(snapshot, states, channel, writer, lambda unit: None)
@@ -96,38 +101,38 @@ def save(
     return target
 
 
-def _capture(engine: Engine, channel: SideChannel, client_state: bytes) -> _Snapshot:
+def _capture(parts: TrainedParts, model: nn.Module, run: Run, channel: SideChannel, client_state: bytes) -> _Snapshot:
     entries, divided = {}, {}
-    for unit in engine.units:
+    for unit in parts.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
         for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
             shape = tuple(parameter.shape)
             entries[slot.name] = Entry(shape, dtype, unit.layout.trainable, _file(unit.layout), step)
             if is_distributed(parameter):
-                divided[slot.name] = _Divided(shape, channel.of_model(engine.ranks.model.place(parameter)))
-    generators = rng.pack_states(channel, engine.device)
+                divided[slot.name] = _Divided(shape, channel.of_model(parts.ranks.model.place(parameter)))
+    generators = rng.pack_states(channel, parts.device.torch_device)
     return _Snapshot(
-        index=_index(engine, entries),
+        index=_index(run, entries),
         raw={CLIENT_STATE: client_state, rng.FILE: generators},
-        buffers=_host(persistent_buffers(engine.module)) if channel.writes else {},
-        layouts=_order(engine, channel),
+        buffers=_host(persistent_buffers(model)) if channel.writes else {},
+        layouts=_order(parts, channel),
         divided=divided,
     )
 
 
-def _order(engine: Engine, channel: SideChannel) -> list[UnitLayout]:
+def _order(parts: TrainedParts, channel: SideChannel) -> list[UnitLayout]:
     """The units in the order in which training will update them, so that it waits for the save as little as it can."""
-    trace = engine.parts.store.tracer.known("train")
-    backwards = engine.parts.update == "during_backward"
+    trace = parts.store.tracer.known("train")
+    backwards = parts.update == "during_backward"
     places = {unit: place for place, unit in enumerate(trace.by_last_use() if backwards else trace.by_first_use())}
     order = torch.tensor(
         sorted(
-            range(len(engine.units)),
-            key=lambda unit: (not engine.units[unit].layout.trainable, places.get(unit, len(places)), unit),
+            range(len(parts.units)),
+            key=lambda unit: (not parts.units[unit].layout.trainable, places.get(unit, len(places)), unit),
         )
     )
     channel.agree(order)  # as they exchange shards in it
-    return [engine.units[unit].layout for unit in order.tolist()]
+    return [parts.units[unit].layout for unit in order.tolist()]
 
 
 def _write(
@@ -240,19 +245,15 @@ def _host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
-def _index(engine: Engine, entries: dict[str, Entry]) -> Index:
-    groups = [{name: value for name, value in g.items() if name != "params"} for g in engine.optimizer.param_groups]
-    schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
-    if schedule is not None:
-        schedule = {name: value for name, value in schedule.items() if name != "lr_lambdas"}
+def _index(run: Run, entries: dict[str, Entry]) -> Index:
     return Index(
-        global_steps=engine.global_steps,
+        global_steps=run.global_steps,
         parameters=entries,
         file_bytes={},
-        optimizer=engine.config.optimizer.type,
-        param_groups=copy.deepcopy(groups),
-        lr_scheduler=copy.deepcopy(schedule),
-        moments=engine.config.infinity.moments,
-        skipped_steps=engine.skipped_steps,
-        loss_scale=engine.loss_scale.state_dict() if engine.config.fp16.enabled else None,
+        optimizer=run.optimizer,
+        param_groups=run.param_groups,
+        lr_scheduler=run.lr_scheduler,
+        moments=run.moments,
+        skipped_steps=run.skipped_steps,
+        loss_scale=run.loss_scale,
     )

@@ -23,6 +23,7 @@ from infinity.comm.model_parallel import ModelRanks
 from infinity.comm.pairs import Pairs
 from infinity.errors import InfinityError, RanksError
 from infinity.plan.layout import UnitLayout
+from infinity.plan.policy import RankInfo
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
 
@@ -109,6 +110,11 @@ class Ranks:
     def trouble(self) -> str:
         """The error that prevents all further collectives; empty if there is none."""
         return self._disagreement
+
+    @property
+    def info(self) -> RankInfo:
+        """Return the properties of the ranks that a plan depends on."""
+        return RankInfo(self.size, self.shards, self.backend)
 
     @property
     def shards(self) -> int:

@@ -16,7 +16,6 @@ from torch import nn
 from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
-from infinity.engine import gather as access
 from infinity.engine.describe import describe
 from infinity.engine.parts import Parts
 from infinity.engine.restore import restoring
@@ -30,6 +29,9 @@ from infinity.units.released import is_released
 from infinity.units.unit import Unit
 
 _Engine = TypeVar("_Engine", bound="Runner")
+
+open_engines: weakref.WeakSet[Runner] = weakref.WeakSet()
+"""Engines that are not closed. `infinity.engine.gather` finds the owner of a parameter among them."""
 
 
 class Runner(ABC):
@@ -53,7 +55,7 @@ class Runner(ABC):
         self._process = os.getpid()
         parts.backward.report_to(self._on_backward, self._on_backward_end)
         self._hooks = ModelHooks(self.module, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
-        access.opened(self)
+        open_engines.add(self)
         show_by_default()
         if parts.ranks.speaks:
             logger.info("units and where their states live\n%s", self.describe())
@@ -186,7 +188,7 @@ class Runner(ABC):
                 )
             return
         self._closed = True
-        access.closed(self)
+        open_engines.discard(self)
         self._hooks.remove()
         healthy = not self._broken and self.parts.store.failure is None and not self.parts.ranks.trouble
         try:

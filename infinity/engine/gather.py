@@ -13,24 +13,22 @@ ranks alike, and reach the exact fp32 values behind 16-bit parameters. All ranks
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
+from infinity.engine.base import Runner, open_engines
+from infinity.engine.training import Engine
 from infinity.errors import UsageError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.plan.formats import StateKind
 from infinity.rules import MOMENT_NAMES
+from infinity.units.binding import adopt_assigned
 from infinity.units.states import Flats
 from infinity.units.unit import Unit
-
-if TYPE_CHECKING:
-    from infinity.engine.base import Runner
-    from infinity.engine.training import Engine
 
 __all__ = [
     "GatheredParameters",
@@ -41,17 +39,6 @@ __all__ = [
     "set_full_grad",
     "set_full_optimizer_state",
 ]
-
-_engines: weakref.WeakSet[Runner] = weakref.WeakSet()
-
-
-def opened(engine: Runner) -> None:
-    """Register `engine` as the owner of its parameters."""
-    _engines.add(engine)
-
-
-def closed(engine: Runner) -> None:
-    _engines.discard(engine)
 
 
 class GatheredParameters:
@@ -88,7 +75,7 @@ class GatheredParameters:
     def __exit__(self, *error: object) -> None:
         if self._modifier is not None and error[0] is None:
             for engine, unit in self._held:
-                unit.adopt_assigned()
+                adopt_assigned(unit)
                 engine.ranks.broadcast(unit.flat(), source=self._modifier)
         self._release()
 
@@ -201,7 +188,7 @@ def _read(engine: Runner, unit: Unit) -> _States:
 
 def _find(param: Any) -> tuple[Runner, Unit, int] | None:
     """Return the open engine, unit and slot of a parameter; None if no engine is open for it."""
-    for engine in list(_engines):
+    for engine in list(open_engines):
         unit = engine.parts.unit_of.get(id(param))
         if unit is not None:
             slot = next(number for number, held in enumerate(unit.parameters) if held is param)
@@ -241,8 +228,6 @@ def _check_moment(engine: Runner, unit: Unit, name: str) -> None:
 
 def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
     """Return `_owner` of a parameter that has a gradient in this step; None if it has none."""
-    from infinity.engine.training import Engine
-
     engine, unit, slot = _owner(param)
     if not isinstance(engine, Engine):
         return None

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from infinity.checkpoint.agree import folder_of
+from infinity.checkpoint.load import load_parameters
 from infinity.comm.collectives import Ranks
 from infinity.comm.groups import Group
 from infinity.comm.model_parallel import ModelRanks
@@ -16,10 +18,11 @@ from infinity.config import Config
 from infinity.engine.base import Runner
 from infinity.engine.parts import Parts, assemble
 from infinity.errors import ModelError, UsageError
-from infinity.plan.policy import lay_out, policy
+from infinity.plan.policy import policy
 from infinity.plan.stage import Sharding
 from infinity.tiers.device import Device, default_device
 from infinity.units.compiled import uncompiled
+from infinity.units.lay_out import lay_out
 
 
 class InferenceEngine(Runner):
@@ -72,13 +75,10 @@ class InferenceEngine(Runner):
         before, to compare their checksums. Returns the checkpoint's path and client_state. CheckpointError, before
         anything is changed, if it is missing, damaged or another model's.
         """
-        from infinity.checkpoint.agree import folder_of
-        from infinity.checkpoint.load import load_parameters
-
         self.settle()
         folder = folder_of(self.ranks, directory, tag)  # before anything that could stop the engine
         with self._failing():
-            return load_parameters(self, folder, verify=verify)
+            return load_parameters(self.parts, self.module, folder, verify=verify)
 
     # -- what a user of training engines might try --------------------------------------------------------------------
 
@@ -109,4 +109,4 @@ def _assemble(model: nn.Module, config: Config, dtype: torch.dtype | None, devic
         raise ModelError("the model has no parameters: call it as it is")
     ranks.model = ModelRanks.of(model, ranks.replicas)
     found, layouts = lay_out(model, config, [], ranks.shards, ranks.model.copies, dtype)
-    return assemble(model, config, found, layouts, policy(config, 1, ranks), device, ranks)
+    return assemble(model, config, found, layouts, policy(config, 1, ranks.info), device, ranks)

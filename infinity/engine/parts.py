@@ -34,6 +34,7 @@ from infinity.tiers.slab import SlabTier
 from infinity.tiers.stripe import stripe_chunk
 from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
+from infinity.units.binding import unbind
 from infinity.units.discover import Discovered, modules_to_hook
 from infinity.units.nesting import held_together
 from infinity.units.saved import SavedTensors
@@ -248,7 +249,7 @@ class _Assembly:
             for unit, layout in zip(self.found, self.layouts, strict=True)
         ]
         for unit in units:
-            unit.unbind()
+            unbind(unit)
         _share_buffers(self.model, self.ranks)
         _move_buffers(self.model, self.device.torch_device)
         unit_of = {id(p): unit for unit in units for p in unit.parameters}
@@ -315,7 +316,7 @@ class _Assembly:
                     self.ranks.broadcast(flat)
                 read_shard(layout, flat, sources, self.ranks.shard_rank)
             self.states.write(layout, flats)
-            Unit(layout, list(parameters), self.device.torch_device).unbind()
+            unbind(Unit(layout, list(parameters), self.device.torch_device))
             return_freed_memory()
         check_kept(self.model)
 

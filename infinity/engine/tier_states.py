@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
+from infinity.config import Config
 from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_dict, digest
+from infinity.engine.training_parts import TrainingParts
 from infinity.errors import RanksError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.rules import MOMENT_NAMES
@@ -18,24 +20,31 @@ from infinity.tiers.memory import return_freed_memory
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
-if TYPE_CHECKING:
-    from infinity.engine.training import Engine
-
 _HALF = 1 << 16
 
 
 class TierStates:
     """Moments and step counts of one engine. All ranks call its methods, between two steps."""
 
-    def __init__(self, engine: Engine, changing: Callable[[], AbstractContextManager[None]]) -> None:
-        """changing: context manager that stops the engine if a transfer in it fails, since states are half replaced."""
-        self._engine = engine
+    def __init__(
+        self,
+        parts: TrainingParts,
+        config: Config,
+        settle: Callable[[str], None],
+        changing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """settle: brings all states to their tiers between two steps; its argument names what needs them. changing:
+        context manager that stops the engine if a transfer in it fails, since states are half replaced.
+        """
+        self._parts = parts
+        self._settle = settle
         self._changing = changing
-        self._rule = engine.config.optimizer.rule
+        self._rule = config.optimizer.rule
+        self._seed = config.infinity.seed
 
     def read(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         """Return parameter → `step` and moments, fp32 in host memory, whole on every rank; only those with states."""
-        self._engine.settle_between_steps("a state_dict of the optimizer")
+        self._settle("a state_dict of the optimizer")
         found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for unit in self._trained():
             found.update(self._read(unit))
@@ -47,20 +56,20 @@ class TierStates:
 
         Raises errors on all ranks, before any change.
         """
-        self._engine.settle_between_steps("a state_dict of the optimizer")
+        self._settle("a state_dict of the optimizer")
         states, saved_groups = self._checked(groups, given)
         with self._changing():
             for unit in self._trained():
                 self._write(unit, states)
                 return_freed_memory()
-            self._engine.ranks.barrier()
+            self._parts.ranks.barrier()
         return saved_groups
 
     def _trained(self) -> list[Unit]:
-        return [unit for unit in self._engine.units if unit.layout.trainable]
+        return [unit for unit in self._parts.units if unit.layout.trainable]
 
     def _read(self, unit: Unit) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        states, model = self._engine.parts.states, self._engine.ranks.model
+        states, model = self._parts.states, self._parts.ranks.model
         flats = states.read_shards(unit.layout)
         del flats["master"]  # part of the parameter, not in torch's state dicts
         states.complete(flats)
@@ -74,7 +83,7 @@ class TierStates:
         return found
 
     def _write(self, unit: Unit, given: Mapping[nn.Parameter, SavedState]) -> None:
-        states, layout = self._engine.parts.states, unit.layout
+        states, layout = self._parts.states, unit.layout
         kinds = states.kinds(layout)[1:]
         flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
         steps = [0] * len(unit.parameters)
@@ -84,9 +93,9 @@ class TierStates:
                 continue
             steps[number] = saved.step
             target = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
-            key, first = rounding_key(self._engine.config.infinity.seed, saved.step), layout.first + slot.offset
+            key, first = rounding_key(self._seed, saved.step), layout.first + slot.offset
             for name, value in saved.moments.items():
-                part = self._engine.ranks.model.part(parameter, value.detach()).cpu().float()
+                part = self._parts.ranks.model.part(parameter, value.detach()).cpu().float()
                 convert_moment(self._rule, name, {name: part}, target, key=key, first=first)
         flats["master"] = states.read_shards(layout)["master"]
         unit.copied.wait()  # a background save may still read the present states
@@ -97,11 +106,10 @@ class TierStates:
         self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
     ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
         """Call `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank rejects its own."""
-        engine = self._engine
-        pairs = [pair for unit in engine.units for pair in zip(unit.parameters, unit.layout.slots, strict=True)]
+        pairs = [pair for unit in self._parts.units for pair in zip(unit.parameters, unit.layout.slots, strict=True)]
         names = {id(parameter): slot.name for parameter, slot in pairs}
         trained = {id(parameter) for unit in self._trained() for parameter in unit.parameters}
-        ranks = engine.ranks
+        ranks = self._parts.ranks
         error: Exception | None = None
         states: dict[nn.Parameter, SavedState] = {}
         saved_groups: list[SavedGroup] = []

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.background import Saving
+from infinity.checkpoint.format import Index
+from infinity.checkpoint.load import Loading
+from infinity.checkpoint.parts import Run
+from infinity.checkpoint.save import save
 from infinity.comm.collectives import Ranks
 from infinity.comm.groups import Group
 from infinity.config import Config
@@ -33,10 +39,6 @@ from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
 from infinity.units.unit import Unit
 from infinity.update.job import Gradient, UpdateJob
-
-if TYPE_CHECKING:
-    from infinity.checkpoint.background import Saving
-    from infinity.checkpoint.format import Index
 
 
 class Engine(Runner):
@@ -87,7 +89,9 @@ class Engine(Runner):
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         super().__init__(called, config, parts)
-        self.optimizer.on_step(self._update, self._zero_grad, TierStates(self, self._failing))
+        self.optimizer.on_step(
+            self._update, self._zero_grad, TierStates(parts, config, self.settle_between_steps, self._failing)
+        )
         collector = parts.collector
         if parts.update == "during_backward":
             collector.take_live, collector.wants_live = self._update_live, self._can_update_live
@@ -444,13 +448,12 @@ class Engine(Runner):
         fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
         `close`; training may continue.
         """
-        from infinity.checkpoint.save import save
-
         self._check_between_steps("a checkpoint")
         self._check_open()
         self._finish_saving()
         self.settle()
-        return save(self, directory, tag, client_state or {}, background=background)
+        run, state = self._run_state(), client_state or {}
+        return save(self.parts, self.module, run, directory, tag, state, background=background)
 
     @property
     def saving(self) -> Saving | None:
@@ -472,13 +475,33 @@ class Engine(Runner):
         generators of torch, Python and numpy, if the number of ranks is the same. Returns the checkpoint's path and its
         client_state. Raises CheckpointError, before any change, if it is missing, damaged or of another model.
         """
-        from infinity.checkpoint.load import load
-
         self.parts.saver.join()
         self._check_open()
         self._conclude_backward()
         self._settle()
-        return load(self, directory, tag, verify=verify, load_rng=load_rng)
+        loading = Loading(self.parts, self.module, self._run_state(), directory, tag, verify=verify, load_rng=load_rng)
+        self.abandon_step()
+        loading.apply()
+        self._restore(loading.index)
+        loading.restore_rng()
+        return loading.folder, loading.client_state
+
+    def _run_state(self) -> Run:
+        """Return the settings and the progress that a checkpoint saves."""
+        config, scheduler = self.config, self.lr_scheduler
+        groups = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        schedule = None if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
+        return Run(
+            optimizer=config.optimizer.type,
+            rule=config.optimizer.rule,
+            moments=config.infinity.moments,
+            seed=config.infinity.seed,
+            global_steps=self.global_steps,
+            skipped_steps=self.skipped_steps,
+            param_groups=copy.deepcopy(groups),
+            lr_scheduler=copy.deepcopy(schedule),
+            loss_scale=self.loss_scale.state_dict() if config.fp16.enabled else None,
+        )
 
     def drop_gradients(self) -> None:
         """Drop the gradients collected since the last step. Raises UsageError if units were updated with them."""
@@ -509,7 +532,7 @@ class Engine(Runner):
         if self.parts.collector.spent:
             raise step_order.updated_during_backward(call)
 
-    def restore(self, index: Index) -> None:
+    def _restore(self, index: Index) -> None:
         """Restore step counts, hyper-parameters, schedule and loss scale from a checkpoint's index."""
         self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
         for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):

@@ -20,9 +20,10 @@ from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradPlaces, GradStore
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State, tiles
-from infinity.plan.policy import lay_out, policy, update_schedule
+from infinity.plan.policy import policy, update_schedule
 from infinity.tiers.device import Device
 from infinity.tiers.pool import size_classes
+from infinity.units.lay_out import lay_out
 from infinity.update.kernels import check_on_device, update_run
 from infinity.update.pipeline import Places, UpdatePipeline
 
@@ -78,7 +79,7 @@ def assemble_training(
             'parallelism divides: use "bf16" or "fp32"'
         )
     found, layouts = lay_out(model, config, groups, ranks.shards, ranks.model.copies)
-    rules = policy(config, accumulation, ranks)
+    rules = policy(config, accumulation, ranks.info)
     if rules.optim_tier == "device" and device.torch_device.type == "cuda":
         check_on_device(config.optimizer.rule, config.infinity.moments)
     parts = assemble(model, config, found, layouts, rules, device, ranks, groups_in_common(config, groups))

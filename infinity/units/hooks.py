@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
-from infinity.units import residents
+from infinity.units import binding, residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.copies import StateCopies
 from infinity.units.modes import named_refusal, transformed
@@ -287,7 +287,7 @@ def _own_outputs(output: Any) -> Any:
         found = residents.behind(tensor)
         if found is None or residents.owner_of(tensor) is not None:
             return tensor
-        if tensor.grad_fn is None and found[0].is_whole(tensor):
+        if tensor.grad_fn is None and binding.is_whole(found[0], tensor):
             return tensor
         changed = True
         return tensor.clone()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -12,25 +12,41 @@ from torch import nn
 from infinity.comm.dtensor import has_storage, local, unwrapped
 
 if TYPE_CHECKING:
-    from infinity.units.store import UnitStore
     from infinity.units.unit import Unit
+
+
+class CodeScope(Protocol):
+    """Scope in which the model's code runs (`infinity.units.scope`)."""
+
+    def enter(self, on_first: Callable[[], None] | None = None, *, over_others: bool = True) -> bool: ...
+    def leave(self, installed: bool) -> None: ...
+
+
+class Fetcher(Protocol):
+    """Fetches units and holds them (`infinity.units.store`)."""
+
+    @property
+    def scope(self) -> CodeScope: ...
+    def use(self, unit: Unit) -> None: ...
+    def hold(self, unit: Unit) -> None: ...
+    def unhold(self, unit: Unit) -> None: ...
 
 
 class Owner(NamedTuple):
     """The unit and slot that a parameter belongs to, and the store that fetches it."""
 
     unit: Unit
-    store: UnitStore
+    store: Fetcher
     slot: int
 
 
 # Weak references: an engine that is dropped without `close` can be freed.
-_References = tuple["weakref.ref[Unit]", "weakref.ref[UnitStore]"]
+_References = tuple["weakref.ref[Unit]", "weakref.ref[Fetcher]"]
 _buffers: dict[int, _References] = {}
-_parameters: dict[int, tuple[weakref.ref[Unit], weakref.ref[UnitStore], int]] = {}
+_parameters: dict[int, tuple[weakref.ref[Unit], weakref.ref[Fetcher], int]] = {}
 
 
-def add_parameters(unit: Unit, store: UnitStore) -> None:
+def add_parameters(unit: Unit, store: Fetcher) -> None:
     """Register `unit` as the owner of its parameters."""
     references = weakref.ref(unit), weakref.ref(store)
     for slot, parameter in enumerate(unit.parameters):
@@ -53,7 +69,7 @@ def owner_of(parameter: object) -> Owner | None:
     return Owner(unit, store, slot)
 
 
-def add_buffer(unit: Unit, store: UnitStore) -> None:
+def add_buffer(unit: Unit, store: Fetcher) -> None:
     """Register the leased buffer of `unit` as the memory of its parameters."""
     assert unit.lease is not None
     _buffers[unit.lease.address] = weakref.ref(unit), weakref.ref(store)
@@ -64,7 +80,7 @@ def remove_buffer(unit: Unit) -> None:
     _buffers.pop(unit.lease.address, None)
 
 
-def behind(tensor: torch.Tensor) -> tuple[Unit, UnitStore] | None:
+def behind(tensor: torch.Tensor) -> tuple[Unit, Fetcher] | None:
     """Return the resident unit whose buffer `tensor` views, and its store; None if there is none."""
     values = unwrapped(local(tensor))
     found = _buffers.get(values.untyped_storage().data_ptr()) if has_storage(values) else None
@@ -78,14 +94,9 @@ def is_managed(parameter: nn.Parameter) -> bool:
     return owner_of(parameter) is not None
 
 
-def _leave_to_parent() -> None:
-    """Drop all registrations in a forked child. Buffers are MADV_DONTFORK, so any use would raise SIGSEGV."""
-    for references in _buffers.values():
-        unit = references[0]()
-        if unit is not None:
-            unit.unbind()
+def clear() -> list[Unit]:
+    """Drop all registrations. Returns the units that were resident."""
+    units = [unit for references in _buffers.values() if (unit := references[0]()) is not None]
     _buffers.clear()
     _parameters.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+    return units

@@ -20,15 +20,14 @@ from torch import nn
 
 from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
-from infinity.units import residents
+from infinity.units import binding, residents
 from infinity.units.compiled import constant_in_graphs, eager
 from infinity.units.modes import outside_modes
 from infinity.units.released import own_type, version_of
-from infinity.units.residents import Owner
+from infinity.units.residents import Fetcher, Owner
 from infinity.units.unit import placeholder
 
 if TYPE_CHECKING:
-    from infinity.units.store import UnitStore
     from infinity.units.unit import Unit
 
 _Pack = Callable[[torch.Tensor], Any]
@@ -74,7 +73,7 @@ class _Reference:
     kind: type | None
     """The user's own subclass of Parameter; None for nn.Parameter."""
 
-    def __init__(self, saved: torch.Tensor, unit: Unit, store: UnitStore) -> None:
+    def __init__(self, saved: torch.Tensor, unit: Unit, store: Fetcher) -> None:
         tensor = local(saved)
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
@@ -105,7 +104,7 @@ class _Reference:
         made._of(unit, store, version_of(unit.parameters[slot]))
         return made
 
-    def _of(self, unit: Unit, store: UnitStore, version: int | None) -> None:
+    def _of(self, unit: Unit, store: Fetcher, version: int | None) -> None:
         self.unit = unit
         self.store = store
         self.generation = unit.generation
@@ -130,14 +129,14 @@ class _Reference:
                 f"parameter {unit.layout.slots[self.slot].name} is at version {version}, but version "
                 f"{self.version} was saved. Edit parameters after backward, under torch.no_grad()."
             )
-        assigned = unit.assigned(self.slot)
+        assigned = binding.assigned(unit, self.slot)
         if self.assigned is not None and assigned != self.assigned:
             raise LifetimeError(
                 f"{unit.layout.slots[self.slot].name}.data was assigned between forward and backward, which needs the "
                 "values of before: assign before forward or after backward."
             )
         if assigned != unit.assignments[self.slot]:
-            unit.adopt_assigned()
+            binding.adopt_assigned(unit)
         assert unit.lease is not None
         with outside_modes():
             whole = unit.lease.flat(unit.layout.dtype)

@@ -28,7 +28,7 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.units import released, residents
+from infinity.units import binding, released, residents
 from infinity.units.modes import in_derivative, outside_modes, transformed
 from infinity.units.scope import Scope
 from infinity.units.trace import Tracer
@@ -113,7 +113,7 @@ class UnitStore:
     def hold(self, unit: Unit) -> None:
         self.use(unit)
         if not unit.holds:
-            unit.adopt_assigned()  # now, so that a checkpoint's recomputation sees the same tensors
+            binding.adopt_assigned(unit)  # now, so that a checkpoint's recomputation sees the same tensors
             unit.check_frozen()
         unit.holds += 1
 
@@ -179,7 +179,7 @@ class UnitStore:
     def _land(self, unit: Unit) -> None:
         """Make the fetched parameters resident: FETCHING → RESIDENT."""
         unit.move(Residency.RESIDENT)
-        unit.bind()
+        binding.bind(unit)
         residents.add_buffer(unit, self)
         self.scope.add(unit)
         if unit.fingerprint is None:
@@ -266,7 +266,7 @@ class UnitStore:
         if unit.index in self._viewed:
             released.release(unit.parameters)
         else:
-            unit.unbind()
+            binding.unbind(unit)
         unit.move(Residency.UPDATING)
         unit.pending_job = None
         unit.updated_early = early
@@ -341,7 +341,7 @@ class UnitStore:
         """Record that no graph holds the unit's parameters themselves, and replace released ones by placeholders."""
         unit.exposed = False
         if unit.residency is Residency.RELEASED and not self._is_viewed_released(unit):
-            unit.unbind()
+            binding.unbind(unit)
 
     def refresh_viewed(self) -> None:
         """Fetch units whose live views show old values, on all ranks. Collective.
@@ -389,7 +389,7 @@ class UnitStore:
             if unit.residency is Residency.RESIDENT:
                 self._leave(unit)
             if unit.bound:
-                unit.unbind()
+                binding.unbind(unit)
             residents.remove_parameters(unit)
         self._kept.clear()
 
@@ -409,7 +409,7 @@ class UnitStore:
             if unit.exposed or unit.is_viewed():
                 released.release(unit.parameters)
             else:
-                unit.unbind()
+                binding.unbind(unit)
         self._drop(unit)
 
     def _drop(self, unit: Unit, *, valid: bool = True) -> None:
@@ -445,7 +445,7 @@ class UnitStore:
         wanted = self._is_viewed_released(unit) or self._is_edited(unit, self._kept[unit.index])
         kept = self._kept.pop(unit.index)
         if not wanted:
-            unit.unbind()
+            binding.unbind(unit)
             return False
         present = kept.generation == unit.generation
         lease.substitute(kept.buffer)
@@ -480,7 +480,7 @@ class UnitStore:
 
     def _was_edited(self, unit: Unit) -> bool:
         """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier."""
-        unit.adopt_assigned()
+        binding.adopt_assigned(unit)
         return self._fingerprint(unit) != unit.fingerprint
 
     def _fingerprint(self, unit: Unit) -> int:

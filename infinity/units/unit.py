@@ -6,19 +6,15 @@ import sys
 from collections.abc import Collection
 from enum import Enum
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from infinity.comm.dtensor import local, set_local
 from infinity.errors import ResidencyError, UsageError
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.units import released
-from infinity.units.modes import outside_modes
 
 if TYPE_CHECKING:
     from infinity.update.job import UpdateJob
@@ -109,9 +105,10 @@ class Unit:
         """Fingerprint of the bytes in the tiers (`Device.fingerprint`); None: unknown, since they were overwritten."""
         self.strides = [_strides(slot.shape) for slot in layout.slots]
         """Strides of each parameter in the unit's flat tensor, by slot."""
-        self._places = [(slot.shape, self.strides[n], slot.offset) for n, slot in enumerate(layout.slots)]
-        self._views: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        """Address, shape and strides that `bind` gave each parameter, by slot."""
+        self.places = [(slot.shape, self.strides[n], slot.offset) for n, slot in enumerate(layout.slots)]
+        """Shape, strides and offset of each parameter in the unit's flat tensor, by slot."""
+        self.views: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+        """Address, shape and strides that `infinity.units.binding.bind` gave each parameter, by slot."""
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
         """Count one more update of these slots. Returns slot → number of its updates, from 1."""
@@ -160,86 +157,6 @@ class Unit:
                     "engine.close(restore=True) and make a new one. Parameters that were trained when it was made can "
                     "be frozen and unfrozen at any time."
                 )
-
-    def bind(self) -> None:
-        """Make the parameters views of the leased buffer, with their own types."""
-        flat = self.flat()
-        released.restore(self.parameters)
-        for parameter, place in zip(self.parameters, self._places, strict=True):
-            set_local(parameter, flat.as_strided(*place))
-        self.bound = len(self.parameters)
-        start, itemsize = flat.data_ptr(), flat.itemsize
-        self._views = [
-            (start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in self._places
-        ]
-
-    def unbind(self) -> None:
-        """Make the parameters placeholders, whose type fetches the unit when they are used."""
-        released.restore(self.parameters)
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            set_local(parameter, placeholder(slot.shape, self.layout.dtype, self.device))
-        self.bound = 0
-        released.release(self.parameters)
-
-    def adopt_assigned(self) -> None:
-        """Copy data that a user assigned (`parameter.data = …`) into the buffer, and make the parameter view it again.
-
-        Drops the data and raises LifetimeError if its shape differs, or UsageError if other tensors view the buffer:
-        in a plain loop they would keep the previous values.
-        """
-        present = self._present_views()
-        if present != self._views:
-            with outside_modes():
-                self._adopt_all(present)
-
-    def _adopt_all(self, present: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
-        assert self.lease is not None
-        if self.job is not None:
-            self.job.done.wait()  # a write under way also refers to the buffer
-        unchanged = sum(now == bound for now, bound in zip(present, self._views, strict=True))
-        viewed = self.lease.is_referenced(beyond=unchanged)
-        flat, guarded = self.flat(), released.is_released(self.parameters[0])
-        released.restore(self.parameters)
-        try:
-            for number in (n for n, view in enumerate(self._views) if present[n] != view):
-                self._adopt(number, flat, viewed=viewed)
-        finally:
-            if guarded:
-                released.release(self.parameters)
-
-    def _adopt(self, number: int, flat: torch.Tensor, *, viewed: bool) -> None:
-        parameter, slot = self.parameters[number], self.layout.slots[number]
-        view, assigned = flat.as_strided(*self._places[number]), local(parameter).data
-        set_local(parameter, view)
-        if assigned.shape != view.shape:
-            raise released.wrong_shape(slot.name, assigned.shape, view.shape)
-        released.refuse_shared(self, number, assigned)
-        if viewed:
-            raise UsageError(
-                f"{slot.name}.data was assigned while something refers to parameters of unit {self.name}: a view, a "
-                "detached tensor or an array, which would no longer follow them. The data was dropped. "
-                f"Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
-            )
-        self.assignments[number] += 1
-        view.copy_(assigned.clone())  # clone: it may view the same memory
-
-    def assigned(self, slot: int) -> int:
-        """Return the number of `.data` assignments to the parameter of a resident unit, including a pending one.
-
-        Several assignments without an adoption in between count as one.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            pending = local(self.parameters[slot]).data_ptr() != self._views[slot][0]
-        return self.assignments[slot] + pending
-
-    def _present_views(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return [(p.data_ptr(), p.shape, p.stride()) for p in map(local, self.parameters)]
-
-    def is_whole(self, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` shows a whole parameter of the resident unit, as `.data` and `.detach()` do."""
-        values = local(tensor)
-        return (values.data_ptr(), values.shape, values.stride()) in self._views
 
     def is_viewed(self) -> bool:
         """Return True if anything other than the unit's parameters refers to its buffer."""

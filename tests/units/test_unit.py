@@ -12,6 +12,7 @@ from infinity.errors import LifetimeError, ResidencyError, UsageError
 from infinity.plan.layout import layout_unit
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
+from infinity.units import binding
 from infinity.units.released import is_released
 from infinity.units.unit import TRANSITIONS, Residency, Unit, placeholder
 
@@ -25,7 +26,7 @@ def make() -> tuple[Unit, Pool]:
     parameters = [nn.Parameter(torch.full((4, 3), 2.0)), nn.Parameter(torch.full((5,), 3.0))]
     layout = layout_unit(0, "unit", [("a", (4, 3), 0), ("b", (5,), 0)], torch.float32, True, 1)
     unit = Unit(layout, parameters, torch.device("cpu"))
-    unit.unbind()
+    binding.unbind(unit)
     return unit, Pool(host_tensor, {layout.nbytes: 2}, name="units", poison=True, fifo=True)
 
 
@@ -33,7 +34,7 @@ def bound() -> tuple[Unit, Pool]:
     unit, pool = make()
     unit.lease = pool.lease(unit.layout.nbytes)
     unit.flat().fill_(7.0)
-    unit.bind()
+    binding.bind(unit)
     return unit, pool
 
 
@@ -69,7 +70,7 @@ def test_parameters_are_views_of_the_buffer_while_bound() -> None:
     unit.flat()[unit.layout.slots[1].offset] = 9.0
     assert b[0] == 9.0
     assert not unit.is_viewed()
-    unit.unbind()
+    binding.unbind(unit)
     assert is_released(a) and isinstance(a, nn.Parameter) and a.shape == (4, 3)
     with pytest.raises(UsageError, match=r"shape \[4, 3\].*closed"):
         a.isnan()  # nobody owns it
@@ -78,13 +79,13 @@ def test_parameters_are_views_of_the_buffer_while_bound() -> None:
 def test_assigned_data_is_taken_over() -> None:
     unit, _ = bound()
     unit.parameters[1].data = torch.arange(5.0)
-    unit.adopt_assigned()
+    binding.adopt_assigned(unit)
     slot = unit.layout.slots[1]
     assert torch.equal(unit.flat()[slot.offset : slot.stop], torch.arange(5.0))
     assert unit.parameters[1].data_ptr() == unit.flat()[slot.offset :].data_ptr()
     unit.parameters[1].data = torch.arange(6.0)
     with pytest.raises(LifetimeError, match=r"b was given data of shape \[6\]"):
-        unit.adopt_assigned()
+        binding.adopt_assigned(unit)
 
 
 def test_what_counts_as_a_view() -> None:

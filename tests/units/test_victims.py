@@ -13,6 +13,7 @@ from torch import nn
 from conftest import OpenEngine
 from infinity.engine.training import Engine
 from infinity.tiers.transfer import DONE
+from infinity.units import binding
 from infinity.units.unit import Residency, Unit
 from support.beside import NVME
 from support.loops import parameters_of
@@ -114,7 +115,7 @@ def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> Non
     engine, victims, wanted = evaluated(make_engine)
     updated, *fetched = victims
     engine.parts.store._leave(updated)
-    updated.unbind()
+    binding.unbind(updated)
     updated.move(Residency.UPDATING)
     keep_busy(updated, "update", Writing(updated))
     for unit in fetched:

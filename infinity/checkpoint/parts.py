@@ -1,0 +1,56 @@
+"""Parts and settings of an engine that a checkpoint reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from infinity.checkpoint.background import Saver
+from infinity.comm.collectives import Ranks
+from infinity.rules import MomentFormat, Rule
+from infinity.tiers.device import Device
+from infinity.units.states import UnitStates
+from infinity.units.store import UnitStore
+from infinity.units.unit import Unit
+
+
+class ModelParts(Protocol):
+    """Parts of an engine that hold the states of its units."""
+
+    @property
+    def units(self) -> list[Unit]: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def states(self) -> UnitStates: ...
+    @property
+    def store(self) -> UnitStore: ...
+
+
+class TrainedParts(ModelParts, Protocol):
+    """Parts of a training engine."""
+
+    @property
+    def saver(self) -> Saver: ...
+    @property
+    def update(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings and progress of a training run. A load compares the settings and restores the progress."""
+
+    optimizer: str
+    """Type of the optimizer, as in the config."""
+    rule: Rule
+    moments: MomentFormat
+    seed: int
+    """Seed of the stochastic rounding of moments."""
+    global_steps: int
+    skipped_steps: int
+    param_groups: list[dict[str, Any]]
+    """Hyper-parameters by group, without the parameters."""
+    lr_scheduler: dict[str, Any] | None
+    loss_scale: dict[str, Any] | None

@@ -1,0 +1,111 @@
+"""Binds parameters to memory: views of a unit's buffer, or placeholders. Adopts data that users assigned to `.data`."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+
+import torch
+
+from infinity.comm.dtensor import local, set_local
+from infinity.errors import UsageError
+from infinity.units import released, residents
+from infinity.units.modes import outside_modes
+from infinity.units.unit import Unit, placeholder
+
+
+def bind(unit: Unit) -> None:
+    """Make the parameters views of the leased buffer, with their own types."""
+    flat = unit.flat()
+    released.restore(unit.parameters)
+    for parameter, place in zip(unit.parameters, unit.places, strict=True):
+        set_local(parameter, flat.as_strided(*place))
+    unit.bound = len(unit.parameters)
+    start, itemsize = flat.data_ptr(), flat.itemsize
+    unit.views = [
+        (start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in unit.places
+    ]
+
+
+def unbind(unit: Unit) -> None:
+    """Make the parameters placeholders, whose type fetches the unit when they are used."""
+    released.restore(unit.parameters)
+    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+        set_local(parameter, placeholder(slot.shape, unit.layout.dtype, unit.device))
+    unit.bound = 0
+    released.release(unit.parameters)
+
+
+def adopt_assigned(unit: Unit) -> None:
+    """Copy data that a user assigned (`parameter.data = …`) into the buffer, and make the parameter view it again.
+
+    Drops the data and raises LifetimeError if its shape differs, or UsageError if other tensors view the buffer:
+    in a plain loop they would keep the previous values.
+    """
+    present = _present_views(unit)
+    if present != unit.views:
+        with outside_modes():
+            _adopt_all(unit, present)
+
+
+def _adopt_all(unit: Unit, present: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
+    assert unit.lease is not None
+    if unit.job is not None:
+        unit.job.done.wait()  # a write under way also refers to the buffer
+    unchanged = sum(now == bound for now, bound in zip(present, unit.views, strict=True))
+    viewed = unit.lease.is_referenced(beyond=unchanged)
+    flat, guarded = unit.flat(), released.is_released(unit.parameters[0])
+    released.restore(unit.parameters)
+    try:
+        for number in (n for n, view in enumerate(unit.views) if present[n] != view):
+            _adopt(unit, number, flat, viewed=viewed)
+    finally:
+        if guarded:
+            released.release(unit.parameters)
+
+
+def _adopt(unit: Unit, number: int, flat: torch.Tensor, *, viewed: bool) -> None:
+    parameter, slot = unit.parameters[number], unit.layout.slots[number]
+    view, assigned = flat.as_strided(*unit.places[number]), local(parameter).data
+    set_local(parameter, view)
+    if assigned.shape != view.shape:
+        raise released.wrong_shape(slot.name, assigned.shape, view.shape)
+    released.refuse_shared(unit, number, assigned)
+    if viewed:
+        raise UsageError(
+            f"{slot.name}.data was assigned while something refers to parameters of unit {unit.name}: a view, a "
+            "detached tensor or an array, which would no longer follow them. The data was dropped. "
+            f"Change the values in place ({slot.name}.data.copy_(…)), or keep the parameter."
+        )
+    unit.assignments[number] += 1
+    view.copy_(assigned.clone())  # clone: it may view the same memory
+
+
+def assigned(unit: Unit, slot: int) -> int:
+    """Return the number of `.data` assignments to the parameter of a resident unit, including a pending one.
+
+    Several assignments without an adoption in between count as one.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        pending = local(unit.parameters[slot]).data_ptr() != unit.views[slot][0]
+    return unit.assignments[slot] + pending
+
+
+def _present_views(unit: Unit) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(p.data_ptr(), p.shape, p.stride()) for p in map(local, unit.parameters)]
+
+
+def is_whole(unit: Unit, tensor: torch.Tensor) -> bool:
+    """Return True if `tensor` shows a whole parameter of the resident unit, as `.data` and `.detach()` do."""
+    values = local(tensor)
+    return (values.data_ptr(), values.shape, values.stride()) in unit.views
+
+
+def _leave_to_parent() -> None:
+    """Drop all registrations in a forked child. Buffers are MADV_DONTFORK, so any use would raise SIGSEGV."""
+    for unit in residents.clear():
+        unbind(unit)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
