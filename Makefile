@@ -42,10 +42,11 @@ sanitize: build/sanitize/address/.installed build/sanitize/thread/.installed ## 
 	CXX="$(CXX)" tests/sanitize/run address build/sanitize/address $(ARGS)
 	CXX="$(CXX)" tests/sanitize/run thread build/sanitize/thread $(ARGS)
 
-lint: install ## check style and types
+lint: install ## check style, types and which room imports which
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 format: install ## put the code into the style that lint checks

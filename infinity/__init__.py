@@ -8,25 +8,7 @@ Importing this package compiles nothing and imports torch only when an engine is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from infinity.checkpoint.pretrained import load_pretrained
-    from infinity.config import Config
-    from infinity.construction.init_context import Init
-    from infinity.engine.gather import (
-        GatheredParameters,
-        get_full_fp32_param,
-        get_full_grad,
-        get_full_optimizer_state,
-        set_full_fp32_param,
-        set_full_grad,
-        set_full_optimizer_state,
-    )
-    from infinity.engine.inference import InferenceEngine
-    from infinity.engine.initialize import init_inference, initialize
-    from infinity.engine.training import Engine
-    from infinity.errors import InfinityError
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,6 +29,7 @@ __all__ = [
     "set_full_optimizer_state",
 ]
 
+# Types for checkers are in __init__.pyi, so that the root imports none of its rooms.
 _HOMES = {
     "Config": "infinity.config",
     "Engine": "infinity.engine.training",

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from infinity.config import Batch, Config, WarmupCosineLR, WarmupDecayLR
 from infinity.config.keys import models_in, walk

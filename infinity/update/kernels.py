@@ -11,8 +11,13 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.optim import cuda_adam
-from infinity.optim.cpu_adam import join_master_torch, split_master_torch, sum_of_squares, update_flat
-from infinity.optim.cpu_adam import receive as receive_flat
+from infinity.optim.cpu_adam import (
+    join_master_torch,
+    receive as receive_flat,
+    split_master_torch,
+    sum_of_squares,
+    update_flat,
+)
 from infinity.optim.moments import rounding_key
 from infinity.optim.native_args import DTYPES
 from infinity.plan.formats import moments_in

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from infinity.optim.cpu_adam import join_master, split_master, split_master_torch, update_flat
 from infinity.optim.moments import zero_moments

@@ -10,8 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from infinity.units import trace as trace_module
 from infinity.units.trace import AHEAD, LONGEST, PARTS, Trace, Tracer, Walk

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from infinity.plan.formats import StateFormat, state_format
 from infinity.plan.grad_dtypes import GradDtypes

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.errors import OutOfSpaceError, StorageError
 from infinity.tiers import files
@@ -24,8 +23,7 @@ from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, shares, stripe_chunk
 from support.configs import engine_config
 from support.late_device import LateDevice
-from support.loops import Result, assert_same, parameters_of, train
-from support.loops import open_engine as open_training
+from support.loops import Result, assert_same, open_engine as open_training, parameters_of, train
 from support.models import Stack, seeded, token_batches
 from support.states import states_of
 

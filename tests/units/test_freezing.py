@@ -12,8 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import OpenEngine
 from infinity.errors import UsageError
-from support.beside import LATE_TOO, MEMORY, NVME, PLACES, SCHEDULES, EngineLoop, PlainLoop, assert_like, training
-from support.beside import assert_same_story as assert_same
+from support.beside import (
+    LATE_TOO,
+    MEMORY,
+    NVME,
+    PLACES,
+    SCHEDULES,
+    EngineLoop,
+    PlainLoop,
+    assert_like,
+    assert_same_story as assert_same,
+    training,
+)
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
 from support.models import Linears, Stack, seeded, token_batches, vector_batches

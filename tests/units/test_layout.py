@@ -6,8 +6,7 @@ from itertools import pairwise
 from math import prod
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from infinity.plan.layout import SHARD_ALIGNMENT, SLOT_ALIGNMENT, UnitLayout, layout_unit, round_up
 

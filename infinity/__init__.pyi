@@ -1,0 +1,19 @@
+from infinity.checkpoint.pretrained import load_pretrained as load_pretrained
+from infinity.config import Config as Config
+from infinity.construction.init_context import Init as Init
+from infinity.engine.gather import (
+    GatheredParameters as GatheredParameters,
+    get_full_fp32_param as get_full_fp32_param,
+    get_full_grad as get_full_grad,
+    get_full_optimizer_state as get_full_optimizer_state,
+    set_full_fp32_param as set_full_fp32_param,
+    set_full_grad as set_full_grad,
+    set_full_optimizer_state as set_full_optimizer_state,
+)
+from infinity.engine.inference import InferenceEngine as InferenceEngine
+from infinity.engine.initialize import init_inference as init_inference, initialize as initialize
+from infinity.engine.training import Engine as Engine
+from infinity.errors import InfinityError as InfinityError
+
+__version__: str
+__all__: list[str]
