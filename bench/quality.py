@@ -421,7 +421,7 @@ def verdicts(study: Study, names: Sequence[str]) -> list[str]:
             "casts differs in ties only, which torch rounds to even: for 32,640 of the 2^32 bit patterns of fp32 "
             "ours is the larger in magnitude of two bf16 that are equally near. Reconstruction is tested for all 2^32 "
             "patterns, and by name for zeros, subnormals, ties, the largest finite values, infinities and NaN (which "
-            "becomes 0x7FC00000): `tests/adam/test_remainder.py`."
+            "becomes 0x7FC00000): `tests/optim/test_remainder.py`."
         )
     for name, expected in (
         ("bf16", "8 significant bits, rounded stochastically: each moment is right on average, and a step averages "

@@ -1,6 +1,6 @@
 """The CUDA kernels give the bits of the plain C++ kernel. Run with `pytest -m gpu`; bench/gpu_check.sh does.
 
-tests/adam/test_cuda_on_cpu.py asks the same of their source, compiled for the host.
+tests/optim/test_cuda_on_cpu.py asks the same of their source, compiled for the host.
 """
 
 from __future__ import annotations

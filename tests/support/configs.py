@@ -66,3 +66,18 @@ def engine_config(
             "infinity": section,
         }
     )
+
+
+def raw(folder: Path | str | list[str] | None, param: str = "nvme", optim: str = "nvme", **top: Any) -> dict[str, Any]:
+    """The keys as a user writes them, with the states in `folder` and without `debug`."""
+    path = {} if folder is None else {"nvme_path": folder if isinstance(folder, list) else str(folder)}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": param, **path},
+            "offload_optimizer": {"device": optim, **path},
+        },
+        "infinity": {"unit_size": 100_000, "tile_size": 4096},
+        **top,
+    }

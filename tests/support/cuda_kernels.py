@@ -1,5 +1,5 @@
 """Calls of `infinity.native._adam_cuda` on the arrays of support/adam_arrays.py, wherever its kernels run: on a
-device, or as host code (tests/adam/cuda_on_cpu). What both are tried on is here, so that they are tried on the same.
+device, or as host code (tests/optim/cuda_on_cpu). What both are tried on is here, so that they are tried on the same.
 """
 
 from __future__ import annotations

@@ -36,26 +36,13 @@ from infinity.errors import (
 )
 from infinity.native import _aio
 from infinity.tiers.device import CpuDevice
+from support.configs import raw
 from support.loops import train
 from support.models import Stack, seeded, token_batches
 from support.mounts import mount
 
 HUGE = 1 << 21
 """Width of a linear layer of 4 Ti parameters: more than any disk or memory here holds."""
-
-
-def raw(folder: Path | str | list[str] | None, param: str = "nvme", optim: str = "nvme", **top: Any) -> dict[str, Any]:
-    path = {} if folder is None else {"nvme_path": folder if isinstance(folder, list) else str(folder)}
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": param, **path},
-            "offload_optimizer": {"device": optim, **path},
-        },
-        "infinity": {"unit_size": 100_000, "tile_size": 4096},
-        **top,
-    }
 
 
 def make(model: nn.Module, config: dict[str, Any]) -> infinity.Engine:
@@ -469,8 +456,8 @@ import infinity
 from infinity.native import _aio
 from infinity.errors import UsageError
 from infinity.tiers.device import CpuDevice
+from support.configs import raw
 from support.models import Stack, seeded, token_batches
-from test_bad_input import raw
 
 torch.set_num_threads(1)
 folder, clip, rounds = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
@@ -504,7 +491,7 @@ for number in itertools.count():
 
 def start_loop(folder: Path, clip: float, rounds: int, errors: Path) -> subprocess.Popen[str]:
     """errors: a file for what the process says when it ends; a pipe that nobody reads would stop it."""
-    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LOOP, str(folder), str(clip), str(rounds)]
     with errors.open("w") as file:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "pretrain_gpt2.py"
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"]
 TINY += ["--seq-length", "32", "--batch-size", "4"]

@@ -16,7 +16,7 @@ from infinity.config.reference import reference
 from infinity.config.rejected_keys import FOREIGN, VALUES
 from infinity.errors import ConfigError, InfinityError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KNOWN = [key.dotted for key in walk(Config)]
 
 

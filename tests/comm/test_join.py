@@ -61,7 +61,7 @@ def test_ranks_run_one_model(tmp_path: Path) -> None:
     """Both ranks train rank 0's values and get the same losses, though rank 1 builds other values."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

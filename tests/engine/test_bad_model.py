@@ -16,8 +16,8 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, ModelError
 from infinity.tiers.device import CpuDevice
+from support.configs import raw
 from support.models import Block, Stack, seeded
-from test_bad_input import raw
 
 CPU: dict[str, Any] = {"device": CpuDevice()}
 BEGIN = pytest.mark.parametrize("begin", [infinity.initialize, infinity.init_inference])
