@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from infinity.checkpoint.background import Saver
 from infinity.comm.collectives import Ranks
+from infinity.plan.plan import Plan
 from infinity.rules import MomentFormat, Rule
 from infinity.tiers.device import Device
 from infinity.units.states import UnitStates
@@ -18,6 +18,8 @@ class ModelParts(Protocol):
     """Parts of an engine that hold the states of its units."""
 
     @property
+    def plan(self) -> Plan: ...
+    @property
     def units(self) -> list[Unit]: ...
     @property
     def ranks(self) -> Ranks: ...
@@ -27,15 +29,6 @@ class ModelParts(Protocol):
     def states(self) -> UnitStates: ...
     @property
     def store(self) -> UnitStore: ...
-
-
-class TrainedParts(ModelParts, Protocol):
-    """Parts of a training engine."""
-
-    @property
-    def saver(self) -> Saver: ...
-    @property
-    def update(self) -> str: ...
 
 
 @dataclass(frozen=True)

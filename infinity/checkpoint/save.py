@@ -16,9 +16,9 @@ from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.agree import target_of
-from infinity.checkpoint.background import Saving
+from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, reason, view
-from infinity.checkpoint.parts import Run, TrainedParts
+from infinity.checkpoint.parts import ModelParts, Run
 from infinity.checkpoint.writer import Writer
 from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
@@ -56,7 +56,8 @@ class _Snapshot:
 
 
 def save(
-    parts: TrainedParts,
+    parts: ModelParts,
+    saver: Saver,
     model: nn.Module,
     run: Run,
     directory: str | Path,
@@ -69,12 +70,12 @@ def save(
     one unit's states.
 
     tag: "global_step<N>" where it is None. background: return as soon as everything but the states of units is
-    captured; `parts.saver` completes it. Raises RanksError on every rank if they name different folders, and
+    captured; `saver` completes it. Raises RanksError on every rank if they name different folders, and
     CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
     """
     tag = f"global_step{run.global_steps}" if tag is None else tag
     target = target_of(parts.ranks, directory, tag, background)
-    channel = parts.saver.channel(parts.ranks)
+    channel = saver.channel(parts.ranks)
     packed = _together(channel, partial(_pack, client_state))
     writer = Writer(target.parent, target.name) if channel.writes else None
     started = False
@@ -88,7 +89,7 @@ def save(
                 # What would change a unit's states waits until they are read.
                 for unit in parts.units:
                     unit.copied = saving.copied(unit.index)
-                parts.saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
+                saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
                 started = True
         else:
             _write(snapshot, states, channel, writer, lambda unit: None)
@@ -101,7 +102,7 @@ def save(
     return target
 
 
-def _capture(parts: TrainedParts, model: nn.Module, run: Run, channel: SideChannel, client_state: bytes) -> _Snapshot:
+def _capture(parts: ModelParts, model: nn.Module, run: Run, channel: SideChannel, client_state: bytes) -> _Snapshot:
     entries, divided = {}, {}
     for unit in parts.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
@@ -120,10 +121,10 @@ def _capture(parts: TrainedParts, model: nn.Module, run: Run, channel: SideChann
     )
 
 
-def _order(parts: TrainedParts, channel: SideChannel) -> list[UnitLayout]:
+def _order(parts: ModelParts, channel: SideChannel) -> list[UnitLayout]:
     """The units in the order in which training will update them, so that it waits for the save as little as it can."""
     trace = parts.store.tracer.known("train")
-    backwards = parts.update == "during_backward"
+    backwards = parts.plan.update == "during_backward"
     places = {unit: place for place, unit in enumerate(trace.by_last_use() if backwards else trace.by_first_use())}
     order = torch.tensor(
         sorted(

@@ -24,6 +24,7 @@ from infinity.comm.pairs import Pairs
 from infinity.errors import InfinityError, RanksError
 from infinity.plan.layout import UnitLayout
 from infinity.plan.policy import RankInfo
+from infinity.plan.pools import largest_sum
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
 
@@ -47,7 +48,6 @@ _Result = TypeVar("_Result")
 _What = tuple[int, set[int]]
 """(unit index, slots with a gradient); without a unit, the index is -1 minus the number of exchanged elements."""
 _FLAGS = 62  # flags per exchanged word, an int64
-_WIDEST = 4  # bytes of the largest element that is summed
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Ranks:
     @property
     def info(self) -> RankInfo:
         """Return the properties of the ranks that a plan depends on."""
-        return RankInfo(self.size, self.shards, self.backend)
+        return RankInfo(self.size, self.shards, self.backend, self.model.size)
 
     @property
     def shards(self) -> int:
@@ -132,8 +132,7 @@ class Ranks:
         # The same number of words for every collective, so that ranks that issue different ones can compare them.
         self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
         if self.backend == "gloo":
-            largest = max((layout.numel for layout in units if layout.trainable), default=0)
-            self._pairs = Pairs(self._words, self.rank, self.size, sums=-(-largest // self.size) * _WIDEST)
+            self._pairs = Pairs(self._words, self.rank, self.size, sums=largest_sum(units, self.size))
             self.nbytes = self._pairs.nbytes
 
     def _straight(self, flat: torch.Tensor) -> bool:

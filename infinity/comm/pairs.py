@@ -14,14 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from infinity.plan.pools import exchange_piece
 from infinity.tiers.memory import host_tensor
-
-BUFFER_BYTES = 16 << 20
-"""Bytes of a rank's receive buffer for sums: two pieces per other rank, one being summed and one arriving."""
-_PIECES = (256 << 10, 4 << 20)
-"""Smallest and largest bytes of a piece: smaller ones cost round trips, larger ones exceed the cache."""
-_LINE = 64
-"""Alignment of a piece in bytes: whole elements of every dtype."""
 
 
 class Pairs:
@@ -37,9 +31,7 @@ class Pairs:
         self._group = group
         self._rank = rank
         self._size = size
-        low, high = _PIECES
-        piece = max(low, min(high, BUFFER_BYTES // (2 * max(1, size - 1))))
-        self._piece = min(piece // _LINE, -(-sums // _LINE)) * _LINE
+        self._piece = exchange_piece(sums, size)
         self._buffer = host_tensor(self.nbytes)
 
     @property

@@ -17,7 +17,7 @@ from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.collectives import Ranks
 from infinity.config import Config
 from infinity.engine.describe import describe
-from infinity.engine.parts import Parts
+from infinity.engine.parts import EngineParts
 from infinity.engine.restore import restoring
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt
@@ -42,7 +42,7 @@ class Runner(ABC):
     _remedy: ClassVar[str] = "make a new one"
     """The fix after the engine has stopped, for messages."""
 
-    def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
+    def __init__(self, model: nn.Module, config: Config, parts: EngineParts) -> None:
         self._finalizer = weakref.finalize(self, parts.closer())
         self.module = uncompiled(model)
         """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
@@ -129,7 +129,7 @@ class Runner(ABC):
 
     def describe(self) -> str:
         """Return a table of units and the tier of each state."""
-        return describe(self.parts)
+        return describe(self.parts.plan)
 
     # -- values ------------------------------------------------------------------------------------------------------
 

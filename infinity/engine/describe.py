@@ -1,62 +1,141 @@
-"""What the engine says at start: its units and where each state lives."""
+"""Prints a plan: units and the tier of each state, and the bytes of each tier."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
+from infinity.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from infinity.engine.parts import Parts
-    from infinity.units.unit import Unit
+_HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
+_BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
+"""Path of a unit in a repeated block: `model.layers.` 0 `mlp`."""
 
 
 def human(nbytes: float) -> str:
-    """Bytes for people, in decimal units: 12.6 MB."""
+    """Return bytes in decimal units, as "12.6 MB"."""
     for suffix, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.4g} {suffix}"
     return f"{nbytes:.0f} B"
 
 
-def describe(parts: Parts) -> str:
-    """A table: unit, parameters, dtype, and the tier and bytes of each state; then what every tier holds."""
-    head = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
-    rows: list[tuple[str, ...]] = [head]
-    for cells, alike in groupby(parts.units, key=lambda unit: _cells(parts, unit)):
-        units = list(alike)
-        name = units[0].name if len(units) == 1 else f"{units[0].name} … {units[-1].name} ({len(units)} alike)"
-        rows.append((name, *cells))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+def describe(plan: Plan) -> str:
+    """Return a table of units and their states, and the bytes in each tier. Equal consecutive blocks share a line."""
+    rows = [_HEAD, *_rows(plan)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    total = sum(unit.layout.parameter_numel for unit in parts.units)
-    held = parts.tier_bytes()
-    lines.append("")
-    ranks = f", stage {parts.stage} over {parts.ranks.size} ranks" if parts.ranks.size > 1 else ""
-    if parts.ranks.model.size > 1:
-        ranks = f" of a model that {parts.ranks.model.size} ranks hold together{ranks}"
-    purpose = f"update {parts.update.replace('_', ' ')}" if parts.update else "for inference"
-    lines.append(f"{len(parts.units)} units, {total:,} parameters{ranks}; {purpose}")
-    lines.append(
-        "this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))
+    total = sum(layout.parameter_numel for layout in plan.units)
+    ranks = f", stage {plan.stage} over {plan.ranks.size} ranks" if plan.ranks.size > 1 else ""
+    if plan.ranks.model_parallel > 1:
+        ranks = f" of a model that {plan.ranks.model_parallel} ranks hold together{ranks}"
+    purpose = f"update {plan.update.replace('_', ' ')}" if plan.update else "for inference"
+    held = plan.nbytes()
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{len(plan.units)} units, {total:,} parameters{ranks}; {purpose}",
+            "this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme")),
+        ]
     )
-    return "\n".join(lines)
 
 
-def _cells(parts: Parts, unit: Unit) -> tuple[str, ...]:
-    """What a row says of the unit, its name left out."""
-    layout = unit.layout
-    param, grad, optim = (_where(parts, unit.index, state) for state in (State.PARAM, State.GRAD, State.OPTIM))
-    if layout.trainable and parts.update == "during_backward":
-        grad = "as it comes"
+@dataclass
+class _Row:
+    """Units of one block that are alike in dtype and tiers. nbytes: by state."""
+
+    numel: int = 0
+    nbytes: dict[State, int] = field(default_factory=dict)
+
+    def cells(self, kind: _Kind) -> tuple[str, ...]:
+        return (
+            f"{self.numel:,}",
+            kind.dtype,
+            *(
+                f"{tier} {human(self.nbytes[state])}" if state in self.nbytes else tier
+                for state, tier in zip(State, kind.tiers, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    dtype: str
+    tiers: tuple[str, ...]
+    """Tier of each state, or a word for a state that is stored nowhere."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive units of one repeated block, or a single unit elsewhere."""
+
+    before: str
+    number: str
+    inner: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    for (before, _, rows), alike in groupby(_blocks(plan), key=lambda block: (block.before, block.inner, block.rows)):
+        blocks = list(alike)
+        name = before + blocks[0].number
+        if len(blocks) > 1:
+            name += f" … {blocks[-1].number} ({len(blocks)} alike)"
+        yield from ((name, *cells) for cells in rows)
+
+
+def _blocks(plan: Plan) -> Iterator[_Block]:
+    for (before, number), members in groupby(plan.units, key=_place):
+        layouts = list(members)
+        yield _Block(before, number, tuple(map(_inner, layouts)), tuple(_cells(plan, layouts)))
+
+
+def _place(layout: UnitLayout) -> tuple[str, str]:
+    """Return (path before the number, number) of a unit's block; (name, "") for a unit that is in none."""
+    found = _BLOCK.match(_path(layout))
+    return (found["before"], found["number"]) if found else (layout.name, "")
+
+
+def _inner(layout: UnitLayout) -> str:
+    found = _BLOCK.match(_path(layout))
+    return found["inner"] or "" if found else ""
+
+
+def _path(layout: UnitLayout) -> str:
+    return layout.name.partition(" (")[0]
+
+
+def _cells(plan: Plan, layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of a block, one row for each kind of units in it."""
+    rows: dict[_Kind, _Row] = {}
+    for layout in layouts:
+        row = rows.setdefault(_kind(plan, layout), _Row())
+        row.numel += layout.parameter_numel
+        for state in State:
+            if plan.placement.holds(layout.index, state) and not _passes(plan, layout, state):
+                row.nbytes[state] = row.nbytes.get(state, 0) + plan.placement.of(layout.index, state).nbytes
+    return (row.cells(kind) for kind, row in rows.items())
+
+
+def _kind(plan: Plan, layout: UnitLayout) -> _Kind:
     dtype = str(layout.dtype).removeprefix("torch.")
-    return f"{layout.parameter_numel:,}", dtype if layout.trainable else f"{dtype}, frozen", param, grad, optim
+    tiers = []
+    for state in State:
+        if _passes(plan, layout, state):
+            tiers.append("as it comes")
+        elif plan.placement.holds(layout.index, state):
+            tiers.append(plan.placement.of(layout.index, state).tier)
+        else:
+            tiers.append("-")
+    return _Kind(dtype if layout.trainable else f"{dtype}, frozen", tuple(tiers))
 
 
-def _where(parts: Parts, unit: int, state: State) -> str:
-    if not parts.placement.holds(unit, state):
-        return "-"
-    extent = parts.placement.of(unit, state)
-    return f"{extent.tier} {human(extent.nbytes)}"
+def _passes(plan: Plan, layout: UnitLayout, state: State) -> bool:
+    """Return whether the update takes the state as it arrives, so that its extent is rarely used."""
+    return state is State.GRAD and layout.trainable and plan.update == "during_backward"

@@ -135,7 +135,7 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return None
     engine, unit, slot = found
-    flat = engine.parts.gradients.read(unit)
+    flat = engine.updates.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
     values = flat[place.offset : place.stop].view(place.shape).float() / factor
@@ -151,12 +151,12 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         name = unit.layout.slots[slot].name
         raise UsageError(f"{name} has no gradient in this step: set it between backward and step")
     engine = found[0]
-    flat = engine.parts.gradients.read(unit)
+    flat = engine.updates.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
     mine = engine.ranks.model.part(param, value)
     flat[place.offset : place.stop].view(place.shape).copy_(mine * factor)
-    engine.parts.gradients.write(unit, flat)
+    engine.updates.gradients.write(unit, flat)
 
 
 class _States:
@@ -231,7 +231,7 @@ def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
     engine, unit, slot = _owner(param)
     if not isinstance(engine, Engine):
         return None
-    collector, gradients = engine.parts.collector, engine.parts.gradients
+    collector, gradients = engine.updates.collector, engine.updates.gradients
     if collector.is_collecting(unit):
         raise UsageError("gradients are complete after a step's last micro-batch: call engine.backward for it first")
     if unit.index in gradients.units:

@@ -13,16 +13,13 @@ from infinity.checkpoint.agree import folder_of
 from infinity.checkpoint.load import load_parameters
 from infinity.comm.collectives import Ranks
 from infinity.comm.groups import Group
-from infinity.comm.model_parallel import ModelRanks
 from infinity.config import Config
 from infinity.engine.base import Runner
-from infinity.engine.parts import Parts, assemble
+from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
-from infinity.plan.policy import policy
 from infinity.plan.stage import Sharding
 from infinity.tiers.device import Device, default_device
 from infinity.units.compiled import uncompiled
-from infinity.units.lay_out import lay_out
 
 
 class InferenceEngine(Runner):
@@ -52,7 +49,10 @@ class InferenceEngine(Runner):
                 if parameter.requires_grad:
                     parameter.requires_grad_(False)
                     undo.callback(parameter.requires_grad_, True)
-            parts = _assemble(model, config, dtype, seam, ranks)
+            if next(model.parameters(), None) is None:
+                raise ModelError("the model has no parameters: call it as it is")
+            plan, units = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
+            parts = assemble(model, config, [], plan, units, seam, ranks)
             undo.callback(parts.closer())
             ranks.barrier()  # where all hear of what failed on one
             undo.pop_all()
@@ -101,12 +101,3 @@ class InferenceEngine(Runner):
         raise UsageError(
             f"{what} needs an engine that trains, and this one is for inference: use infinity.initialize()"
         )
-
-
-def _assemble(model: nn.Module, config: Config, dtype: torch.dtype | None, device: Device, ranks: Ranks) -> Parts:
-    """With every parameter frozen, so that units have no other states, in which they might differ."""
-    if next(model.parameters(), None) is None:
-        raise ModelError("the model has no parameters: call it as it is")
-    ranks.model = ModelRanks.of(model, ranks.replicas)
-    found, layouts = lay_out(model, config, [], ranks.shards, ranks.model.copies, dtype)
-    return assemble(model, config, found, layouts, policy(config, 1, ranks.info), device, ranks)

@@ -13,17 +13,17 @@ from infinity.tiers.available import available_memory
 from infinity.units import released
 
 if TYPE_CHECKING:
-    from infinity.engine.parts import Parts
+    from infinity.engine.parts import EngineParts
 
 
-def restoring(parts: Parts, *, everything: bool) -> Callable[[], None]:
+def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     """Read the parameters from their tiers. The returned function assigns them; call it after the engine has removed
     its hooks and buffers.
 
     everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
     memory; all ranks must call it then. Otherwise parameters are assigned only if they are neither and fit.
     """
-    kept = parts.policy.param_tier != "nvme" and parts.ranks.shards == 1
+    kept = parts.plan.policy.param_tier != "nvme" and parts.ranks.shards == 1
     if not (everything or kept):
         return lambda: None
     needed, available = sum(unit.layout.nbytes for unit in parts.units), available_memory()

@@ -12,7 +12,7 @@ from torch import nn
 from infinity.checkpoint.format import view
 from infinity.config import Config
 from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_dict, digest
-from infinity.engine.training_parts import TrainingParts
+from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.rules import MOMENT_NAMES
@@ -28,7 +28,7 @@ class TierStates:
 
     def __init__(
         self,
-        parts: TrainingParts,
+        parts: EngineParts,
         config: Config,
         settle: Callable[[str], None],
         changing: Callable[[], AbstractContextManager[None]],

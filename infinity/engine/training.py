@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from infinity.engine.loss_scale import LossScale, ScaledBackwards
 from infinity.engine.lr import make_scheduler
 from infinity.engine.optimizer import ParamGroups, param_groups, unit_optimizer, watch_other_optimizers
 from infinity.engine.tier_states import TierStates
-from infinity.engine.training_parts import TrainingParts, assemble_training
+from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
@@ -37,8 +36,6 @@ from infinity.rules import HYPER_KEYS, Hyper
 from infinity.tiers.device import Device, default_device
 from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
-from infinity.units.unit import Unit
-from infinity.update.job import Gradient, UpdateJob
 
 
 class Engine(Runner):
@@ -48,7 +45,6 @@ class Engine(Runner):
     micro-batch: `step` updates after the last one.
     """
 
-    parts: TrainingParts
     _maker = "infinity.initialize()"
     _remedy = "make a new one and load the last checkpoint"
 
@@ -68,7 +64,8 @@ class Engine(Runner):
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-            parts = assemble_training(model, config, groups, seam, ranks, self.batch.accumulation)
+            plan, units = plan_model(model, config, groups, seam, ranks)
+            parts = assemble(model, config, groups, plan, units, seam, ranks)
             undo.callback(parts.closer())
             self.optimizer = unit_optimizer(config.optimizer, groups, names, parts.units)
             self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
@@ -84,19 +81,15 @@ class Engine(Runner):
         """Nesting depth of open `no_sync` blocks."""
         self.loss_scale = LossScale.of(config.fp16)
         self._scaled = ScaledBackwards()
-        self._hypers: Sequence[Hyper] = ()
-        """Hyper-parameters, by param_group, for updates during the present backward or by `step`."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
+        assert parts.training is not None
+        self.updates = parts.training
         super().__init__(called, config, parts)
         self.optimizer.on_step(
             self._update, self._zero_grad, TierStates(parts, config, self.settle_between_steps, self._failing)
         )
-        collector = parts.collector
-        if parts.update == "during_backward":
-            collector.take_live, collector.wants_live = self._update_live, self._can_update_live
-        collector.on_arrival = parts.backward.notice
-        self._watches = [*collector.watch(), watch_other_optimizers()]
+        self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
 
@@ -117,7 +110,7 @@ class Engine(Runner):
             raise UsageError(
                 "engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled"
             )
-        if self.parts.collector.complete and self.parts.update == "during_backward":
+        if self.updates.collector.complete and self.parts.plan.update == "during_backward":
             raise UsageError(
                 "engine.backward() was called more than gradient_accumulation_steps times "
                 f"({self.batch.accumulation}) before engine.step(), and the last of these has updated units. Call "
@@ -161,7 +154,7 @@ class Engine(Runner):
         self._hooks.check_replaced()
         skipped = self.skipped_steps
         with self._failing():
-            over = self.parts.saver.over(self.ranks)
+            over = self.updates.saver.over(self.ranks)
             self.optimizer.step()
         self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
         if self.lr_scheduler is not None and self.skipped_steps == skipped:
@@ -214,7 +207,7 @@ class Engine(Runner):
 
     def _end_step(self) -> None:
         """Reset the state of the step, after its gradients were passed to updates or dropped after an overflow."""
-        self.parts.collector.end_step()
+        self.updates.collector.end_step()
         self.parts.store.end_step()
         self._scaled.forget()
         self.micro_steps = 0
@@ -230,17 +223,17 @@ class Engine(Runner):
             return
         self._check_scaled()
         parts = self.parts
-        self._hypers = self._step_hypers()
-        parts.collector.send_all()
+        self.updates.updater.hypers = self._step_hypers()
+        self.updates.collector.send_all()
         if not self._make_due():
             return
         self._end_step()
         self.global_steps += 1
         parts.store.tracer.end_step()
-        if parts.update == "after_backward":
+        if parts.plan.update == "after_backward":
             parts.store.settle()
         parts.store.refresh_viewed()
-        if parts.update != "after_backward":
+        if parts.plan.update != "after_backward":
             parts.store.prefetch()
 
     def _step_hypers(self) -> list[Hyper]:
@@ -248,8 +241,8 @@ class Engine(Runner):
         the result would differ from a plain loop.
         """
         present = self.optimizer.hypers()
-        if self.parts.collector.spent:
-            for group, (now, used) in enumerate(zip(present, self._hypers, strict=True)):
+        if self.updates.collector.spent:
+            for group, (now, used) in enumerate(zip(present, self.updates.updater.hypers, strict=True)):
                 names = [name for name in HYPER_KEYS[now.rule] if getattr(now, name) != getattr(used, name)]
                 if names:
                     raise step_order.changed_during_update(group, ", ".join(names))
@@ -260,7 +253,7 @@ class Engine(Runner):
         overflowed and the step is skipped.
         """
         parts = self.parts
-        gradients, store = parts.gradients, parts.store
+        gradients, store = self.updates.gradients, parts.store
         for unit in parts.units:
             if unit.job is not None and unit.job.done.done():
                 unit.job.done.wait()
@@ -279,9 +272,9 @@ class Engine(Runner):
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN propagates, as in torch
         gradients.settle()
         hypers = self.optimizer.hypers()
-        for index in parts.collector.hand_over():
+        for index in self.updates.collector.hand_over():
             unit = parts.units[index]
-            unit.pending_job = self._job(unit, hypers, scale, None)
+            unit.pending_job = self.updates.updater.job(unit, hypers, scale, None)
             if unit.lease is not None:
                 store.start_update(unit, unit.pending_job)
         self.loss_scale.passed()
@@ -289,7 +282,7 @@ class Engine(Runner):
 
     def _skip(self) -> None:
         """Drop the step's gradients, which overflowed in fp16. Changes only the loss scale and the counters."""
-        self.parts.gradients.settle()
+        self.updates.gradients.settle()
         self._end_step()
         self.global_steps += 1
         self.parts.store.tracer.end_step()
@@ -300,31 +293,12 @@ class Engine(Runner):
             now = self.loss_scale.value
             logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
-    def _job(self, unit: Unit, hypers: Sequence[Hyper], scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
-        slots, rank = self.parts.gradients.slots, self.parts.ranks.shard_rank
-        return UpdateJob(
-            unit.layout,
-            lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
-            hypers,
-            scale,
-            unit.layout.first + unit.layout.shard_range(rank)[0],
-            gradient,
-            require_finite=gradient is not None and self.config.infinity.check_nan,
-            slots=frozenset(unit.collected) if self.ranks.alone else None,
-        )
-
-    def _can_update_live(self, unit: Unit) -> bool:
-        return self.parts.store.finished_with(unit)
-
-    def _update_live(self, unit: Unit, gradient: Future[Gradient]) -> None:
-        self.parts.store.start_update(unit, self._job(unit, self._hypers, 1.0 / self.parts.ranks.size, gradient))
-
     # -- non-finite values -------------------------------------------------------------------------------------------
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         """Raise NonFiniteError on all ranks, before any change, if a loss or an earlier gradient is not finite."""
         bad, refused = self.ranks.totals(
-            0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.parts.pipeline.refused))
+            0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.updates.pipeline.refused))
         )
         self._check_refused(refused)
         if bad:
@@ -340,8 +314,8 @@ class Engine(Runner):
         """Raise NonFiniteError if `norm`, of the gradients not yet applied and equal on all ranks, is not finite."""
         if math.isfinite(norm) or not self.config.infinity.check_nan:
             return
-        spent = self.parts.collector.spent
-        self.parts.gradients.settle()
+        spent = self.updates.collector.spent
+        self.updates.gradients.settle()
         self._end_step()
         if spent:
             self._refuse()
@@ -356,7 +330,7 @@ class Engine(Runner):
             self._refuse()
 
     def _refuse(self) -> None:
-        names = ", ".join(self.parts.pipeline.refused) or "of another rank"
+        names = ", ".join(self.updates.pipeline.refused) or "of another rank"
         self._broken = f"a gradient was NaN or infinite, found while its step's other units were updated ({names})"
         raise NonFiniteError(
             f"{self._broken}. Load the last checkpoint; lower the learning rate, set gradient_clipping, or set "
@@ -374,11 +348,11 @@ class Engine(Runner):
 
     def _on_backward(self) -> None:
         last = self.micro_steps + 1 >= self.batch.accumulation
-        self.parts.collector.last_micro_step = last and not self._unsynced
-        self._hypers = self.optimizer.hypers()
+        self.updates.collector.last_micro_step = last and not self._unsynced
+        self.updates.updater.hypers = self.optimizer.hypers()
 
     def _on_backward_end(self) -> None:
-        counts = self.parts.collector.end_backward()
+        counts = self.updates.collector.end_backward()
         self.micro_steps += counts
         self._scaled.end(counts=counts)
 
@@ -386,7 +360,7 @@ class Engine(Runner):
         """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""
         if not self.parts.backward.conclude():
             return
-        if self.parts.collector.spent:
+        if self.updates.collector.spent:
             self._broken = "a backward failed after some units had been updated with its gradients"
         self.abandon_step()
         super()._conclude_backward()
@@ -394,7 +368,7 @@ class Engine(Runner):
 
     def _check_readable(self, what: str) -> None:
         """Raise UsageError if backward has already updated units, since their previous values are overwritten."""
-        if self.parts.collector.spent:
+        if self.updates.collector.spent:
             raise step_order.read_during_update(what)
 
     @contextmanager
@@ -403,7 +377,7 @@ class Engine(Runner):
             try:
                 yield
             except (LifetimeError, NonFiniteError) as error:
-                if self.parts.collector.spent:
+                if self.updates.collector.spent:
                     self._broken = str(error)
                 raise
 
@@ -428,7 +402,7 @@ class Engine(Runner):
     def _settle(self) -> None:
         with self._failing():
             self.parts.store.settle()
-            self._check_refused(*self.ranks.totals(float(len(self.parts.pipeline.refused)), does="reads states"))
+            self._check_refused(*self.ranks.totals(float(len(self.updates.pipeline.refused)), does="reads states"))
         super().settle()
 
     def save_checkpoint(
@@ -453,16 +427,16 @@ class Engine(Runner):
         self._finish_saving()
         self.settle()
         run, state = self._run_state(), client_state or {}
-        return save(self.parts, self.module, run, directory, tag, state, background=background)
+        return save(self.parts, self.updates.saver, self.module, run, directory, tag, state, background=background)
 
     @property
     def saving(self) -> Saving | None:
         """The last checkpoint started with `background=True`: `done()`, and `wait()`, which all ranks call."""
-        return self.parts.saver.last
+        return self.updates.saver.last
 
     def _finish_saving(self) -> None:
         """Wait on all ranks for a checkpoint being written in the background. Raises CheckpointError if it failed."""
-        unsaved = self.parts.saver.failure(self.ranks)
+        unsaved = self.updates.saver.failure(self.ranks)
         if unsaved is not None:
             raise unsaved
 
@@ -475,7 +449,7 @@ class Engine(Runner):
         generators of torch, Python and numpy, if the number of ranks is the same. Returns the checkpoint's path and its
         client_state. Raises CheckpointError, before any change, if it is missing, damaged or of another model.
         """
-        self.parts.saver.join()
+        self.updates.saver.join()
         self._check_open()
         self._conclude_backward()
         self._settle()
@@ -512,7 +486,7 @@ class Engine(Runner):
         """Drop the step's gradients, even if units were updated with them. The caller must then replace every state or
         stop the engine.
         """
-        self.parts.collector.discard()
+        self.updates.collector.discard()
         self.parts.store.end_step()
         self._scaled.forget()
         self.micro_steps = 0
@@ -524,12 +498,12 @@ class Engine(Runner):
 
     def _check_between_steps(self, what: str) -> None:
         """Raise UsageError between backward and step. what: a noun that begins the error's text."""
-        spent = self.parts.collector.spent
+        spent = self.updates.collector.spent
         if self.micro_steps or spent:
             raise step_order.before_the_step(what, self.micro_steps, self.batch.accumulation, spent=spent)
 
     def _check_unspent(self, call: str) -> None:
-        if self.parts.collector.spent:
+        if self.updates.collector.spent:
             raise step_order.updated_during_backward(call)
 
     def _restore(self, index: Index) -> None:
@@ -551,10 +525,10 @@ class Engine(Runner):
         for handle in self._watches:
             handle.remove()
         self._additions.close()
-        with self.parts.saver.ending():
+        with self.updates.saver.ending():
             super().close(restore=restore)
 
     def _finish(self) -> None:
-        self.parts.gradients.settle()
+        self.updates.gradients.settle()
         self.parts.store.settle()
-        self._check_refused(len(self.parts.pipeline.refused))
+        self._check_refused(len(self.updates.pipeline.refused))

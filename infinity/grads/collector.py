@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -56,10 +57,26 @@ class _Open:
         return total
 
 
+class EarlyUpdates(Protocol):
+    """Updates units during backward (`infinity.engine.updater`)."""
+
+    def can_update_now(self, unit: Unit) -> bool: ...
+    def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None: ...
+
+
 class GradCollector:
     """Collects the gradients of one step. Called from the thread that runs backward."""
 
-    def __init__(self, units: Sequence[Unit], ranks: Ranks, places: GradPlaces, store: GradStore) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        places: GradPlaces,
+        store: GradStore,
+        updater: EarlyUpdates | None,
+        on_arrival: Callable[[], None],
+    ) -> None:
+        """updater: updates units during backward; None: gradients are stored. on_arrival: called with each gradient."""
         self._units = units
         self._ranks = ranks
         self._places = places
@@ -84,10 +101,8 @@ class GradCollector:
         self.complete = False
         """True if the last backward of the step has ended."""
         self.wait_seconds = 0.0
-        self.take_live: Callable[[Unit, Future[Gradient]], None] | None = None
-        """Called with a complete gradient that `wants_live` accepts, for an update during backward."""
-        self.wants_live: Callable[[Unit], bool] = lambda unit: False
-        self.on_arrival: Callable[[], None] = lambda: None
+        self._updater = updater
+        self._on_arrival = on_arrival
 
     # -- arrival -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +131,7 @@ class GradCollector:
 
     @uninterrupted()
     def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
-        self.on_arrival()
+        self._on_arrival()
         index = unit.index
         if index in self._sent_live:
             raise LifetimeError(
@@ -245,9 +260,9 @@ class GradCollector:
         reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
         reached = self._places.device.compute_reached()
         sent = Sent(unit, flat, lease, reduced, reached, present, collecting.total())
-        if complete and self.last_micro_step and self.take_live is not None and self.wants_live(unit):
+        if complete and self.last_micro_step and self._updater is not None and self._updater.can_update_now(unit):
             self._sent_live.add(unit.index)
-            self.take_live(unit, self._store.land(sent))
+            self._updater.update_now(unit, self._store.land(sent))
         else:
             self._store.keep(sent)
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from infinity.plan.discovered import Member
+
 # Every parameter starts with a block of 8-bit moments, which share a scale (`infinity.optim.moments.BLOCK`).
 SLOT_ALIGNMENT = 256
 # A shard of any state (2 or 4 bytes an element) is then a whole number of 4096-byte disk blocks.
@@ -163,20 +165,20 @@ def round_up(value: int, multiple: int) -> int:
 def layout_unit(
     index: int,
     name: str,
-    members: Sequence[tuple[str, tuple[int, ...], int]],
+    members: Sequence[Member],
     dtype: torch.dtype,
     trainable: bool,
     world_size: int,
     first: int = 0,
 ) -> UnitLayout:
-    """Lay out `members`, each (name, shape, param_group), in order of param_group so that a shard has few runs.
+    """Lay out `members` in order of param_group, so that a shard has few runs.
 
     first: `end` of the previous unit.
     """
     slots = []
     offset = 0
-    for member, shape, group in sorted(members, key=lambda entry: entry[2]):
-        slots.append(Slot(member, shape, offset, group))
-        offset = round_up(offset + prod(shape), SLOT_ALIGNMENT)
+    for member in sorted(members, key=lambda member: member.group):
+        slots.append(Slot(member.name, member.shape, offset, member.group, member.copies))
+        offset = round_up(offset + prod(member.shape), SLOT_ALIGNMENT)
     numel = round_up(max(offset, 1), SHARD_ALIGNMENT * world_size)
     return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first)

@@ -12,8 +12,8 @@ always written together, if the block size divides the starts of ranges (`checks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -87,20 +87,14 @@ class Policy:
     """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Placement:
     """Extents by (unit index, state), and the bytes each tier needs for them."""
 
-    extents: dict[tuple[int, State], Extent] = field(default_factory=dict)
-    nbytes: dict[str, int] = field(default_factory=dict)
+    extents: Mapping[tuple[int, State], Extent]
+    nbytes: Mapping[str, int]
     granule: int = EXTENT_ALIGNMENT
     """Alignment in bytes of extents and of the ranges in which they are read and written."""
-
-    def add(self, layout: UnitLayout, state: State, tier: str, nbytes: int) -> None:
-        offset = self.nbytes.get(tier, 0)
-        name = f"{_CALLED[state]} of unit {layout.name}"
-        self.extents[layout.index, state] = Extent(tier, offset, nbytes, name)
-        self.nbytes[tier] = offset + -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
 
     def of(self, unit: int, state: State) -> Extent:
         return self.extents[unit, state]
@@ -111,21 +105,29 @@ class Placement:
 
 def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
     """Return the extents of one rank's shards. Frozen units have a `param` extent only."""
-    placement = Placement()
+    extents: dict[tuple[int, State], Extent] = {}
+    used: dict[str, int] = {}
+    granule = EXTENT_ALIGNMENT
+
+    def add(layout: UnitLayout, state: State, tier: str, nbytes: int) -> None:
+        offset = used.get(tier, 0)
+        extents[layout.index, state] = Extent(tier, offset, nbytes, f"{_CALLED[state]} of unit {layout.name}")
+        used[tier] = offset + -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+
     for layout in layouts:
-        placement.add(layout, State.PARAM, policy.param_tier, layout.shard_nbytes)
+        add(layout, State.PARAM, policy.param_tier, layout.shard_nbytes)
         if not layout.trainable:
             continue
         states = policy.states(layout.dtype)
         full, rest = divmod(layout.shard_numel, policy.tile_size)
         nbytes = full * states.nbytes(policy.tile_size) + states.nbytes(rest)
-        placement.add(layout, State.OPTIM, policy.optim_tier, nbytes)
-        placement.granule = math.gcd(placement.granule, states.nbytes(policy.tile_size))
+        add(layout, State.OPTIM, policy.optim_tier, nbytes)
+        granule = math.gcd(granule, states.nbytes(policy.tile_size))
         if policy.grad_tier is not None:
             width = policy.grads(layout.dtype).stored.itemsize
-            placement.add(layout, State.GRAD, policy.grad_tier, layout.shard_numel * width)
-            placement.granule = math.gcd(placement.granule, policy.tile_size * width)
-    return placement
+            add(layout, State.GRAD, policy.grad_tier, layout.shard_numel * width)
+            granule = math.gcd(granule, policy.tile_size * width)
+    return Placement(extents, used, granule)
 
 
 def checksum_block(granule: int, block_size: int, chunk: int) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import Literal
 
 import torch
 
 from infinity.config import Config
-from infinity.plan.formats import state_format
-from infinity.plan.grad_dtypes import grad_dtypes
+from infinity.errors import ModelError
+from infinity.plan.formats import MasterFormat, StateFormat, state_format
+from infinity.plan.grad_dtypes import GradDtypes, grad_dtypes
 from infinity.plan.placement import Policy
 from infinity.plan.stage import Sharding
+from infinity.rules import MomentFormat, Rule
+
+UpdateSchedule = Literal["during_backward", "next_forward", "after_backward"]
 
 TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
 """Name of a device in the config → tier."""
@@ -29,9 +33,59 @@ class RankInfo:
     """Number of shards of a unit: `size` or 1."""
     backend: str = ""
     """Backend of torch.distributed; empty if nothing is exchanged, since there is no process group."""
+    model_parallel: int = 1
+    """Number of ranks that hold one replica of the model together (tensor parallelism)."""
+
+    @property
+    def exchanged(self) -> bool:
+        """Return whether gradients are reduced over ranks."""
+        return bool(self.backend)
 
 
-def update_schedule(config: Config) -> str:
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device that the model computes on, as far as a plan depends on it."""
+
+    type: str = "cpu"
+    """Type of the torch device: "cpu" or "cuda"."""
+    host_addressable: bool = True
+    """True if the host's I/O and optimizer kernels can work in the device's buffers."""
+
+
+@dataclass(frozen=True)
+class GradFormat:
+    """Dtypes of gradients by the dtype of their parameters; arguments as of `grad_dtypes`."""
+
+    communication: torch.dtype | None
+    accumulation: torch.dtype
+    micro_batches: int
+    exchanged: bool
+    whole: bool
+
+    def __call__(self, own: torch.dtype) -> GradDtypes:
+        return grad_dtypes(
+            own,
+            communication=self.communication,
+            accumulation=self.accumulation,
+            micro_batches=self.micro_batches,
+            exchanged=self.exchanged,
+            whole=self.whole,
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerFormat:
+    """Format of optimizer states by the dtype of their parameters; arguments as of `state_format`."""
+
+    master: MasterFormat
+    rule: Rule
+    moments: MomentFormat
+
+    def __call__(self, dtype: torch.dtype) -> StateFormat:
+        return state_format(dtype, self.master, self.rule, self.moments)
+
+
+def update_schedule(config: Config) -> UpdateSchedule:
     """Return the update schedule. `auto` is "next_forward" with clipping or fp16, which need the norm of all gradients
     before the first update; otherwise "during_backward".
     """
@@ -51,20 +105,14 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
         param_tier=TIERS[zero.offload_param.device],
         optim_tier=optim_tier,
         grad_tier=optim_tier,
-        grads=partial(
-            grad_dtypes,
+        grads=GradFormat(
             communication=_communication(config, ranks),
             accumulation=DTYPES[config.data_types.grad_accum_dtype],
             micro_batches=accumulation,
-            exchanged=bool(ranks.backend),
+            exchanged=ranks.exchanged,
             whole=whole,
         ),
-        states=partial(
-            state_format,
-            master=config.infinity.master,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-        ),
+        states=OptimizerFormat(config.infinity.master, config.optimizer.rule, config.infinity.moments),
         tile_size=config.infinity.tile_size,
         resident=not sharding.params,
         grads_whole=whole,
@@ -83,3 +131,22 @@ def compute_dtype(config: Config) -> torch.dtype | None:
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else None
+
+
+def trained_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype | None, *, trainable: bool) -> torch.dtype:
+    """Return the dtype of a unit in an engine. name: its first parameter. wanted: `compute_dtype`.
+
+    Raises ModelError for dtypes that cannot be trained.
+    """
+    if not dtype.is_floating_point:
+        if trainable:
+            raise ModelError(f"{name} is {dtype}, which no optimizer here trains: convert it to fp32, or freeze it")
+        return dtype
+    if wanted is not None:
+        return wanted
+    if trainable and dtype != torch.float32:
+        raise ModelError(
+            f'{name} is {str(dtype).removeprefix("torch.")}, which is trained only with "bf16" or '
+            '"fp16": {"enabled": true}. Set one, or give the model fp32 parameters.'
+        )
+    return dtype

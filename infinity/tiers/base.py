@@ -39,6 +39,8 @@ class Tier(ABC):
     nbytes: int
     on_device: bool
     """True if windows of this tier are device memory, so that kernels on them run on the device."""
+    staging_nbytes = 0
+    """Bytes of host buffers of the tier's own, through which it exchanges data with the device."""
     immediate = False
     """True if every transfer is done when it is returned."""
 

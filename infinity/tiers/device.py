@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from infinity.native import _adam
+from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
@@ -23,6 +24,11 @@ class Device(ABC):
     torch_device: torch.device
     host_addressable: bool
     """True if the host's I/O and optimizer kernels can work in the device's buffers directly."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        """Return the properties of the device that a plan depends on."""
+        return DeviceInfo(self.torch_device.type, self.host_addressable)
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from types import TracebackType
 
 from infinity.errors import OutOfSpaceError, StorageError
 from infinity.native import _aio
-from infinity.tiers.stripe import LARGEST_CHUNK, shares
+from infinity.plan.stripe import LARGEST_CHUNK, shares
 
 __all__ = ["SwapFile", "open_swap_files"]
 
@@ -77,7 +77,7 @@ class SwapFile:
 def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chunk: int = LARGEST_CHUNK) -> SwapFile:
     """Create one logical file of `nbytes` reserved bytes, striped over an anonymous file in each folder of `paths`.
 
-    chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.tiers.stripe`). name: for messages, and for
+    chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.stripe`). name: for messages, and for
     files that cannot be anonymous. Bytes read as zeros until they are written. Warns for each folder whose file system
     refuses `O_DIRECT`, where I/O goes through the page cache, and once if folders are on one file system.
 

@@ -20,15 +20,13 @@ import torch
 from infinity.errors import ChecksumError
 from infinity.native import _aio
 from infinity.plan.placement import Extent
+from infinity.plan.pools import STAGING_BYTES, staging_pool
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
 from infinity.tiers.memory import before_unmapping
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer, run_on
-
-STAGING_BYTES = 8 << 20
-_STAGING_BUFFERS = 4
 
 
 class _Request:
@@ -88,7 +86,8 @@ class NvmeTier(Tier):
         if not device.host_addressable:
             # Two threads: a queue of writes must not delay a fetch.
             self._mover = ThreadPoolExecutor(2, thread_name_prefix="infinity-staging")
-            self._staging = Pool(self._staging_buffer, {STAGING_BYTES: _STAGING_BUFFERS}, name="staging")
+            self._staging = Pool(self._staging_buffer, staging_pool().sizes, name="staging")
+            self.staging_nbytes = self._staging.nbytes
 
     def _staging_buffer(self, nbytes: int) -> torch.Tensor:
         memory = self._device.host_buffer(nbytes)

@@ -5,10 +5,8 @@ A buffer is a tensor that owns its storage, so the storage's use count shows oth
 
 from __future__ import annotations
 
-import math
 import threading
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -185,37 +183,3 @@ class Pool:
 
     def _replace(self, buffer: torch.Tensor) -> None:
         self._give_back(self._make(buffer.numel()))
-
-
-def size_classes(
-    sizes: Sequence[int], depth: int, together: Collection[Sequence[int]] = (), beside: int = 0
-) -> dict[int, int]:
-    """Return buffer size → count that lets any `depth` units of these sizes be in memory at once, in the fewest bytes.
-
-    sizes: bytes of each unit. together: sets of units (as sizes) that nested modules hold at once. Each set fits along
-    with any `beside` others.
-
-    A class that serves n units has min(n, depth) buffers of its largest unit's size, and more for `together`. Classes
-    are contiguous ranges of the sorted sizes; dynamic programming finds the best partition.
-    """
-    distinct = sorted(set(sizes))
-    counts = [sizes.count(size) for size in distinct]
-    # Sets within `depth` do not change a class.
-    chains = {tuple(sorted(chain)) for chain in together if len(chain) + beside > depth}
-    below = [[bisect_left(chain, size) for size in (*distinct, math.inf)] for chain in chains]
-
-    def buffers(start: int, end: int) -> int:
-        most = max((number[end] - number[start] for number in below), default=0)
-        return min(sum(counts[start:end]), max(depth, most + beside))
-
-    best: list[tuple[int, int]] = [(0, 0)]  # bytes for the first k distinct sizes, and where the last class starts
-    for end in range(1, len(distinct) + 1):
-        options = [(best[start][0] + buffers(start, end) * distinct[end - 1], start) for start in range(end)]
-        best.append(min(options))
-    classes: dict[int, int] = {}
-    end = len(distinct)
-    while end:
-        start = best[end][1]
-        classes[distinct[end - 1]] = buffers(start, end)
-        end = start
-    return classes

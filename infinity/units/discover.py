@@ -7,22 +7,25 @@ belongs to the first unit that holds it, and every module that uses it acquires 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from infinity.comm.dtensor import local
+from infinity.plan.discovered import Discovered, DiscoveredUnit, Member
+from infinity.plan.layout import UnitLayout
 from infinity.units.compiled import own_name, uncompiled
+from infinity.units.nesting import held_together
 
 # A subtree smaller than `unit_size / _CRUMB` does not justify a transfer of its own: it stays with its parent.
 _CRUMB = 64
 
 
 @dataclass(frozen=True)
-class Discovered:
-    """A unit before layout: parameters of one dtype, all trainable or all frozen.
+class UnitParameters:
+    """Parameters of one unit: of one dtype, all trainable or all frozen.
 
     root: path of the module that it stands at.
     """
@@ -109,7 +112,7 @@ class _Walk:
         return self.open(module, path)
 
 
-def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list[Discovered]:
+def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list[UnitParameters]:
     """Return the units of `model` in the order of the module tree.
 
     unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. Frozen
@@ -122,14 +125,14 @@ def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list
     return [unit for name, members in walk.groups for unit in _split(name, members)]
 
 
-def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[Discovered]:
+def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[UnitParameters]:
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for entry in members:
         kinds.setdefault((entry[1].requires_grad, entry[1].dtype), []).append(entry)
     for position, ((trainable, dtype), entries) in enumerate(kinds.items()):
         suffix = "" if position == 0 else f" ({'trainable' if trainable else 'frozen'} {str(dtype).split('.')[-1]})"
         names = tuple(own_name(name) for name, _ in entries)
-        yield Discovered(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries))
+        yield UnitParameters(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries))
 
 
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
@@ -161,3 +164,59 @@ def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[s
 
     visit(model, model)
     return hooked
+
+
+@dataclass(frozen=True)
+class ModelUnits:
+    """The units of a model: for a plan, and with the parameters and modules themselves."""
+
+    discovered: Discovered
+    parameters: tuple[UnitParameters, ...]
+    needed: Mapping[nn.Module, Sequence[int]]
+    """Module → units (indices) that its forward acquires, in order."""
+
+    def in_order(self, layouts: Sequence[UnitLayout]) -> list[UnitParameters]:
+        """Return the parameters of each unit in the order of its slots."""
+        ordered = []
+        for unit, layout in zip(self.parameters, layouts, strict=True):
+            by_name = dict(zip(unit.names, unit.parameters, strict=True))
+            names = tuple(slot.name for slot in layout.slots)
+            ordered.append(replace(unit, names=names, parameters=tuple(by_name[name] for name in names)))
+        return ordered
+
+
+def discover_model(
+    model: nn.Module,
+    unit_size: int,
+    groups: Sequence[Mapping[str, object]],
+    *,
+    dtype: torch.dtype | None,
+    copies: Callable[[nn.Parameter], int],
+) -> ModelUnits:
+    """Find the units of `model` and the modules that need them.
+
+    unit_size: in bytes. groups: param_groups. dtype: dtype of floating parameters in the engine; None: their own.
+    copies: parameter → `Member.copies`.
+    """
+    group_of = {
+        id(p): number
+        for number, group in enumerate(groups)
+        for p in group["params"]  # type: ignore[attr-defined]
+        if p.requires_grad
+    }
+    found = discover(model, unit_size, width=dtype.itemsize if dtype else None)
+    units = tuple(
+        DiscoveredUnit(
+            unit.name,
+            unit.dtype,
+            unit.trainable,
+            tuple(
+                Member(name, tuple(local(p).shape), group_of.get(id(p), -1), copies(p))
+                for name, p in zip(unit.names, unit.parameters, strict=True)
+            ),
+        )
+        for unit in found
+    )
+    index_of = {id(p): index for index, unit in enumerate(found) for p in unit.parameters}
+    needed = modules_to_hook(model, index_of, [unit.root for unit in found])
+    return ModelUnits(Discovered(units, frozenset(held_together(model, needed))), tuple(found), needed)

@@ -51,7 +51,14 @@ class UnitStore:
         ranks: Ranks,
         prefetch_bytes: int,
         scope: Scope,
+        adopt: Callable[[Unit], None],
+        pipeline: UpdatePipeline | None,
+        on_move: Callable[[Unit, Callable[[int], bool]], None] | None,
     ) -> None:
+        """adopt: called with a resident unit whose parameters were edited, before the edit is written back or updated.
+        pipeline: executes updates; None for inference. on_move: called when the unit in use changes, with the new unit
+        and a function: unit index → True if the trace predicts no further use of it in this step.
+        """
         self.scope = scope
         self.units = list(units)
         self.tracer = Tracer()
@@ -61,13 +68,9 @@ class UnitStore:
         """Units whose buffer was released while a view of it was alive."""
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
-        self.pipeline: UpdatePipeline | None = None
-        self.on_move: Callable[[Unit, Callable[[int], bool]], None] = lambda unit, passed: None
-        """Called when the unit in use changes, with the new unit and a function: unit index → True if the trace
-        predicts no further use of it in this step.
-        """
-        self.adopt: Callable[[Unit], None] = lambda unit: None
-        """Called with a resident unit whose parameters were edited, before the edit is written back or updated."""
+        self._pipeline = pipeline
+        self._on_move = on_move
+        self._adopt = adopt
         self._pool = pool
         self._tier = tier
         self._placement = placement
@@ -101,8 +104,8 @@ class UnitStore:
         if in_derivative():
             raise transformed(unit.name)
         news = self.tracer.touch(unit.index)
-        if news:
-            self.on_move(unit, self.tracer.passed)
+        if news and self._on_move is not None:
+            self._on_move(unit, self.tracer.passed)
         if unit.residency is Residency.RESIDENT and (not news or self._is_complete()):
             return
         with self._moving():
@@ -242,7 +245,7 @@ class UnitStore:
 
         The buffer holds the parameters, is being filled with them, or, for a RELEASED unit, is filled by the update.
         """
-        assert unit.lease is not None and self.pipeline is not None
+        assert unit.lease is not None and self._pipeline is not None
         arrives: Transfer | None = None
         early, viewed = job.gradient is not None, False
         if unit.residency is Residency.RESIDENT:
@@ -255,7 +258,7 @@ class UnitStore:
                 self._viewed.add(unit.index)
             if self._was_edited(unit):
                 unit.copied.wait()
-                self.adopt(unit)
+                self._adopt(unit)
             self._leave(unit)
             if early and viewed:
                 arrives = self._leave_to_viewers(unit)
@@ -275,7 +278,7 @@ class UnitStore:
         job.after = unit.copied if unit.job is None else unit.job.done
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
-        self.pipeline.submit(job)
+        self._pipeline.submit(job)
         if early and viewed:
             self._name_viewer(unit)  # last, since warnings may be set to raise
 
@@ -490,7 +493,7 @@ class UnitStore:
     def _write_back(self, unit: Unit) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
         unit.copied.wait()
-        self.adopt(unit)
+        self._adopt(unit)
         extent = self._placement.of(unit.index, State.PARAM)
         self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
 

@@ -184,7 +184,7 @@ def test_nothing_is_kept_but_parameters(param: str, tmp_path: Path) -> None:
             pool.nbytes for pool in engine.parts.pools
         )
         assert not any(
-            engine.parts.placement.holds(u.index, s) for u in engine.units for s in (State.GRAD, State.OPTIM)
+            engine.parts.plan.placement.holds(u.index, s) for u in engine.units for s in (State.GRAD, State.OPTIM)
         )
         results(engine)
         after = {thread.name for thread in threading.enumerate()} - before

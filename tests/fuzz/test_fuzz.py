@@ -72,7 +72,7 @@ class ForgetfulTier(LateNvmeTier):
 
 def lose_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault: later reads return stale bytes."""
-    monkeypatch.setattr(trainers.assembly, "NvmeTier", ForgetfulTier)
+    monkeypatch.setattr(trainers.open_tiers, "NvmeTier", ForgetfulTier)
 
 
 def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

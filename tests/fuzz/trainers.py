@@ -16,8 +16,8 @@ from fuzz.case import Case, Loop, Setting
 from fuzz.model import Net, build
 from fuzz.optimizers import PARAMS, Masters, plain_optimizer
 from infinity.config import Config
-from infinity.engine import parts as assembly
 from infinity.engine.training import Engine
+from infinity.tiers import open_tiers
 from infinity.tiers.device import CpuDevice
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier
@@ -255,14 +255,14 @@ def config_of(case: Case, setting: Setting, folder: Path) -> Config:
 def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> Engine:
     """An engine for the case, with slow devices where the setting asks for them."""
     device = LateDevice(delay=0.01) if setting.late in ("device", "both") else CpuDevice()
-    tier = assembly.NvmeTier
+    tier = open_tiers.NvmeTier
     if setting.late in ("disk", "both"):
-        assembly.NvmeTier = LateNvmeTier  # type: ignore[misc]
+        open_tiers.NvmeTier = LateNvmeTier  # type: ignore[misc]
     try:
         groups = parameter_groups(model, case.loop) if case.loop.groups > 1 else None
         return Engine(model, config_of(case, setting, folder), groups, device=device)
     finally:
-        assembly.NvmeTier = tier  # type: ignore[misc]
+        open_tiers.NvmeTier = tier  # type: ignore[misc]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 
 from infinity.comm.collectives import Ranks
 from infinity.grads.store import GradPlaces, GradStore, Sent
+from infinity.plan.discovered import Member
 from infinity.plan.formats import state_format
 from infinity.plan.grad_dtypes import grad_dtypes
 from infinity.plan.layout import layout_unit
@@ -51,7 +52,7 @@ class Bench:
     """One unit of 4096 fp32 parameters, its late tier and a store of gradients."""
 
     def __init__(self, device: Device) -> None:
-        layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
+        layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
         own = partial(
             grad_dtypes, communication=None, accumulation=torch.float32, micro_batches=2, exchanged=False, whole=False
         )

@@ -149,7 +149,7 @@ def extents(rank: int, *, folder: str, param: str, optim: str, **options: Any) -
     """What this rank's tiers hold, by (unit, state). Units are large beside what extents are rounded up to."""
     config = engine_config(param, optim, folder=folder, micro=SAMPLES, **options)
     with open_engine(seeded(lambda: Stack(width=128, depth=4)), config) as engine:
-        placed = engine.parts.placement
+        placed = engine.parts.plan.placement
         return {
             "extents": {(unit, state.value): (e.tier, e.nbytes) for (unit, state), e in placed.extents.items()},
             "tiers": dict(placed.nbytes),

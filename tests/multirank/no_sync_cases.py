@@ -61,7 +61,7 @@ def held_back(
             seen = [counted(engine)]
             with engine.no_sync() if in_block else nullcontext():
                 train(batches[:inside])
-            engine.parts.gradients.settle()
+            engine.updates.gradients.settle()
             seen.append(counted(engine))
             train(batches[inside : inside + outside])
             batches = batches[inside + outside :]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from infinity.comm.collectives import Ranks
 from infinity.comm.pairs import Pairs
+from infinity.plan.discovered import Member
 from infinity.plan.layout import layout_unit
 from multirank.cases import SAMPLES
 from support.configs import engine_config
@@ -89,7 +90,7 @@ def late(rank: int, *, what: str, sharded: bool) -> tuple[torch.Tensor, bool]:
     device = LateDevice()
     ranks = Ranks(device, sharded=sharded)
     try:
-        layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, ranks.shards)
+        layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, ranks.shards)
         ranks.know([layout])
         flat = torch.full((layout.numel,), torch.nan)
         part = ranks.shard(flat) if what == "gather" else flat

@@ -99,7 +99,7 @@ def test_while_training(name: str, options: dict[str, Any], how: str, tmp_path: 
     accumulation = options.get("accumulation", 1)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.01)
     with open_engine(seeded(MODELS[name]).eval(), config) as engine:
-        waits = engine.parts.update == "next_forward"
+        waits = engine.parts.plan.update == "next_forward"
         assert say(engine.generate, how) == expected(reference, how)
         for number, batch in enumerate(BATCHES[:4], 1):
             loss, wanted = loss_of(engine, batch), loss_of(reference, batch)
@@ -131,7 +131,7 @@ def test_between_backward_and_step_of_updates_during_backward(tmp_path: Path) ->
             before = expected(reference, "greedy")
             optimizer.step()
             optimizer.zero_grad()
-            begun.append(engine.parts.collector.spent)
+            begun.append(engine.updates.collector.spent)
             if begun[-1]:
                 with pytest.raises(UsageError, match=r'infinity\.update to "next_forward"'):
                     say(engine.generate, "greedy")

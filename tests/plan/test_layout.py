@@ -8,6 +8,7 @@ from math import prod
 import torch
 from hypothesis import given, settings, strategies as st
 
+from infinity.plan.discovered import Member
 from infinity.plan.layout import SHARD_ALIGNMENT, SLOT_ALIGNMENT, UnitLayout, layout_unit, round_up
 
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
@@ -16,7 +17,7 @@ SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
 @st.composite
 def layouts(draw: st.DrawFn) -> UnitLayout:
     shapes = draw(st.lists(st.tuples(SHAPES, st.integers(-1, 2)), min_size=1, max_size=12))
-    members = [(f"p{number}", shape, group) for number, (shape, group) in enumerate(shapes)]
+    members = [Member(f"p{number}", shape, group) for number, (shape, group) in enumerate(shapes)]
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     return layout_unit(0, "unit", members, dtype, True, draw(st.sampled_from([1, 2, 3, 8])))
 
@@ -118,8 +119,10 @@ def test_elements_are_numbered_through_the_model_on_any_number_of_ranks(sizes: l
     first = 0
     units = []
     for index, size in enumerate(sizes):
-        units.append(layout_unit(index, "unit", [("p", (size,), 0)], torch.float32, True, ranks, first))
+        units.append(layout_unit(index, "unit", [Member("p", (size,), 0)], torch.float32, True, ranks, first))
         first = units[-1].end
-    together = layout_unit(0, "unit", [(f"p{i}", (size,), 0) for i, size in enumerate(sizes)], torch.float32, True, 1)
+    together = layout_unit(
+        0, "unit", [Member(f"p{i}", (size,), 0) for i, size in enumerate(sizes)], torch.float32, True, 1
+    )
     assert [unit.first for unit in units] == [slot.offset for slot in together.slots]
     assert all(unit.first % SLOT_ALIGNMENT == 0 for unit in units)

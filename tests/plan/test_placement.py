@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from infinity.plan.discovered import Member
 from infinity.plan.formats import StateFormat, state_format
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.layout import UnitLayout, layout_unit
@@ -29,7 +30,7 @@ def units(draw: st.DrawFn) -> list[UnitLayout]:
     ranks = draw(st.sampled_from([1, 2, 4]))
     sizes = draw(st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), min_size=1, max_size=6))
     return [
-        layout_unit(index, f"unit {index}", [("p", (numel,), 0)], dtype, trainable, ranks)
+        layout_unit(index, f"unit {index}", [Member("p", (numel,), 0)], dtype, trainable, ranks)
         for index, (numel, trainable) in enumerate(sizes)
     ]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from infinity.engine import parts as assembly
 from infinity.plan.placement import Extent
+from infinity.tiers import open_tiers
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
@@ -104,4 +104,4 @@ class LateSlab(Tier):
 
 def use_late_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are made in this test have late disks."""
-    monkeypatch.setattr(assembly, "NvmeTier", LateNvmeTier)
+    monkeypatch.setattr(open_tiers, "NvmeTier", LateNvmeTier)

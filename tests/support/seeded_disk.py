@@ -15,8 +15,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from infinity.engine import parts as assembly
 from infinity.plan.placement import Extent
+from infinity.tiers import open_tiers
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.transfer import Transfer
 
@@ -112,4 +112,4 @@ def use_seeded_disks(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> Non
             schedule.end()
             super().close()
 
-    monkeypatch.setattr(assembly, "NvmeTier", SeededNvmeTier)
+    monkeypatch.setattr(open_tiers, "NvmeTier", SeededNvmeTier)

@@ -18,12 +18,13 @@ from torch import nn
 from infinity.engine.training import Engine
 from infinity.errors import ChecksumError, StorageError, UsageError
 from infinity.native import _aio
+from infinity.plan.discovered import Member
 from infinity.plan.formats import state_format
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.layout import layout_unit
 from infinity.plan.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
+from infinity.plan.stripe import SMALLEST_CHUNK, stripe_chunk
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.stripe import SMALLEST_CHUNK, stripe_chunk
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of, train
@@ -48,7 +49,7 @@ def test_a_block_divides_all_that_ranges_start_at(granule: int, block_size: int)
 @pytest.mark.parametrize(("moments", "block"), [("fp32", EXTENT_ALIGNMENT), ("bf16", EXTENT_ALIGNMENT), ("8bit", 8192)])
 def test_the_default_block(moments: Any, block: int) -> None:
     states = partial(state_format, master="remainder", rule="adamw", moments=moments)
-    layout = layout_unit(0, "unit", [("p", (1 << 22,), 0)], torch.bfloat16, True, 1)
+    layout = layout_unit(0, "unit", [Member("p", (1 << 22,), 0)], torch.bfloat16, True, 1)
     grads = GradDtypes(*[torch.bfloat16] * 3)
     placement = place([layout], Policy("nvme", "nvme", "nvme", lambda _: grads, states, 1 << 20))
     assert checksum_block(placement.granule, 1 << 20, 1 << 20) == block
@@ -104,7 +105,7 @@ def test_units_of_odd_sizes(tmp_path: Path) -> None:
     for checksum in (False, True):
         config = configured(tmp_path, checksum=checksum, unit_size=2000, bf16=True)
         with open_engine(seeded(Odd), config) as engine:
-            extents = engine.parts.placement.extents.values()
+            extents = engine.parts.plan.placement.extents.values()
             assert any(extent.nbytes % 4096 for extent in extents)
             assert any(extent.nbytes % EXTENT_ALIGNMENT > 4096 for extent in extents)
             losses = train(engine, BATCHES[:4])
@@ -180,7 +181,7 @@ def test_a_flipped_bit(
         assert train(engine, BATCHES[:2]) == expected[:2]
         engine.settle()
         unit = next(unit for unit in engine.units if unit.name.startswith("blocks.3"))
-        extent = engine.parts.placement.of(unit.index, state)
+        extent = engine.parts.plan.placement.of(unit.index, state)
         flip(engine, extent, where(extent))
         error = mismatch(engine, expected, 2)
         assert f"checksum mismatch in the {said} of unit {unit.name}, in {tmp_path}" in str(error)
@@ -198,9 +199,9 @@ def test_a_flipped_bit_in_a_gradient(tmp_path: Path, late: bool) -> None:
     with open_engine(seeded(Stack), config, LateDevice(0.01) if late else None) as engine:
         train(engine, BATCHES[:2])
         engine.backward(engine(*BATCHES[2]))
-        engine.parts.gradients.settle()
+        engine.updates.gradients.settle()
         unit = engine.units[2]
-        flip(engine, engine.parts.placement.of(unit.index, State.GRAD), 100)
+        flip(engine, engine.parts.plan.placement.of(unit.index, State.GRAD), 100)
         with pytest.raises(ChecksumError, match=f"in the gradient of unit {unit.name}"):
             engine.step()
             engine.settle()
@@ -212,10 +213,10 @@ def test_every_block_of_the_file(tmp_path: Path) -> None:
         train(engine, BATCHES[:2])
         engine.settle()
         tier = nvme(engine)
-        block = checksum_block(engine.parts.placement.granule, SMALLEST_CHUNK, SMALLEST_CHUNK)
+        block = checksum_block(engine.parts.plan.placement.granule, SMALLEST_CHUNK, SMALLEST_CHUNK)
         unit = engine.units[1]
         for state in State:
-            extent = engine.parts.placement.of(unit.index, state)
+            extent = engine.parts.plan.placement.of(unit.index, state)
             whole = torch.empty(extent.nbytes, dtype=torch.uint8)
             for offset in range(0, extent.nbytes, block):
                 flip(engine, extent, offset + 7)
@@ -232,7 +233,7 @@ def test_tiles_are_verified_by_themselves(tmp_path: Path) -> None:
         train(engine, BATCHES[:2])
         engine.settle()
         unit = max(engine.units, key=lambda unit: unit.layout.shard_numel)
-        extent = engine.parts.placement.of(unit.index, State.OPTIM)
+        extent = engine.parts.plan.placement.of(unit.index, State.OPTIM)
         cut = tiles(unit.layout.shard_numel, 4096, engine.parts.states.formats(unit.layout.dtype))
         assert len(cut) > 2
         flip(engine, extent, cut[1].offset)
@@ -250,7 +251,7 @@ def test_a_checkpoint_of_it_is_not_written(tmp_path: Path) -> None:
     with open_engine(seeded(Stack), configured(tmp_path)) as engine:
         train(engine, BATCHES[:2])
         engine.settle()
-        flip(engine, engine.parts.placement.of(1, State.OPTIM), 0)
+        flip(engine, engine.parts.plan.placement.of(1, State.OPTIM), 0)
         with pytest.raises(ChecksumError):
             engine.save_checkpoint(tmp_path / "saved")
         assert not (tmp_path / "saved" / "latest").exists()
@@ -262,7 +263,7 @@ def test_without_checksums_it_goes_unnoticed(tmp_path: Path) -> None:
     with open_engine(seeded(Stack), configured(tmp_path, checksum=False)) as engine:
         train(engine, BATCHES[:2])
         engine.settle()
-        flip(engine, engine.parts.placement.of(1, State.PARAM), 3)
+        flip(engine, engine.parts.plan.placement.of(1, State.PARAM), 3)
         train(engine, BATCHES[2:4])
 
 

@@ -64,7 +64,7 @@ class Pressing:
         self._submitted = threading.Condition()
 
     def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        submit = engine.parts.pipeline.submit
+        submit = engine.updates.pipeline.submit
 
         def watched(job: UpdateJob) -> None:
             with self._submitted:
@@ -73,7 +73,7 @@ class Pressing:
                 self._jobs.append(job)
                 self._submitted.notify_all()
 
-        monkeypatch.setattr(engine.parts.pipeline, "submit", watched)
+        monkeypatch.setattr(engine.updates.pipeline, "submit", watched)
 
     def hold(self) -> None:
         """Called before a write is carried out."""

@@ -15,12 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.errors import OutOfSpaceError, StorageError
+from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, shares, stripe_chunk
 from infinity.tiers import files
 from infinity.tiers.files import SwapFile, open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, shares, stripe_chunk
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine as open_training, parameters_of, train

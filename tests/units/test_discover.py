@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.units.discover import Discovered, discover, modules_to_hook
+from infinity.units.discover import UnitParameters, discover, modules_to_hook
 from support.models import Block, Linears, Stack, seeded
 
 KB = 1024
 
 
-def names(units: list[Discovered]) -> dict[str, tuple[str, ...]]:
+def names(units: list[UnitParameters]) -> dict[str, tuple[str, ...]]:
     return {unit.name: unit.names for unit in units}
 
 

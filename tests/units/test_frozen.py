@@ -115,6 +115,6 @@ def test_frozen_units_have_no_states() -> None:
     with open_engine(seeded(adapted), engine_config(bf16=True)) as engine:
         train(engine, BATCHES[:2])
         for unit in engine.units:
-            assert engine.parts.placement.holds(unit.index, State.PARAM)
-            assert engine.parts.placement.holds(unit.index, State.OPTIM) == unit.layout.trainable
-            assert engine.parts.placement.holds(unit.index, State.GRAD) == unit.layout.trainable
+            assert engine.parts.plan.placement.holds(unit.index, State.PARAM)
+            assert engine.parts.plan.placement.holds(unit.index, State.OPTIM) == unit.layout.trainable
+            assert engine.parts.plan.placement.holds(unit.index, State.GRAD) == unit.layout.trainable

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.units.discover import Discovered, discover
+from infinity.units.discover import UnitParameters, discover
 from support.hugging_face import loss_of, transformers
 from support.lifetime import assert_nothing_leaked, pool_buffers
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, plain_bf16, train
@@ -58,7 +58,7 @@ def scaled(folder: Path, bf16: bool) -> Config:
     return config(folder, bf16, unit_size=unit_size, cache_bytes=0)  # blocks of 7 B would not fit
 
 
-def block(units: list[Discovered], number: int) -> list[list[str]]:
+def block(units: list[UnitParameters], number: int) -> list[list[str]]:
     """Return the parameters of each unit of one block, by their names in the block."""
     prefix = f"model.layers.{number}."
     return [[name.removeprefix(prefix) for name in unit.names] for unit in units if unit.names[0].startswith(prefix)]

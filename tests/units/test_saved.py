@@ -251,7 +251,7 @@ def test_a_gradient_penalty_ends_no_micro_batch(update: str) -> None:
     def watched(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
         loss = penalised(model, batch)
         if isinstance(model, Engine):
-            sent.append(len(model.parts.gradients.units))
+            sent.append(len(model.updates.gradients.units))
         return loss
 
     found = trained(seeded(Linears), VECTORS, config, loss_of=watched)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infinity.errors import LifetimeError, ResidencyError, UsageError
+from infinity.plan.discovered import Member
 from infinity.plan.layout import layout_unit
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
@@ -24,7 +25,7 @@ RELEASED UPDATING, UPDATING FETCHING, UPDATING RELEASED
 
 def make() -> tuple[Unit, Pool]:
     parameters = [nn.Parameter(torch.full((4, 3), 2.0)), nn.Parameter(torch.full((5,), 3.0))]
-    layout = layout_unit(0, "unit", [("a", (4, 3), 0), ("b", (5,), 0)], torch.float32, True, 1)
+    layout = layout_unit(0, "unit", [Member("a", (4, 3), 0), Member("b", (5,), 0)], torch.float32, True, 1)
     unit = Unit(layout, parameters, torch.device("cpu"))
     binding.unbind(unit)
     return unit, Pool(host_tensor, {layout.nbytes: 2}, name="units", poison=True, fifo=True)

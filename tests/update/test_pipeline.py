@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.plan.discovered import Member
 from infinity.plan.formats import state_format
 from infinity.plan.grad_dtypes import grad_dtypes
 from infinity.plan.layout import layout_unit
@@ -38,7 +39,7 @@ class Bench:
     """
 
     def __init__(self, *, late: bool = True, staged: bool = False) -> None:
-        self.layout = layout_unit(0, "unit", [("weight", (NUMEL,), 0)], torch.float32, True, 1)
+        self.layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
         states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
         own = partial(
             grad_dtypes, communication=None, accumulation=torch.float32, micro_batches=1, exchanged=False, whole=False

@@ -32,9 +32,9 @@ from infinity.cli.drive.pattern import PAGE
 from infinity.cli.paths import check_folders, note_what_is_memory
 from infinity.native import _aio
 from infinity.observe.units import show_bytes
+from infinity.plan.stripe import stripe_chunk
 from infinity.sizes import format_size
 from infinity.tiers.io import ENGINES, open_engine
-from infinity.tiers.stripe import stripe_chunk
 
 
 @dataclass(frozen=True)

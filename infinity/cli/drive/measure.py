@@ -26,11 +26,11 @@ from infinity.cli.drive.expected_bytes import Contents, WrongByte
 from infinity.cli.drive.pattern import PAGE, PERIOD
 from infinity.errors import OutOfMemoryError
 from infinity.native import _aio
+from infinity.plan.stripe import LARGEST_CHUNK
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.stripe import LARGEST_CHUNK
 
 Op = Literal["read", "write", "mixed"]
 OPS: tuple[Op, ...] = ("read", "write", "mixed")

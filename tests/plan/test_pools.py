@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 from hypothesis import given, strategies as st
 
-from infinity.tiers.pool import size_classes
+from infinity.plan.pools import size_classes
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 

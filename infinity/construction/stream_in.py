@@ -1,0 +1,84 @@
+"""Moves a model's values into their tiers, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.comm.collectives import Ranks
+from infinity.comm.dtensor import is_distributed, local
+from infinity.construction.materialize import Materializer, initial_states, read_shard
+from infinity.construction.sources import source_of
+from infinity.construction.spill import check_kept
+from infinity.errors import RanksError
+from infinity.plan.layout import UnitLayout
+from infinity.tiers.memory import return_freed_memory
+from infinity.units.binding import unbind
+from infinity.units.discover import UnitParameters
+from infinity.units.states import UnitStates
+from infinity.units.unit import Unit
+
+
+def stream_in(
+    model: nn.Module,
+    found: Sequence[UnitParameters],
+    layouts: Sequence[UnitLayout],
+    states: UnitStates,
+    ranks: Ranks,
+    device: torch.device,
+) -> list[Unit]:
+    """Write the values of `model` to their tiers and return its units, released. Peak memory: a unit.
+
+    found: in the order of the slots. Values are rank 0's, or read from each parameter's source. Raises RanksError if
+    ranks differ in the parameters that have one.
+    """
+    _check_sources(found, ranks)
+    values = Materializer(model, {unit.root for unit in found})
+    units = []
+    for members, layout in zip(found, layouts, strict=True):
+        sources = [source_of(parameter) for parameter in members.parameters]
+        parameters = values.materialize(members.root, members.parameters)
+        held = [None if source is not None else local(p).data for p, source in zip(parameters, sources, strict=True)]
+        flats = initial_states(layout, held)
+        for flat in flats.values():
+            if None in sources:
+                ranks.broadcast(flat)
+            read_shard(layout, flat, sources, ranks.shard_rank)
+        states.write(layout, flats)
+        units.append(Unit(layout, list(parameters), device))
+        unbind(units[-1])
+        del held, flats
+        return_freed_memory()
+    check_kept(model)
+    return units
+
+
+def _check_sources(found: Sequence[UnitParameters], ranks: Ranks) -> None:
+    """Raise RanksError if ranks read different numbers of parameters from files."""
+    count = float(sum(source_of(p) is not None for unit in found for p in unit.parameters))
+    total, squares = ranks.sums(count, count**2)
+    if total**2 != ranks.size * squares:
+        raise RanksError("ranks load different pretrained parameters: call load_pretrained alike on every rank")
+
+
+def share_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Broadcast rank 0's buffers, as its parameters. From then on each rank keeps its own."""
+    if ranks.alone:
+        return
+    for buffer in model.buffers():
+        if not is_distributed(buffer) and buffer.numel():
+            whole = buffer.detach().contiguous().cpu().clone()
+            ranks.broadcast(whole.view(-1).view(torch.uint8))
+            if ranks.rank and not torch.equal(whole, buffer.cpu()):
+                with torch.no_grad():
+                    buffer.copy_(whole)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers of `model` to `device`."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

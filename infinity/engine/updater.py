@@ -1,0 +1,46 @@
+"""Makes the jobs that update units, and starts them during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from infinity.comm.collectives import Ranks
+from infinity.grads.store import GradStore
+from infinity.rules import Hyper
+from infinity.units.store import UnitStore
+from infinity.units.unit import Unit
+from infinity.update.job import Gradient, UpdateJob
+
+
+class Updater:
+    """Updates of one engine's units. check_nan: refuse non-finite gradients during backward."""
+
+    def __init__(self, store: UnitStore, gradients: GradStore, ranks: Ranks, *, check_nan: bool) -> None:
+        self.hypers: Sequence[Hyper] = ()
+        """Hyper-parameters, by param_group, of the present backward."""
+        self._store = store
+        self._gradients = gradients
+        self._ranks = ranks
+        self._check_nan = check_nan
+
+    def job(self, unit: Unit, hypers: Sequence[Hyper], scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
+        """Return a unit's update of this step. gradient: None if it is read from its tier."""
+        slots, rank = self._gradients.slots, self._ranks.shard_rank
+        return UpdateJob(
+            unit.layout,
+            lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
+            hypers,
+            scale,
+            unit.layout.first + unit.layout.shard_range(rank)[0],
+            gradient,
+            require_finite=gradient is not None and self._check_nan,
+            slots=frozenset(unit.collected) if self._ranks.alone else None,
+        )
+
+    def can_update_now(self, unit: Unit) -> bool:
+        return self._store.finished_with(unit)
+
+    def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
+        """Start the update of a unit whose gradient is complete."""
+        self._store.start_update(unit, self.job(unit, self.hypers, 1.0 / self._ranks.size, gradient))

@@ -1,0 +1,192 @@
+"""Builds the parts of an engine from a plan: opens tiers, streams the values in, and connects the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from infinity.comm.agreement import groups_in_common, in_common
+from infinity.comm.collectives import Ranks
+from infinity.comm.model_parallel import ModelRanks
+from infinity.config import Config
+from infinity.construction.materialize import check_values, make_buffers
+from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
+from infinity.engine.parts import EngineParts, UpdateParts
+from infinity.engine.updater import Updater
+from infinity.errors import ConfigError
+from infinity.grads.collector import GradCollector
+from infinity.grads.store import GradPlaces, GradStore
+from infinity.plan import pools as sizes
+from infinity.plan.placement import State
+from infinity.plan.plan import Plan, make_plan
+from infinity.plan.policy import compute_dtype
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.tiers.open_tiers import open_tiers
+from infinity.tiers.pools import Pools
+from infinity.units.aliases import check_aliases
+from infinity.units.backward import BackwardTracker
+from infinity.units.discover import ModelUnits, discover_model
+from infinity.units.saved import SavedTensors
+from infinity.units.scope import Scope
+from infinity.units.states import UnitStates
+from infinity.units.store import UnitStore
+from infinity.units.unit import Unit
+from infinity.update.kernels import check_on_device, update_run
+from infinity.update.pipeline import Places, UpdatePipeline
+
+
+def plan_model(
+    model: nn.Module,
+    config: Config,
+    groups: Sequence[dict[str, object]],
+    device: Device,
+    ranks: Ranks,
+    *,
+    train: bool = True,
+    dtype: torch.dtype | None = None,
+) -> tuple[Plan, ModelUnits]:
+    """Discover the units of `model` and plan an engine. Arguments as of `make_plan`; groups: param_groups."""
+    ranks.model = ModelRanks.of(model, ranks.replicas)
+    if train and ranks.model.size > 1 and config.infinity.moments == "8bit":
+        raise ConfigError(
+            'infinity.moments is "8bit", whose blocks of 256 would not be those of the whole parameter, which tensor '
+            'parallelism divides: use "bf16" or "fp32"'
+        )
+    units = discover_model(
+        model,
+        config.infinity.unit_size,
+        groups,
+        dtype=dtype or compute_dtype(config),
+        copies=ranks.model.copies,
+    )
+    return make_plan(config, units.discovered, ranks.info, device.info, train=train, dtype=dtype), units
+
+
+def assemble(
+    model: nn.Module,
+    config: Config,
+    groups: Sequence[dict[str, object]],
+    plan: Plan,
+    found: ModelUnits,
+    device: Device,
+    ranks: Ranks,
+) -> EngineParts:
+    """Build the parts for `model`, and move its values to their tiers. Nothing stays allocated after an error.
+
+    Ranks compare their configs, plans and groups before anything is allocated.
+    """
+    check_aliases(model)
+    make_buffers(model)
+    check_values(model)
+    ranks.know(plan.units)
+    common = in_common(config, plan.units, model)
+    if plan.update is not None:
+        common += groups_in_common(config, groups)
+        if plan.policy.optim_tier == "device" and plan.device.type == "cuda":
+            check_on_device(config.optimizer.rule, config.infinity.moments)
+    ranks.meet(common)
+    tiers = open_tiers(plan, device, ranks.rank)
+    try:
+        states = UnitStates(plan.placement, tiers, plan.policy.states, plan.policy.tile_size, ranks, device)
+        units = stream_in(model, found.in_order(plan.units), plan.units, states, ranks, device.torch_device)
+        share_buffers(model, ranks)
+        move_buffers(model, device.torch_device)
+        return wire(plan, config, units, found, tiers, states, device, ranks)
+    except BaseException:
+        for tier in tiers.values():
+            tier.close()
+        raise
+
+
+def wire(
+    plan: Plan,
+    config: Config,
+    units: Sequence[Unit],
+    found: ModelUnits,
+    tiers: dict[str, Tier],
+    states: UnitStates,
+    device: Device,
+    ranks: Ranks,
+) -> EngineParts:
+    """Connect the parts of an engine. The only place where one part is given to another."""
+    pools = Pools(plan.own_pools, device, tiers.values(), debug=config.infinity.debug)
+    backward = BackwardTracker()
+    scope = Scope(SavedTensors(backward.notice))
+    make_store = partial(
+        UnitStore,
+        units,
+        pools[sizes.UNITS],
+        tiers[plan.policy.param_tier],
+        plan.placement,
+        device,
+        ranks,
+        plan.prefetch_bytes,
+        scope,
+        states.adopt,
+    )
+    training: UpdateParts | None = None
+    if plan.update is None:
+        store = make_store(None, None)
+    else:
+        buffers = _grad_buffers(plan, tiers, pools, device, threads=config.infinity.adam_threads)
+        gradients = GradStore(ranks, buffers)
+        kernel = partial(update_run, seed=config.infinity.seed, threads=config.infinity.adam_threads)
+        pipeline = UpdatePipeline(_update_buffers(plan, tiers, pools, device), kernel)
+        collector: GradCollector  # bound below: the store reports to it, and it passes gradients on to the store
+        store = make_store(pipeline, lambda unit, passed: collector.moved_on(unit, passed))
+        updater = Updater(store, gradients, ranks, check_nan=config.infinity.check_nan)
+        early = updater if plan.update == "during_backward" else None
+        collector = GradCollector(units, ranks, buffers, gradients, early, on_arrival=backward.notice)
+        training = UpdateParts(collector=collector, gradients=gradients, pipeline=pipeline, updater=updater)
+    return EngineParts(
+        plan=plan,
+        device=device,
+        ranks=ranks,
+        tiers=tiers,
+        pools=pools,
+        store=store,
+        backward=backward,
+        units_of_module={module: [units[i] for i in indices] for module, indices in found.needed.items()},
+        unit_of={id(p): unit for unit in units for p in unit.parameters},
+        states=states,
+        training=training,
+    )
+
+
+def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, *, threads: int) -> GradPlaces:
+    return GradPlaces(
+        device=device,
+        tier=tiers[plan.policy.optim_tier],
+        placement=plan.placement,
+        dtypes=plan.policy.grads,
+        pool=pools[sizes.GRADIENTS],
+        reduce_pool=pools.get(sizes.GRADIENTS_TO_REDUCE),
+        host_pool=pools.get(sizes.GRADIENT_SHARDS),
+        stored_pool=pools[sizes.STORED_GRADIENTS],
+        whole=plan.policy.grads_whole,
+        threads=threads,
+    )
+
+
+def _update_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> Places:
+    rules, tier = plan.policy, tiers[plan.policy.optim_tier]
+    return Places(
+        device=device,
+        param_tier=tiers[rules.param_tier],
+        optim_tier=tier,
+        grad_tier=tier,
+        param_extent=partial(plan.placement.of, state=State.PARAM),
+        optim_extent=partial(plan.placement.of, state=State.OPTIM),
+        grad_extent=partial(plan.placement.of, state=State.GRAD),
+        formats=rules.states,
+        tile_size=rules.tile_size,
+        reads_ahead=sizes.reads_ahead(plan.buffers(sizes.TILES)),
+        tile_pool=pools[sizes.TILES],
+        grad_tile_pool=pools[sizes.GRADIENT_TILES],
+        param_pool=pools.get(sizes.PARAMETER_SHARDS),
+        grads=rules.grads,
+    )

@@ -1,0 +1,55 @@
+"""Files and I/O settings of the nvme tier. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import Config
+from infinity.plan.placement import Placement, checksum_block
+from infinity.plan.stripe import shares, stripe_chunk
+
+
+@dataclass(frozen=True)
+class IoPlan:
+    """Folders, requests and checksums of the nvme tier."""
+
+    folders: tuple[Path, ...]
+    """States are striped over them in turn."""
+    nbytes: int
+    """Bytes of all extents."""
+    chunk: int
+    """Bytes of a stripe's chunk."""
+    engine: str
+    block_size: int
+    queue_depth: int
+    threads: int
+    """I/O threads over all folders."""
+    checksum_block: int
+    """Bytes of a block whose checksum is kept; 0: no checksums."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes reserved on disk, in whole chunks of a stripe."""
+        if len(self.folders) == 1:
+            return self.nbytes
+        return sum(shares(self.nbytes, self.chunk, len(self.folders)))
+
+
+def plan_io(config: Config, placement: Placement) -> IoPlan | None:
+    """Return the plan of the nvme tier; None if no extent lies there."""
+    nbytes = placement.nbytes.get("nvme", 0)
+    if not nbytes:
+        return None
+    aio, folders = config.aio, config.zero_optimization.nvme_paths
+    chunk = stripe_chunk(aio.block_size)
+    return IoPlan(
+        folders=folders,
+        nbytes=nbytes,
+        chunk=chunk,
+        engine=aio.engine,
+        block_size=aio.block_size,
+        queue_depth=aio.queue_depth,
+        threads=aio.threads * len(folders),
+        checksum_block=checksum_block(placement.granule, aio.block_size, chunk) if aio.checksum else 0,
+    )

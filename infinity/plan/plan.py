@@ -1,0 +1,163 @@
+"""The plan of an engine: every layout, extent, pool and setting, known before a byte is allocated.
+
+`make_plan` is pure. `infinity.engine.wiring` builds an engine from a plan, and `infinity.engine.describe` prints one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from infinity.config import Config
+from infinity.plan.discovered import Discovered, DiscoveredUnit
+from infinity.plan.io import IoPlan, plan_io
+from infinity.plan.layout import UnitLayout, layout_unit
+from infinity.plan.placement import Placement, Policy, place
+from infinity.plan.policy import (
+    DeviceInfo,
+    RankInfo,
+    UpdateSchedule,
+    compute_dtype,
+    policy,
+    trained_dtype,
+    update_schedule,
+)
+from infinity.plan.pools import (
+    COLLECTIVES,
+    STAGING,
+    PoolSpec,
+    exchange_pool,
+    gradient_pools,
+    staging_pool,
+    unit_pool,
+    update_pools,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layouts, places and buffers of one rank's states. An engine executes it; nothing is sized elsewhere."""
+
+    units: tuple[UnitLayout, ...]
+    policy: Policy
+    placement: Placement
+    update: UpdateSchedule | None
+    """When units are updated; None: never, since the engine is for inference."""
+    pools: tuple[PoolSpec, ...]
+    prefetch_bytes: int
+    """Bytes of units to fetch ahead of the one in use."""
+    io: IoPlan | None
+    """None: no state lives on nvme."""
+    ranks: RankInfo
+    device: DeviceInfo
+    stage: int
+    pin_memory: bool
+    """Pin the host tier, so that a CUDA device copies asynchronously."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Return tier → bytes that the engine allocates: extents and pools."""
+        held = {"device": 0, "host": 0, "nvme": 0, **self.placement.nbytes}
+        if self.io is not None:
+            held["nvme"] = self.io.reserved
+        for pool in self.pools:
+            held[pool.tier] += pool.nbytes
+        return held
+
+    @property
+    def own_pools(self) -> list[PoolSpec]:
+        """Pools that the engine makes itself. The nvme tier makes its staging buffers, and the ranks theirs."""
+        return [pool for pool in self.pools if pool.name not in (STAGING, COLLECTIVES)]
+
+    def buffers(self, pool: str) -> int:
+        """Return the number of buffers in a pool; 0 if there is none."""
+        return sum(sum(spec.sizes.values()) for spec in self.pools if spec.name == pool)
+
+
+def make_plan(
+    config: Config,
+    discovered: Discovered,
+    ranks: RankInfo,
+    device: DeviceInfo,
+    *,
+    train: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """Plan an engine for a discovered model.
+
+    train: plan gradients and updates; otherwise parameters only. dtype: dtype of all floating parameters, instead of
+    the config's. Raises ModelError for dtypes that cannot be trained.
+    """
+    layouts = lay_out(discovered, dtype or compute_dtype(config), ranks.shards)
+    rules = policy(config, config.resolve_batch(ranks.size).accumulation if train else 1, ranks)
+    placement = place(layouts, rules)
+    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules)
+    pools = [units]
+    trained = [layout for layout in layouts if layout.trainable]
+    if train:
+        debug = config.infinity.debug
+        pools += gradient_pools(trained, rules, ranks, device, debug=debug)
+        pools += update_pools(trained, rules, device, debug=debug)
+    io = plan_io(config, placement)
+    if io is not None and not device.host_addressable:
+        pools.append(staging_pool())
+    if ranks.backend == "gloo":
+        pools.append(exchange_pool(layouts, ranks))
+    zero = config.zero_optimization
+    return Plan(
+        units=layouts,
+        policy=rules,
+        placement=placement,
+        update=update_schedule(config) if train else None,
+        pools=tuple(pools),
+        prefetch_bytes=prefetch_bytes,
+        io=io,
+        ranks=ranks,
+        device=device,
+        stage=zero.stage,
+        pin_memory=any(
+            part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu"
+        ),
+    )
+
+
+def lay_out(discovered: Discovered, dtype: torch.dtype | None, shards: int) -> tuple[UnitLayout, ...]:
+    """Return the layout of each unit, with `shards` shards. dtype: of floating parameters; None: their own."""
+    layouts: list[UnitLayout] = []
+    for index, unit in enumerate(discovered.units):
+        first = layouts[-1].end if layouts else 0
+        layouts.append(layout_unit(index, unit.name, unit.members, _dtype(unit, dtype), unit.trainable, shards, first))
+    return tuple(layouts)
+
+
+def _dtype(unit: DiscoveredUnit, wanted: torch.dtype | None) -> torch.dtype:
+    return trained_dtype(unit.members[0].name, unit.dtype, wanted, trainable=unit.trainable)
+
+
+def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, str] | None:
+    """Return (memory, bytes needed, bytes available, fix) of the first memory that the plan exceeds; None if it fits.
+
+    available: "host" → bytes; "device" → bytes, unless the device is the host.
+    """
+    needed = plan.nbytes()
+    if plan.device.type == "cpu":
+        needed = {"device": 0, "host": needed["device"] + needed["host"]}
+    for tier in ("host", "device"):
+        if needed[tier] > available.get(tier, 0):
+            return f"{tier} memory", needed[tier], available.get(tier, 0), _fix(plan, tier)
+    return None
+
+
+def _fix(plan: Plan, tier: str) -> str:
+    """Return which keys lower the bytes in `tier`: those of its extents, or of its pools if they are more."""
+    tiers = ("device", "host") if plan.device.type == "cpu" else (tier,)
+    extents = sum(plan.placement.nbytes.get(name, 0) for name in tiers)
+    pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
+    if extents >= pools or plan.policy.resident:
+        devices = "nvme" if "host" in tiers else "cpu or nvme"
+        return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
+    return (
+        "lower infinity.prefetch_bytes, infinity.cache_bytes or infinity.unit_size, which size the buffers of units "
+        "and gradients, or infinity.tile_size"
+    )

@@ -1,0 +1,198 @@
+"""Sizes of all buffer pools. Pure.
+
+Pools are sized here and nowhere else, so that a plan counts every buffer before one is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.config import Config
+from infinity.plan.discovered import Discovered
+from infinity.plan.layout import UnitLayout
+from infinity.plan.placement import Policy, tiles
+from infinity.plan.policy import DeviceInfo, RankInfo
+
+UNITS = "units"
+GRADIENTS = "gradients"
+GRADIENTS_TO_REDUCE = "gradients to reduce"
+GRADIENT_SHARDS = "gradient shards"
+STORED_GRADIENTS = "stored gradients"
+TILES = "tiles"
+GRADIENT_TILES = "gradient tiles"
+PARAMETER_SHARDS = "parameter shards"
+STAGING = "staging"
+COLLECTIVES = "collectives"
+
+STAGING_BYTES = 8 << 20
+"""Bytes of a staging buffer, through which a disk and a device that cannot share memory exchange data."""
+STAGING_BUFFERS = 4
+
+# The unit that computes, and its parent.
+_HELD = 2
+_UPDATED = 1
+_SMALL = 256 << 10
+"""Bytes of all buffers of a pool up to which it has more of them."""
+_STAYS = 16 << 20
+"""Bytes of a model that stays resident: fetching it again would take the host longer than computing with it."""
+_GRADIENTS_AT_ONCE = 4
+# For shards summed in another dtype than reduced: one is updated from, the next is added to.
+_SUMS_AT_ONCE = 2
+# Half are read ahead, half are written.
+_TILE_BUFFERS = 6
+
+_EXCHANGE_BYTES = 16 << 20
+"""Bytes of a rank's receive buffer for sums: two pieces per other rank, one being summed and one arriving."""
+_PIECES = (256 << 10, 4 << 20)
+"""Smallest and largest bytes of a piece: smaller ones cost round trips, larger ones exceed the cache."""
+_LINE = 64
+"""Alignment of a piece in bytes: whole elements of every dtype."""
+_WIDEST = 4
+"""Bytes of the largest element that is summed."""
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Buffers of one pool. tier: "device" or "host". sizes: buffer bytes → count."""
+
+    name: str
+    tier: str
+    sizes: Mapping[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size * count for size, count in self.sizes.items())
+
+
+def unit_pool(
+    config: Config, discovered: Discovered, layouts: Sequence[UnitLayout], policy: Policy
+) -> tuple[PoolSpec, int]:
+    """Return the pool of device buffers for units, and the bytes of units to prefetch.
+
+    The buffers suffice for the units that nested modules hold at once, those prefetched or cached, and one whose update
+    is being written.
+    """
+    sizes = [layout.nbytes for layout in layouts]
+    if policy.resident:
+        return PoolSpec(UNITS, "device", size_classes(sizes, len(sizes))), sum(sizes)
+    largest = max(sizes)
+    section = config.infinity
+    prefetch = 4 * largest if section.prefetch_bytes == "auto" else int(section.prefetch_bytes)
+    beside = math.ceil(prefetch / largest) + _cached_bytes(config, largest, len(sizes)) // largest + _UPDATED
+    together = [[sizes[unit] for unit in units] for units in discovered.held_together]
+    return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, together, beside)), prefetch
+
+
+def _cached_bytes(config: Config, largest: int, units: int) -> int:
+    """Return the bytes of units that stay resident: `infinity.cache_bytes`."""
+    asked = config.infinity.cache_bytes
+    if asked != "auto":
+        return int(asked)
+    return largest * units if largest * units <= _STAYS else 0
+
+
+def gradient_pools(
+    layouts: Sequence[UnitLayout], policy: Policy, ranks: RankInfo, device: DeviceInfo, *, debug: bool
+) -> Iterator[PoolSpec]:
+    """Yield the pools of gradients on the way from `.grad` to their tier. layouts: of trained units."""
+    dtypes = [policy.grads(layout.dtype) for layout in layouts]
+    collected = [x.numel * kept.collected.itemsize for x, kept in zip(layouts, dtypes, strict=True)]
+    reduced = [x.numel * kept.reduced.itemsize for x, kept in zip(layouts, dtypes, strict=True)]
+    stored = [x.shard_numel * kept.stored.itemsize for x, kept in zip(layouts, dtypes, strict=True)]
+    on_device = policy.optim_tier == "device"
+    few = _in_flight(_GRADIENTS_AT_ONCE, max(collected), debug=debug)
+    at_once = len(layouts) if policy.grads_whole else few
+    if any(kept.collected != kept.reduced for kept in dtypes):
+        yield PoolSpec(GRADIENTS_TO_REDUCE, "device", size_classes(reduced, few))
+    if not device.host_addressable and not on_device:
+        yield PoolSpec(GRADIENT_SHARDS, "host", size_classes([nbytes // ranks.shards for nbytes in reduced], few))
+    yield PoolSpec(GRADIENTS, "device", size_classes(collected, at_once))
+    sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
+    yield PoolSpec(STORED_GRADIENTS, "device" if on_device else "host", {max(stored): sums})
+
+
+def update_pools(
+    layouts: Sequence[UnitLayout], policy: Policy, device: DeviceInfo, *, debug: bool
+) -> Iterator[PoolSpec]:
+    """Yield the pools of the update. Tiles of states in memory need no buffers. layouts: of trained units."""
+    size = policy.tile_size
+    states = max(tiles(x.shard_numel, size, policy.states(x.dtype))[0].nbytes for x in layouts)
+    grads = max(min(x.shard_numel, size) * policy.grads(x.dtype).stored.itemsize for x in layouts)
+    count = _in_flight(_TILE_BUFFERS, states, debug=debug) if policy.optim_tier == "nvme" else 0
+    yield PoolSpec(TILES, "host", {states: count} if count else {})
+    yield PoolSpec(GRADIENT_TILES, "host", {grads: count} if count else {})
+    if not device.host_addressable and policy.optim_tier != "device":
+        yield PoolSpec(PARAMETER_SHARDS, "host", {max(x.shard_nbytes for x in layouts): 2})
+
+
+def reads_ahead(tile_buffers: int) -> int:
+    """Return the number of tiles to read ahead of compute, with this many buffers of tiles (0: tiles are views)."""
+    return max(tile_buffers, _TILE_BUFFERS) // 2
+
+
+def _in_flight(count: int, nbytes: int, *, debug: bool) -> int:
+    """Return the number of buffers of `nbytes` where `count` large ones are needed: up to four times as many small
+    ones, whose copies are bound by latency. `infinity.debug` adds none, so that buffers are reused early.
+    """
+    return count if debug else max(count, min(4 * count, _SMALL // max(nbytes, 1)))
+
+
+def staging_pool() -> PoolSpec:
+    """Return the pool through which nvme and a device that the host cannot address exchange data."""
+    return PoolSpec(STAGING, "host", {STAGING_BYTES: STAGING_BUFFERS})
+
+
+def exchange_piece(largest_sum: int, ranks: int) -> int:
+    """Return the bytes of a piece in exchanges between pairs of ranks. largest_sum: bytes of the largest part."""
+    low, high = _PIECES
+    piece = max(low, min(high, _EXCHANGE_BYTES // (2 * max(1, ranks - 1))))
+    return min(piece // _LINE, -(-largest_sum // _LINE)) * _LINE
+
+
+def largest_sum(layouts: Sequence[UnitLayout], ranks: int) -> int:
+    """Return the bytes of a rank's part of the largest gradient."""
+    largest = max((layout.numel for layout in layouts if layout.trainable), default=0)
+    return -(-largest // ranks) * _WIDEST
+
+
+def exchange_pool(layouts: Sequence[UnitLayout], ranks: RankInfo) -> PoolSpec:
+    """Return the receive buffer of exchanges between pairs of ranks (gloo)."""
+    nbytes = 2 * (ranks.size - 1) * exchange_piece(largest_sum(layouts, ranks.size), ranks.size)
+    return PoolSpec(COLLECTIVES, "host", {nbytes: 1})
+
+
+def size_classes(
+    sizes: Sequence[int], depth: int, together: Collection[Sequence[int]] = (), beside: int = 0
+) -> dict[int, int]:
+    """Return buffer size → count that lets any `depth` units of these sizes be in memory at once, in the fewest bytes.
+
+    sizes: bytes of each unit. together: sets of units (as sizes) that nested modules hold at once. Each set fits along
+    with any `beside` others.
+
+    A class that serves n units has min(n, depth) buffers of its largest unit's size, and more for `together`. Classes
+    are contiguous ranges of the sorted sizes; dynamic programming finds the best partition.
+    """
+    distinct = sorted(set(sizes))
+    counts = [sizes.count(size) for size in distinct]
+    # Sets within `depth` do not change a class.
+    chains = {tuple(sorted(chain)) for chain in together if len(chain) + beside > depth}
+    below = [[bisect_left(chain, size) for size in (*distinct, math.inf)] for chain in chains]
+
+    def buffers(start: int, end: int) -> int:
+        most = max((number[end] - number[start] for number in below), default=0)
+        return min(sum(counts[start:end]), max(depth, most + beside))
+
+    best: list[tuple[int, int]] = [(0, 0)]  # bytes for the first k distinct sizes, and where the last class starts
+    for end in range(1, len(distinct) + 1):
+        options = [(best[start][0] + buffers(start, end) * distinct[end - 1], start) for start in range(end)]
+        best.append(min(options))
+    classes: dict[int, int] = {}
+    end = len(distinct)
+    while end:
+        start = best[end][1]
+        classes[distinct[end - 1]] = buffers(start, end)
+        end = start
+    return classes

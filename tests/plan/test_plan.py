@@ -1,0 +1,178 @@
+"""A plan: what it says is allocated, and it is refused if memory is short."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.comm.collectives import Ranks
+from infinity.config import Config
+from infinity.engine.describe import describe
+from infinity.engine.wiring import plan_model
+from infinity.errors import OutOfMemoryError
+from infinity.plan.plan import Plan, shortage
+from infinity.tiers.device import CpuDevice
+from support.configs import PLACEMENTS, engine_config
+from support.late_device import LateDevice
+from support.models import Stack, seeded
+
+CONFIGS: list[dict[str, Any]] = [
+    *({"param": param, "optim": optim} for param, optim in PLACEMENTS),
+    {"bf16": True, "accumulation": 2},
+    {"bf16": True, "moments": "8bit", "update": "next_forward"},
+    {"stage": 1, "param": "none", "optim": "cpu", "accumulation": 2},
+    {"stage": 0, "param": "none", "optim": "none"},
+    {"prefetch_bytes": 0, "unit_size": 4096},
+    {"cache_bytes": "auto", "debug": False},
+    {"optimizer": "SGD", "clip": 1.0},
+]
+
+
+class CountingDevice(CpuDevice):
+    """Counts what is allocated for the device and for the host."""
+
+    def __init__(self) -> None:
+        self.device_bytes = 0
+        self.host_bytes = 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        self.device_bytes += nbytes
+        return super().empty(nbytes)
+
+    def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
+        self.host_bytes += nbytes
+        return super().host_buffer(nbytes, pin=pin)
+
+
+class CountingLateDevice(LateDevice):
+    """The same, with memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.device_bytes = 0
+        self.host_bytes = 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        self.device_bytes += nbytes
+        return super().empty(nbytes)
+
+    def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
+        self.host_bytes += nbytes
+        return super().host_buffer(nbytes, pin=pin)
+
+
+def on_disk(folder: Path) -> int:
+    """Return the bytes of all open files in `folder`, each counted once."""
+    sizes: dict[int, int] = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{descriptor}"
+        with suppress(OSError):
+            if os.readlink(path).startswith(str(folder)):
+                found = os.stat(path)
+                sizes[found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
+def described(options: dict[str, Any], folder: Path, device: CpuDevice | LateDevice | None = None) -> Plan:
+    model = seeded(Stack)
+    config = engine_config(folder=folder, **options)
+    seam = device or CpuDevice()
+    return plan_model(model, config, [{"params": list(model.parameters())}], seam, Ranks(seam))[0]
+
+
+@pytest.mark.parametrize("options", CONFIGS, ids=str)
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+def test_what_it_says_is_allocated(options: dict[str, Any], late: bool, tmp_path: Path) -> None:
+    device = CountingLateDevice() if late else CountingDevice()
+    plan = described(options, tmp_path, device)
+    assert (device.device_bytes, device.host_bytes, on_disk(tmp_path)) == (0, 0, 0)
+    engine = infinity.initialize(model=seeded(Stack), config=engine_config(folder=tmp_path, **options), device=device)[
+        0
+    ]
+    with engine:
+        assert engine.parts.plan == plan
+        held = {"device": device.device_bytes, "host": device.host_bytes, "nvme": on_disk(tmp_path)}
+        assert held == plan.nbytes() == engine.ledger.tier_bytes()
+
+
+def test_several_folders_are_counted_in_whole_chunks(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    config = engine_config(folder=folders)
+    with pytest.warns(RuntimeWarning, match="one file system"):
+        engine = infinity.initialize(model=seeded(Stack), config=config, device=CpuDevice())[0]
+    with engine:
+        assert on_disk(tmp_path) == engine.parts.plan.nbytes()["nvme"]
+
+
+@pytest.mark.parametrize("options", CONFIGS, ids=str)
+def test_it_fits_in_what_it_needs_and_not_in_a_byte_less(options: dict[str, Any], tmp_path: Path) -> None:
+    plan = described(options, tmp_path)
+    needed = plan.nbytes()["device"] + plan.nbytes()["host"]
+    assert shortage(plan, {"host": needed}) is None
+    missing = shortage(plan, {"host": needed - 1})
+    assert missing is not None and missing[:3] == ("host memory", needed, needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [({"param": "cpu", "optim": "cpu"}, "the device nvme"), ({"prefetch_bytes": 1 << 30}, "infinity.prefetch_bytes")],
+)
+def test_too_little_memory_is_refused_before_a_byte(
+    options: dict[str, Any], fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.tiers.open_tiers.available_memory", lambda: 1000)
+    device = CountingDevice()
+    with pytest.raises(OutOfMemoryError, match=fix):
+        infinity.initialize(model=seeded(Stack), config=engine_config(folder=tmp_path, **options), device=device)
+    assert (device.device_bytes, device.host_bytes, list(tmp_path.iterdir())) == (0, 0, [])
+
+
+class Repeated(nn.Module):
+    """Blocks of several units each, of which the last differs."""
+
+    def __init__(self, depth: int, width: int = 64) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
+            for _ in range(depth)
+        )
+        self.layers.append(nn.Linear(width, 2 * width))
+
+
+def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
+    model = Repeated(40)
+    config = Config.load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+            "infinity": {"unit_size": 70_000},
+        }
+    )
+    device = CpuDevice()
+    plan, _ = plan_model(model, config, [{"params": list(model.parameters())}], device, Ranks(device))
+    lines = describe(plan).splitlines()
+    assert len(plan.units) > 80
+    assert any(line.startswith("layers.0 … 39 (40 alike)  33,088 ") for line in lines)
+    assert any(line.startswith("layers.40 ") for line in lines)
+    assert len(lines) <= 8
+
+
+def test_a_llama_of_7b_takes_eight_lines(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
+    device = CpuDevice()
+    config = engine_config(folder=tmp_path, bf16=True, unit_size="64MiB", debug=False)
+    plan, _ = plan_model(model, config, [{"params": list(model.parameters())}], device, Ranks(device))
+    text = describe(plan)
+    assert "model.layers.0 … 31 (32 alike)" in text and len(text.splitlines()) <= 9
