@@ -10,6 +10,7 @@ from torch import nn
 
 from infinity.checkpoint.background import Saver
 from infinity.comm.collectives import Ranks
+from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
@@ -28,6 +29,7 @@ from infinity.update.pipeline import UpdatePipeline
 class UpdateParts:
     """Parts that a training engine has besides: gradients, and the update of units."""
 
+    step: Step
     collector: GradCollector
     gradients: GradStore
     pipeline: UpdatePipeline

@@ -21,11 +21,11 @@ from infinity.checkpoint.save import save
 from infinity.comm.collectives import Ranks
 from infinity.comm.groups import Group
 from infinity.config import Config
-from infinity.engine import step_order
 from infinity.engine.base import Runner
-from infinity.engine.loss_scale import LossScale, ScaledBackwards
+from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
 from infinity.engine.optimizer import ParamGroups, param_groups, unit_optimizer, watch_other_optimizers
+from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
@@ -76,15 +76,12 @@ class Engine(Runner):
         self.global_steps = 0
         self.skipped_steps = 0
         """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
-        self.micro_steps = 0
-        self._unsynced = 0
-        """Nesting depth of open `no_sync` blocks."""
         self.loss_scale = LossScale.of(config.fp16)
-        self._scaled = ScaledBackwards()
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         assert parts.training is not None
         self.updates = parts.training
+        self._step = parts.training.step
         super().__init__(called, config, parts)
         self.optimizer.on_step(
             self._update, self._zero_grad, TierStates(parts, config, self.settle_between_steps, self._failing)
@@ -92,6 +89,11 @@ class Engine(Runner):
         self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
+
+    @property
+    def micro_steps(self) -> int:
+        """Number of micro-batches of the present step whose gradients have been collected."""
+        return self._step.micro_steps
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -110,13 +112,7 @@ class Engine(Runner):
             raise UsageError(
                 "engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled"
             )
-        if self.updates.collector.complete and self.parts.plan.update == "during_backward":
-            raise UsageError(
-                "engine.backward() was called more than gradient_accumulation_steps times "
-                f"({self.batch.accumulation}) before engine.step(), and the last of these has updated units. Call "
-                "engine.step() first, add the losses of a micro-batch and call backward once, raise "
-                'gradient_accumulation_steps, or set infinity.update to "next_forward".'
-            )
+        self._step.check(Call.BACKWARD)
         if self.config.infinity.check_nan and not self.config.fp16.enabled:
             self._check_loss(loss)
         self._loss = loss.detach()
@@ -135,7 +131,7 @@ class Engine(Runner):
         scale, accumulation = self.loss_scale.value, self.batch.accumulation
         if scale == accumulation == 1:
             return loss
-        return self._scaled.watch(loss * (scale / accumulation))
+        return self._step.scaled.watch(loss * (scale / accumulation))
 
     @eager
     def step(self) -> None:
@@ -146,9 +142,7 @@ class Engine(Runner):
         """
         self._check_open()
         self._conclude_backward()
-        self._check_synced()
-        if self.micro_steps == 0:
-            raise UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
+        self._step.check(Call.STEP)
         if self.micro_steps < self.batch.accumulation:
             return
         self._hooks.check_replaced()
@@ -180,45 +174,35 @@ class Engine(Runner):
                 "engine.no_sync() sums gradients over micro-batches, for which there is room only with accumulation: "
                 "set gradient_accumulation_steps to the number of micro-batches of a step"
             )
-        self._unsynced += 1
-        try:
+        with self._step.no_sync():
             yield
-        finally:
-            self._unsynced -= 1
-
-    def _check_synced(self) -> None:
-        if self._unsynced:
-            raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
 
     def _check_scaled(self) -> None:
-        unscaled, micro_steps = self._scaled.unscaled, self.micro_steps
+        unscaled, micro_steps = self._step.scaled.unscaled, self.micro_steps
         if self.loss_scale.value != 1.0 and unscaled:
             self.drop_gradients()
-            raise step_order.unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
+            raise unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
 
     def _zero_grad(self) -> None:
         """Action of `optimizer.zero_grad`: drop unused gradients. Raises UsageError within a step."""
         if self.micro_steps == 0:
             return
-        self._check_unspent("optimizer.zero_grad()")
-        if self.micro_steps < self.batch.accumulation:
-            raise step_order.zero_grad_in_mid_step(self.micro_steps, self.batch.accumulation)
+        self._step.check(Call.ZERO_GRAD, "optimizer.zero_grad()")
         self.drop_gradients()
 
     def _end_step(self) -> None:
         """Reset the state of the step, after its gradients were passed to updates or dropped after an overflow."""
         self.updates.collector.end_step()
         self.parts.store.end_step()
-        self._scaled.forget()
-        self.micro_steps = 0
+        self._step.end()
 
     @uninterrupted()
     def _update(self) -> None:
         """Action of `optimizer.step`: turn the step's stored gradients into pending updates and end the step."""
         self._check_open()
-        self._check_synced()
+        self._step.check(Call.OPTIMIZER_STEP)
         if self.parts.backward.conclude():
-            raise step_order.after_a_failed_backward()
+            raise after_a_failed_backward()
         if self.micro_steps == 0:
             return
         self._check_scaled()
@@ -241,11 +225,11 @@ class Engine(Runner):
         the result would differ from a plain loop.
         """
         present = self.optimizer.hypers()
-        if self.updates.collector.spent:
+        if self._step.updated:
             for group, (now, used) in enumerate(zip(present, self.updates.updater.hypers, strict=True)):
                 names = [name for name in HYPER_KEYS[now.rule] if getattr(now, name) != getattr(used, name)]
                 if names:
-                    raise step_order.changed_during_update(group, ", ".join(names))
+                    raise changed_during_update(group, ", ".join(names))
         return present
 
     def _make_due(self) -> bool:
@@ -314,7 +298,7 @@ class Engine(Runner):
         """Raise NonFiniteError if `norm`, of the gradients not yet applied and equal on all ranks, is not finite."""
         if math.isfinite(norm) or not self.config.infinity.check_nan:
             return
-        spent = self.updates.collector.spent
+        spent = bool(self._step.updated)
         self.updates.gradients.settle()
         self._end_step()
         if spent:
@@ -347,20 +331,17 @@ class Engine(Runner):
         self.parts.store.tracer.begin("train" if training else "eval")
 
     def _on_backward(self) -> None:
-        last = self.micro_steps + 1 >= self.batch.accumulation
-        self.updates.collector.last_micro_step = last and not self._unsynced
+        self._step.begin_backward()
         self.updates.updater.hypers = self.optimizer.hypers()
 
     def _on_backward_end(self) -> None:
-        counts = self.updates.collector.end_backward()
-        self.micro_steps += counts
-        self._scaled.end(counts=counts)
+        self._step.end_backward(counts=self.updates.collector.end_backward())
 
     def _conclude_backward(self) -> None:
         """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""
         if not self.parts.backward.conclude():
             return
-        if self.updates.collector.spent:
+        if self._step.updated:
             self._broken = "a backward failed after some units had been updated with its gradients"
         self.abandon_step()
         super()._conclude_backward()
@@ -368,8 +349,7 @@ class Engine(Runner):
 
     def _check_readable(self, what: str) -> None:
         """Raise UsageError if backward has already updated units, since their previous values are overwritten."""
-        if self.updates.collector.spent:
-            raise step_order.read_during_update(what)
+        self._step.check(Call.READ, what)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -377,7 +357,7 @@ class Engine(Runner):
             try:
                 yield
             except (LifetimeError, NonFiniteError) as error:
-                if self.updates.collector.spent:
+                if self._step.updated:
                     self._broken = str(error)
                 raise
 
@@ -479,7 +459,7 @@ class Engine(Runner):
 
     def drop_gradients(self) -> None:
         """Drop the gradients collected since the last step. Raises UsageError if units were updated with them."""
-        self._check_unspent("engine.drop_gradients()")
+        self._step.check(Call.DROP_GRADIENTS, "engine.drop_gradients()")
         self.abandon_step()
 
     def abandon_step(self) -> None:
@@ -488,8 +468,7 @@ class Engine(Runner):
         """
         self.updates.collector.discard()
         self.parts.store.end_step()
-        self._scaled.forget()
-        self.micro_steps = 0
+        self._step.end()
 
     def settle_between_steps(self, what: str) -> None:
         """Call `settle`. Raises UsageError between backward and step, since `what` does not include gradients."""
@@ -498,13 +477,7 @@ class Engine(Runner):
 
     def _check_between_steps(self, what: str) -> None:
         """Raise UsageError between backward and step. what: a noun that begins the error's text."""
-        spent = self.updates.collector.spent
-        if self.micro_steps or spent:
-            raise step_order.before_the_step(what, self.micro_steps, self.batch.accumulation, spent=spent)
-
-    def _check_unspent(self, call: str) -> None:
-        if self.updates.collector.spent:
-            raise step_order.updated_during_backward(call)
+        self._step.check(Call.STATES, what)
 
     def _restore(self, index: Index) -> None:
         """Restore step counts, hyper-parameters, schedule and loss scale from a checkpoint's index."""

@@ -15,6 +15,7 @@ from infinity.config import Config
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
 from infinity.engine.parts import EngineParts, UpdateParts
+from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.errors import ConfigError
 from infinity.grads.collector import GradCollector
@@ -140,8 +141,9 @@ def wire(
         store = make_store(pipeline, lambda unit, passed: collector.moved_on(unit, passed))
         updater = Updater(store, gradients, ranks, check_nan=config.infinity.check_nan)
         early = updater if plan.update == "during_backward" else None
-        collector = GradCollector(units, ranks, buffers, gradients, early, on_arrival=backward.notice)
-        training = UpdateParts(collector=collector, gradients=gradients, pipeline=pipeline, updater=updater)
+        step = Step(plan.accumulation, early=early is not None)
+        collector = GradCollector(units, ranks, buffers, gradients, step, early, on_arrival=backward.notice)
+        training = UpdateParts(step=step, collector=collector, gradients=gradients, pipeline=pipeline, updater=updater)
     return EngineParts(
         plan=plan,
         device=device,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -64,6 +64,16 @@ class EarlyUpdates(Protocol):
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None: ...
 
 
+class StepState(Protocol):
+    """The present step (`infinity.engine.step`)."""
+
+    @property
+    def updated(self) -> Collection[int]: ...
+    @property
+    def is_last_micro_step(self) -> bool: ...
+    def add_updated(self, units: Iterable[int]) -> None: ...
+
+
 class GradCollector:
     """Collects the gradients of one step. Called from the thread that runs backward."""
 
@@ -73,6 +83,7 @@ class GradCollector:
         ranks: Ranks,
         places: GradPlaces,
         store: GradStore,
+        step: StepState,
         updater: EarlyUpdates | None,
         on_arrival: Callable[[], None],
     ) -> None:
@@ -93,13 +104,9 @@ class GradCollector:
         """Units that ever received a gradient after their last use."""
         self._punctual: set[int] = set()
         """Units that were passed in an earlier backward and are not late."""
-        self._sent_live: set[int] = set()
+        self._step = step
         self._sums_at_once = ranks.alone and places.device.host_addressable
         """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
-        self.last_micro_step = False
-        """True if the running backward is the last of its step."""
-        self.complete = False
-        """True if the last backward of the step has ended."""
         self.wait_seconds = 0.0
         self._updater = updater
         self._on_arrival = on_arrival
@@ -133,7 +140,7 @@ class GradCollector:
     def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         self._on_arrival()
         index = unit.index
-        if index in self._sent_live:
+        if index in self._step.updated:
             raise LifetimeError(
                 f"unit {unit.name} received a gradient after its update in the same step. Load the last checkpoint. "
                 "For several backwards a step set gradient_accumulation_steps; for a model that uses a unit more often "
@@ -175,7 +182,7 @@ class GradCollector:
     @property
     def _sends(self) -> bool:
         """Return whether gradients are reduced in this micro-batch, instead of summed whole until the last one."""
-        return self.last_micro_step or not self._places.whole
+        return self._step.is_last_micro_step or not self._places.whole
 
     def _put(self, flat: torch.Tensor, place: Slot, gradient: torch.Tensor, *, add: bool) -> float | None:
         """Copy a gradient to its slot, or add it. Returns its sum of squares, from the same pass, if it is final and
@@ -228,7 +235,6 @@ class GradCollector:
         self._punctual |= self._passed
         self._punctual -= self._late
         self._passed = set()
-        self.complete = self.complete or self.last_micro_step
         return True
 
     def send_all(self) -> None:
@@ -240,11 +246,6 @@ class GradCollector:
     def in_mid_backward(self) -> bool:
         """Return whether gradients have arrived in a backward that has not ended."""
         return bool(self._arrivals)
-
-    @property
-    def spent(self) -> bool:
-        """Return whether units have been updated with gradients of the present step."""
-        return bool(self._sent_live)
 
     def _send(self, unit: Unit, *, complete: bool) -> None:
         collecting = self._open.pop(unit.index)
@@ -260,8 +261,8 @@ class GradCollector:
         reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
         reached = self._places.device.compute_reached()
         sent = Sent(unit, flat, lease, reduced, reached, present, collecting.total())
-        if complete and self.last_micro_step and self._updater is not None and self._updater.can_update_now(unit):
-            self._sent_live.add(unit.index)
+        if complete and self._step.is_last_micro_step and self._updater and self._updater.can_update_now(unit):
+            self._step.add_updated([unit.index])
             self._updater.update_now(unit, self._store.land(sent))
         else:
             self._store.keep(sent)
@@ -286,14 +287,14 @@ class GradCollector:
 
     def is_updating(self, unit: Unit) -> bool:
         """Return whether the unit's gradient of this step was passed to its update."""
-        return unit.index in self._sent_live
+        return unit.index in self._step.updated
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def hand_over(self) -> list[int]:
         """Return the units with stored gradients, in unit order. These accept no more gradients in this step."""
         units = self._store.hand_over()
-        self._sent_live.update(units)
+        self._step.add_updated(units)
         return units
 
     def end_step(self) -> None:
@@ -315,5 +316,3 @@ class GradCollector:
     def _forget_arrivals(self) -> None:
         for unit in self._units:
             unit.collected.clear()
-        self._sent_live = set()
-        self.complete = False

@@ -53,6 +53,8 @@ class Plan:
     ranks: RankInfo
     device: DeviceInfo
     stage: int
+    accumulation: int
+    """Micro-batches of a step."""
     pin_memory: bool
     """Pin the host tier, so that a CUDA device copies asynchronously."""
 
@@ -90,7 +92,8 @@ def make_plan(
     the config's. Raises ModelError for dtypes that cannot be trained.
     """
     layouts = lay_out(discovered, dtype or compute_dtype(config), ranks.shards)
-    rules = policy(config, config.resolve_batch(ranks.size).accumulation if train else 1, ranks)
+    accumulation = config.resolve_batch(ranks.size).accumulation if train else 1
+    rules = policy(config, accumulation, ranks)
     placement = place(layouts, rules)
     units, prefetch_bytes = unit_pool(config, discovered, layouts, rules)
     pools = [units]
@@ -116,6 +119,7 @@ def make_plan(
         ranks=ranks,
         device=device,
         stage=zero.stage,
+        accumulation=accumulation,
         pin_memory=any(
             part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu"
         ),

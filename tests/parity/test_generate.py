@@ -131,7 +131,7 @@ def test_between_backward_and_step_of_updates_during_backward(tmp_path: Path) ->
             before = expected(reference, "greedy")
             optimizer.step()
             optimizer.zero_grad()
-            begun.append(engine.updates.collector.spent)
+            begun.append(bool(engine.updates.step.updated))
             if begun[-1]:
                 with pytest.raises(UsageError, match=r'infinity\.update to "next_forward"'):
                     say(engine.generate, "greedy")

@@ -247,7 +247,7 @@ def test_a_gradient_after_the_update_is_refused(make_engine: OpenEngine) -> None
         engine.step()
     out = engine(inputs[2])
     out.square().mean().backward()
-    assert engine.updates.collector.spent
+    assert engine.updates.step.updated
     with pytest.raises(LifetimeError, match="received a gradient after its update in the same step"):
         out.sum().backward()
 

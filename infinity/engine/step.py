@@ -1,0 +1,175 @@
+"""The state of one training step: micro-batches, updated units, and the calls that are legal.
+
+A step begins with its first backward and ends with `engine.step()`. `Step` is the only place that counts micro-batches;
+the collector of gradients, the hooks and the engine ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum, auto
+
+from infinity.engine.loss_scale import ScaledBackwards
+from infinity.errors import UsageError
+
+
+class Phase(Enum):
+    """How far a step is."""
+
+    IDLE = "between two steps: no gradients"
+    ACCUMULATING = "some of the step's micro-batches are in"
+    COLLECTED = "all micro-batches are in, and nothing has been updated"
+    UPDATED = "backward has updated units with the step's gradients"
+
+
+class Call(Enum):
+    """Calls of users that depend on the phase."""
+
+    READ = auto()  # a forward, or a read of parameters
+    BACKWARD = auto()
+    STEP = auto()
+    OPTIMIZER_STEP = auto()
+    ZERO_GRAD = auto()
+    DROP_GRADIENTS = auto()
+    STATES = auto()  # a checkpoint or a state_dict, which hold no gradients
+
+
+LEGAL: Mapping[Phase, frozenset[Call]] = {
+    Phase.IDLE: frozenset(Call) - {Call.STEP},
+    Phase.ACCUMULATING: frozenset(Call) - {Call.ZERO_GRAD, Call.STATES},
+    Phase.COLLECTED: frozenset(Call) - {Call.STATES},
+    Phase.UPDATED: frozenset({Call.STEP, Call.OPTIMIZER_STEP}),
+}
+"""Phase → calls that may be made in it."""
+
+
+class Step:
+    """The present step of one engine. accumulation: micro-batches of a step. early: backward updates units."""
+
+    def __init__(self, accumulation: int, *, early: bool) -> None:
+        self.accumulation = accumulation
+        self.micro_steps = 0
+        """Number of backwards that left gradients in this step."""
+        self.updated: set[int] = set()
+        """Units that were updated with gradients of this step, or are due; they accept no more gradients."""
+        self.is_last_micro_step = False
+        """True if the running backward is the last of its step."""
+        self.is_complete = False
+        """True if the last backward of the step has ended."""
+        self.scaled = ScaledBackwards()
+        self._early = early
+        self._unsynced = 0
+
+    @property
+    def phase(self) -> Phase:
+        if self.updated:
+            return Phase.UPDATED
+        if self.micro_steps == 0:
+            return Phase.IDLE
+        return Phase.ACCUMULATING if self.micro_steps < self.accumulation else Phase.COLLECTED
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def check(self, call: Call, what: str = "") -> None:
+        """Raise UsageError, with the fix, if `call` is not legal now. what: a clause or noun that begins the text."""
+        if self._unsynced and call in (Call.STEP, Call.OPTIMIZER_STEP):
+            raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
+        if call is Call.BACKWARD and self._early and self.is_complete:
+            raise self._too_many_backwards()
+        if call not in LEGAL[self.phase]:
+            raise self._refusal(call, what)
+
+    def _refusal(self, call: Call, what: str) -> UsageError:
+        if call is Call.STEP:
+            return UsageError("engine.step() was called without a backward before it: call engine.backward(loss) first")
+        if call is Call.BACKWARD:
+            return self._too_many_backwards()
+        if call is Call.READ:
+            return UsageError(
+                f"{what} between backward and engine.step(), and backward has already updated units with this step's "
+                'gradients. Call engine.step() first, set infinity.update to "next_forward", which changes nothing '
+                "before engine.step(), or, for several backwards a step, set gradient_accumulation_steps."
+            )
+        if call is Call.STATES:
+            return self._without_gradients(what)
+        if self.phase is Phase.UPDATED:
+            return UsageError(
+                f"{what} cannot drop the gradients of this step: backward has already updated units with them. Call "
+                'engine.step() first, or set infinity.update to "next_forward", so that backward updates nothing'
+            )
+        return UsageError(
+            f"{what} was called after {self.micro_steps} of {self.accumulation} micro-batches of a step, whose "
+            "gradients are being summed; the step clears them itself. To drop them, call engine.drop_gradients()"
+        )
+
+    def _too_many_backwards(self) -> UsageError:
+        return UsageError(
+            f"engine.backward() was called more than gradient_accumulation_steps times ({self.accumulation}) before "
+            "engine.step(), and the last of these has updated units. Call engine.step() first, add the losses of a "
+            "micro-batch and call backward once, raise gradient_accumulation_steps, or set infinity.update to "
+            '"next_forward".'
+        )
+
+    def _without_gradients(self, what: str) -> UsageError:
+        if self.phase is Phase.ACCUMULATING:
+            return UsageError(
+                f"{what} holds no gradients, and {self.micro_steps} of {self.accumulation} micro-batches are in: call "
+                "backward for the others and engine.step() first, or drop them with engine.drop_gradients()"
+            )
+        return UsageError(f"{what} holds no gradients: make it after engine.step(), not between backward and step")
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Postpone the last micro-batch of the step until after the block. Blocks nest."""
+        self._unsynced += 1
+        try:
+            yield
+        finally:
+            self._unsynced -= 1
+
+    def begin_backward(self) -> None:
+        self.is_last_micro_step = self.micro_steps + 1 >= self.accumulation and not self._unsynced
+
+    def end_backward(self, *, counts: bool) -> None:
+        """Count a backward that ended. counts: it left gradients; `torch.autograd.grad` leaves none."""
+        self.micro_steps += counts
+        self.is_complete = self.is_complete or (counts and self.is_last_micro_step)
+        self.scaled.end(counts=counts)
+
+    def add_updated(self, units: Iterable[int]) -> None:
+        self.updated.update(units)
+
+    def end(self) -> None:
+        """End the step: its gradients were passed to updates, or dropped."""
+        self.micro_steps = 0
+        self.updated = set()
+        self.is_complete = False
+        self.scaled.forget()
+
+
+def changed_during_update(group: int, names: str) -> UsageError:
+    """Return the error for hyper-parameters `names` of a param_group that changed after backward had updated units."""
+    return UsageError(
+        f"{names} of param_group {group} changed between backward and engine.step(), and backward has already updated "
+        "units with the values before. Change them before backward or after engine.step(), or set infinity.update to "
+        '"next_forward", which changes nothing before engine.step(). To go on, set them back.'
+    )
+
+
+def unscaled_loss(unscaled: int, micro_steps: int, scale: float) -> UsageError:
+    """Return the error for gradients without the loss scale of fp16."""
+    return UsageError(
+        f"{unscaled} of {micro_steps} backwards of this step started from a loss that was not scaled by {scale:g}, as "
+        "fp16 needs; the gradients were dropped. Call engine.backward(loss), or engine.scale(loss).backward()"
+    )
+
+
+def after_a_failed_backward() -> UsageError:
+    """Return the error for `optimizer.step()` after a backward that an exception cut short."""
+    return UsageError(
+        "optimizer.step() was called after a backward that failed: its gradients are incomplete. Call the model again, "
+        "which drops them, then backward and step"
+    )
