@@ -48,11 +48,11 @@ def candidates(rank: int, ranks: int, numel: int) -> dict[tuple[str, str], Calla
     import torch.distributed as dist
 
     from infinity.comm import collectives
-    from infinity.comm.pairs import Pairs
+    from infinity.comm.pairs import PairwiseCollectives
 
     flat, copy, shard = torch.zeros(numel), torch.empty(numel), torch.empty(numel // ranks)
     own = flat.view(ranks, -1)[rank]
-    pairs = Pairs(dist.group.WORLD, rank, ranks, sums=shard.nbytes)
+    pairs = PairwiseCollectives(dist.group.WORLD, rank, ranks, sums=shard.nbytes)
     words, said = torch.zeros(3, dtype=torch.int64), torch.empty(3 * ranks, dtype=torch.int64)
 
     def all_to_all() -> None:
@@ -71,7 +71,7 @@ def candidates(rank: int, ranks: int, numel: int) -> dict[tuple[str, str], Calla
         ("all-reduce", "gloo"): lambda: dist.all_reduce(flat),
         ("all-reduce", "pairs"): lambda: pairs.all_reduce(flat),
         ("agreement", "gloo"): lambda: collectives._all_gather(said, words),
-        ("agreement", "pairs"): lambda: pairs.tell([0, 0, 0]),
+        ("agreement", "pairs"): lambda: pairs.all_gather_ints([0, 0, 0]),
     }
 
 

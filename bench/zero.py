@@ -265,7 +265,7 @@ def serve(rank: int, name: str, args: argparse.Namespace, meeting: str, pipe: Co
 # -- the rounds --------------------------------------------------------------------------------------------------------
 
 
-class Ranks:
+class Communicator:
     """The rank processes of one contender."""
 
     def __init__(self, name: str, args: argparse.Namespace, folder: str) -> None:
@@ -313,7 +313,7 @@ class Ranks:
             process.join()
 
 
-def one_round(groups: list[Ranks], number: int, steps: int) -> list[Sample]:
+def one_round(groups: list[Communicator], number: int, steps: int) -> list[Sample]:
     turn = number % len(groups)
     return [{"round": number, **group.turn(steps)} for group in groups[turn:] + groups[:turn]]
 
@@ -323,7 +323,7 @@ def measure(args: argparse.Namespace) -> tuple[list[Sample], dict[str, Any]]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name in args.only:
-                groups.append(Ranks(name, args, folder))
+                groups.append(Communicator(name, args, folder))
                 print(f"{name}: ready", file=sys.stderr, flush=True)
         samples = []
         for number in range(-1, args.rounds):

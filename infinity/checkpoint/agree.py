@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infinity.checkpoint.format import INDEX, LATEST, find
 from infinity.comm.agreement import by_value
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.errors import CheckpointError, RanksError
 
 _SAVE, _LOAD = "saves", "loads"
@@ -36,7 +36,7 @@ class _Call:
         return f"{self.does} tag {self.tag!r} in {self.directory}" + (f" ({self.error})" if self.error else "")
 
 
-def target_of(ranks: Ranks, directory: str | Path, tag: str, background: bool) -> Path:
+def target_of(ranks: Communicator, directory: str | Path, tag: str, background: bool) -> Path:
     """Return the folder to write, the same on all ranks. All ranks call it; nothing is changed.
 
     Raises RanksError if the ranks differ in directory, tag or `background`, and CheckpointError if directory or tag
@@ -45,7 +45,7 @@ def target_of(ranks: Ranks, directory: str | Path, tag: str, background: bool) -
     return _agreed(ranks, _SAVE, directory, tag, lambda: _writable(directory, tag), background)
 
 
-def folder_of(ranks: Ranks, directory: str | Path, tag: str | None) -> Path:
+def folder_of(ranks: Communicator, directory: str | Path, tag: str | None) -> Path:
     """Return the folder to read, the same on all ranks. All ranks call it. tag: None means the one `latest` names.
 
     Raises RanksError if the ranks differ in directory, tag or index, and CheckpointError if there is no checkpoint.
@@ -76,7 +76,7 @@ def _check_directory(directory: str | Path) -> None:
 
 
 def _agreed(
-    ranks: Ranks, does: str, directory: str | Path, tag: str | None, folder: Callable[[], Path], background: bool
+    ranks: Communicator, does: str, directory: str | Path, tag: str | None, folder: Callable[[], Path], background: bool
 ) -> Path:
     found, error = None, None
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError
 from infinity.observe.log import logger
@@ -27,7 +27,7 @@ class Saving:
 
     def __init__(self, path: Path, units: Iterable[int]) -> None:
         self.path = path
-        self.told = False
+        self.reported = False
         """Whether somebody knows how it ended."""
         self._copied: dict[int, Future[None]] = {index: Future() for index in units}
         self._ended: Future[None] = Future()
@@ -43,7 +43,7 @@ class Saving:
         written: then nothing is left of it, and the checkpoint before is still the last one.
         """
         self._ended.result()
-        self.told = True
+        self.reported = True
         if (error := self.error()) is not None:
             raise error
         return self.path
@@ -56,11 +56,11 @@ class Saving:
         error.__cause__ = self._failure
         return error
 
-    def copied(self, unit: int) -> Transfer:
+    def snapshot_read(self, unit: int) -> Transfer:
         """Done when the unit's states have been read."""
         return Promised(self._copied[unit])
 
-    def let_go(self, unit: int) -> None:
+    def release_unit(self, unit: int) -> None:
         """Training may write the unit's states."""
         self._copied[unit].set_result(None)
 
@@ -96,7 +96,7 @@ class Saver:
         self._then: Callable[[], None] | None = None
         """What is done when the thread has ended."""
 
-    def channel(self, ranks: Ranks) -> SideChannel:
+    def channel(self, ranks: Communicator) -> SideChannel:
         """What checkpoints are exchanged through. All ranks call it, from the thread that runs the model."""
         if self._channel is None:
             self._channel = SideChannel(ranks)
@@ -132,23 +132,23 @@ class Saver:
         if self._open is not None:
             self._open._ended.result()
 
-    def over(self, ranks: Ranks) -> bool:
+    def poll_finished(self, ranks: Communicator) -> bool:
         """Whether a save has ended since the last call of `failure`. All ranks call it, and get the same answer."""
         return self._open is not None and ranks.totals(float(self._open.done()))[0] > 0
 
-    def failure(self, ranks: Ranks) -> CheckpointError | None:
+    def failure(self, ranks: Communicator) -> CheckpointError | None:
         """Wait for the save under way; why it ended badly, told once. All ranks call it, and all are told."""
         if self._open is None:
             return None
         self.join()
         saving = self._open
         error = saving.error()
-        (untold,) = ranks.totals(float(error is not None and not saving.told))
-        self._open, saving.told = None, True
+        (untold,) = ranks.totals(float(error is not None and not saving.reported))
+        self._open, saving.reported = None, True
         return error if untold else None
 
     @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
+    def closing(self) -> Iterator[None]:
         """Around the end of the engine on this rank: raises at last why a save ended badly, if nobody was told.
 
         It is logged where another error is being raised, which it must not replace.
@@ -191,9 +191,9 @@ class Saver:
 
     def _untold(self) -> CheckpointError | None:
         saving = self.last
-        if saving is None or saving.told:
+        if saving is None or saving.reported:
             return None
-        saving.told = True
+        saving.reported = True
         return saving.error()
 
     def _log(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.plan.plan import Plan
 from infinity.rules import MomentFormat, Rule
 from infinity.tiers.device import Device
@@ -22,7 +22,7 @@ class ModelParts(Protocol):
     @property
     def units(self) -> list[Unit]: ...
     @property
-    def ranks(self) -> Ranks: ...
+    def ranks(self) -> Communicator: ...
     @property
     def device(self) -> Device: ...
     @property

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from infinity.checkpoint.format import reason
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError
 from infinity.observe.log import logger
@@ -25,7 +25,7 @@ def pack_states(channel: SideChannel, device: torch.device) -> bytes:
     return _packed([torch.frombuffer(bytearray(own), dtype=torch.uint8) for own in packed])
 
 
-def read_states(file: Path, ranks: Ranks) -> dict[str, Any] | None:
+def read_states(file: Path, ranks: Communicator) -> dict[str, Any] | None:
     """What this rank's generators were in; None if the file was saved before there were any, or by more or fewer
     ranks.
     """
@@ -41,7 +41,7 @@ def read_states(file: Path, ranks: Ranks) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{file} cannot be read ({reason(error)}): the checkpoint is damaged, use another one"
         ) from None
-    if ranks.speaks:
+    if ranks.is_main_rank:
         here = ranks.size * ranks.model.size
         logger.info("random-number states of %d ranks are not restored on %d", len(packed), here)
     return None

@@ -88,7 +88,7 @@ def save(
             with uninterrupted():
                 # What would change a unit's states waits until they are read.
                 for unit in parts.units:
-                    unit.copied = saving.copied(unit.index)
+                    unit.snapshot_read = saving.snapshot_read(unit.index)
                 saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
                 started = True
         else:
@@ -141,14 +141,14 @@ def _write(
     states: UnitStates,
     channel: SideChannel,
     writer: Writer | None,
-    let_go: Callable[[int], None],
+    release_unit: Callable[[int], None],
 ) -> None:
     """Write everything, all ranks in step. let_go: called with a unit whose states are in memory here."""
     needed = channel.rank == 0 or channel.shards > 1
 
     def read(layout: UnitLayout) -> Flats:
         flats = states.read_shards(layout) if needed else {}
-        let_go(layout.index)
+        release_unit(layout.index)
         return flats
 
     def write(layout: UnitLayout, tensors: dict[str, torch.Tensor]) -> None:
@@ -190,12 +190,12 @@ def _write_beside(
 ) -> None:
     """The same while training goes on. It refers to neither model nor engine, which may be dropped meanwhile."""
 
-    def let_go(unit: int) -> None:
-        saving.let_go(unit)
+    def release_unit(unit: int) -> None:
+        saving.release_unit(unit)
         saving.check_stopped()
 
     try:
-        _write(snapshot, states, channel, writer, let_go)
+        _write(snapshot, states, channel, writer, release_unit)
     except BaseException:
         if writer is None or not writer.whole:  # else only another rank was lost, after the end
             raise

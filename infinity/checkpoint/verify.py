@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import Index, key, shape_of
 from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.errors import CheckpointError
 
 
@@ -40,7 +40,7 @@ def check_files(index: Index, folder: Path) -> None:
             ) from None
 
 
-def check_contents(index: Index, folder: Path, ranks: Ranks | None = None) -> None:
+def check_contents(index: Index, folder: Path, ranks: Communicator | None = None) -> None:
     """CheckpointError if a file's content is not what was written, as its checksum tells.
 
     ranks: they share the work, and all of them raise; every rank calls it. Checkpoints before version 3 have no

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.agreement import by_value, disagreement, failures
-from infinity.comm.groups import Group, data_parallel, retire, twin
-from infinity.comm.model_parallel import ModelRanks
-from infinity.comm.pairs import Pairs
+from infinity.comm.groups import Group, data_parallel, destroy_group, duplicate_group
+from infinity.comm.model_parallel import TensorParallelMesh
+from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import InfinityError, RanksError
 from infinity.plan.layout import UnitLayout
 from infinity.plan.policy import RankInfo
@@ -62,7 +62,7 @@ class Traffic:
     all_reduces: int = 0
 
 
-class Ranks:
+class Communicator:
     """Data-parallel ranks of one engine. Without an initialised process group there is one, and nothing is exchanged.
 
     sharded: units have one shard per rank; otherwise one shard, replicated on all ranks. group: the ranks, by default
@@ -83,31 +83,31 @@ class Ranks:
         self._failure = ""
         self._disagreement = ""
         self.replicas = data_parallel(group)
-        self.model = ModelRanks()
+        self.model = TensorParallelMesh()
         """The model-parallel ranks of this replica."""
         if self.replicas is not None:
             self.rank, self.size = dist.get_rank(self.replicas), dist.get_world_size(self.replicas)
             self.backend = str(dist.get_backend(self.replicas))
-            self._group = twin(self.replicas, self.backend)
+            self._group = duplicate_group(self.replicas, self.backend)
             if self.backend == "gloo":
                 # A rank whose construction fails leaves at once, while others are still connecting to it.
                 dist.barrier(self._group)
-            self._words = self._group if self.backend == "gloo" else twin(self.replicas, "gloo")
-            self._pairs = Pairs(self._words, self.rank, self.size)
+            self._words = self._group if self.backend == "gloo" else duplicate_group(self.replicas, "gloo")
+            self._pairs = PairwiseCollectives(self._words, self.rank, self.size)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm")
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Return whether there is no process group, so that collectives are skipped. A group of one runs them."""
         return not self.backend
 
     @property
-    def speaks(self) -> bool:
+    def is_main_rank(self) -> bool:
         """Return whether this is the main rank, which logs and writes shared files."""
         return self.rank == 0 and self.model.first
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         """The error that prevents all further collectives; empty if there is none."""
         return self._disagreement
 
@@ -126,24 +126,24 @@ class Ranks:
         """Index of this rank's shard."""
         return self.rank if self._sharded else 0
 
-    def know(self, units: Sequence[UnitLayout]) -> None:
+    def set_layouts(self, units: Sequence[UnitLayout]) -> None:
         """Set the layouts of units, by index; the same on all ranks. Allocates the buffers of collectives."""
         self._units = units
         # The same number of words for every collective, so that ranks that issue different ones can compare them.
         self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
         if self.backend == "gloo":
-            self._pairs = Pairs(self._words, self.rank, self.size, sums=largest_sum(units, self.size))
+            self._pairs = PairwiseCollectives(self._words, self.rank, self.size, sums=largest_sum(units, self.size))
             self.nbytes = self._pairs.nbytes
 
     def _straight(self, flat: torch.Tensor) -> bool:
-        """Return whether `Pairs` exchanges `flat` instead of the backend: host memory on gloo."""
+        """Return whether `PairwiseCollectives` exchanges `flat` instead of the backend: host memory on gloo."""
         return self.backend == "gloo" and flat.device.type == "cpu"
 
-    def meet(self, lines: Sequence[str]) -> None:
+    def check_consistent(self, lines: Sequence[str]) -> None:
         """Compare `lines` (`infinity.comm.agreement.in_common`) over ranks. Raises RanksError on all ranks if they
         differ or if a rank failed before.
         """
-        if self.alone:
+        if self.is_single:
             return
         self._met = True
         self._disagreement = self._thread.submit(self._meet, lines).result()
@@ -155,7 +155,7 @@ class Ranks:
             return disagreement(lines, self._failure, self._words)
 
     @contextmanager
-    def making(self) -> Iterator[None]:
+    def construction(self) -> Iterator[None]:
         """Guard the construction of an engine. On an error, inform the other ranks and leave the groups."""
         try:
             yield
@@ -169,18 +169,18 @@ class Ranks:
 
         Does nothing if all ranks have the same error or the others have left.
         """
-        if self.alone or self._disagreement or not isinstance(error, Exception):
+        if self.is_single or self._disagreement or not isinstance(error, Exception):
             return
         self._failure = f"{type(error).__name__}: {error}"
         with suppress(RanksError):
             if self._met:
                 self._together("gives up", 0, lambda: None)
             else:
-                self.meet([])
+                self.check_consistent([])
 
     def all_gather(self, flat: torch.Tensor, after: Transfer, unit: int) -> Transfer:
         """All-gather `flat` (numel,) of a unit in place. This rank's shard is valid once `after` is done."""
-        if self.alone or not self._sharded:
+        if self.is_single or not self._sharded:
             return after
         self.traffic.all_gathers += 1
         self.traffic.all_gather_bytes += flat.numel() * flat.element_size()
@@ -192,7 +192,7 @@ class Ranks:
 
         present: slots with a gradient on this rank. Slots of the other ranks are added to it in place.
         """
-        if self.alone:
+        if self.is_single:
             return after
         collective = self._reduce_scatter
         if self._sharded:
@@ -217,7 +217,7 @@ class Ranks:
             for slot in present:
                 flags[slot // _FLAGS] |= 1 << slot % _FLAGS
             with self._told_of_ends():
-                said = self._pairs.tell([_DOINGS.index(does), unit, *flags])
+                said = self._pairs.all_gather_ints([_DOINGS.index(does), unit, *flags])
             doings = [(kind, index) for kind, index, *_ in said]
             if len(set(doings)) == 1:
                 for words in said:
@@ -302,7 +302,7 @@ class Ranks:
 
     def complete(self, flat: torch.Tensor) -> None:
         """All-gather `flat` (numel,) in place, in host memory. This rank's shard must be valid."""
-        if not self.alone and self._sharded:
+        if not self.is_single and self._sharded:
             self._together("gathers a state", flat.numel(), self._complete, flat)
 
     def _complete(self, flat: torch.Tensor) -> None:
@@ -313,7 +313,7 @@ class Ranks:
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Broadcast `flat`, on host or device, from rank `source`."""
-        if not self.alone:
+        if not self.is_single:
             self._together("broadcasts", flat.numel(), self._broadcast, flat, source)
 
     def _broadcast(self, flat: torch.Tensor, source: int) -> None:
@@ -324,7 +324,7 @@ class Ranks:
 
     def union(self, members: set[int]) -> set[int]:
         """Return the union of unit indices over ranks. Without shards, returns `members` without a collective."""
-        if self.alone or not self._sharded:
+        if self.is_single or not self._sharded:
             return members
         some = {0} if members else set()
         self._thread.submit(self._agreed, "refreshes views", (-1, some), lambda: None).result()
@@ -333,7 +333,7 @@ class Ranks:
         flags = [0] * -(-len(self._units) // _FLAGS)
         for member in members:
             flags[member // _FLAGS] |= 1 << member % _FLAGS
-        said = self._together("refreshes views", len(flags), lambda: self._pairs.tell(flags))
+        said = self._together("refreshes views", len(flags), lambda: self._pairs.all_gather_ints(flags))
         every = range(len(self._units))
         return {index for index in every if any(words[index // _FLAGS] >> index % _FLAGS & 1 for words in said)}
 
@@ -343,7 +343,7 @@ class Ranks:
 
     def sums(self, *values: float, does: str = "sums numbers") -> tuple[float, ...]:
         """Return the sum of each number, in one exchange. does: purpose of the sum, one of `_DOINGS`."""
-        if self.alone:
+        if self.is_single:
             return values
         return self._together(does, len(values), self._sum, values)
 
@@ -359,7 +359,7 @@ class Ranks:
 
     def gather(self, mine: Any) -> list[Any]:
         """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest."""
-        if self.alone:
+        if self.is_single:
             return self.model.gather(mine)
         found: list[Any] = self._together("reads states", 1, self._gather_objects, mine)
         return [each for column in self.model.gather(found) for each in column]
@@ -374,21 +374,21 @@ class Ranks:
         return self.sum(value) if self._sharded else value
 
     def barrier(self) -> None:
-        if not self.alone:
+        if not self.is_single:
             self._together("waits for all", 0, dist.barrier, self._group)
 
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""
-        if not self.alone:
+        if not self.is_single:
             self._thread.shutdown()
             for group in dict.fromkeys((self._group, self._words)):
-                retire(group)
+                destroy_group(group)
             del self._group, self._words, self._pairs  # the last references, which keep connections open
 
 
 def refuse(error: Exception, group: Group | None) -> None:
     """Send `error` to the other ranks, which are constructing an engine that this rank cannot construct."""
-    with suppress(type(error)), Ranks(CpuDevice(), group=group).making():
+    with suppress(type(error)), Communicator(CpuDevice(), group=group).construction():
         raise error
 
 

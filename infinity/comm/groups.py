@@ -41,7 +41,7 @@ def data_parallel(given: Group | None) -> dist.ProcessGroup | None:
     return given
 
 
-def twin(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+def duplicate_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """Create a new group of the same ranks with the same timeout. All its ranks call it.
 
     Collectives of the engine run concurrently with the user's: on one group their order would be a race.
@@ -71,7 +71,7 @@ def _count_alike(group: dist.ProcessGroup) -> None:
         _occupy(f"infinity-{len(names)}")
 
 
-def retire(group: dist.ProcessGroup) -> None:
+def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group of the engine's own.
 
     A later group must not reuse its name (see `_count_alike`), under which the store still has addresses. So a

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class ModelRanks:
+class TensorParallelMesh:
     """The mesh of the model's DTensors; without DTensors, this rank alone."""
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
 
     @classmethod
-    def of(cls, model: nn.Module, replicas: dist.ProcessGroup | None) -> ModelRanks:
+    def of(cls, model: nn.Module, replicas: dist.ProcessGroup | None) -> TensorParallelMesh:
         """Construct from the mesh of `model`. replicas: the data-parallel ranks, over which the mesh must not shard.
 
         Raises ModelError for DTensors on several meshes, with partial sums, or over the data-parallel ranks.
@@ -66,7 +66,7 @@ class ModelRanks:
         """Index of this rank in the sorted ranks of the mesh."""
         return 0 if self._mesh is None else sorted(self._mesh.mesh.flatten().tolist()).index(dist.get_rank())
 
-    def twin(self) -> dist.ProcessGroup | None:
+    def duplicate_group(self) -> dist.ProcessGroup | None:
         """Create a gloo group of these ranks, apart from the model's own; None without a mesh. All of them call it."""
         if self._mesh is None:
             return None

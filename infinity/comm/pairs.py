@@ -18,7 +18,7 @@ from infinity.plan.pools import exchange_piece
 from infinity.tiers.memory import host_tensor
 
 
-class Pairs:
+class PairwiseCollectives:
     """Exchanges of `size` ranks over `group`, a gloo group in which this rank has number `rank`.
 
     Tensors are contiguous, 1-D, in host memory and of the same length on all ranks; rank r's part of n elements is
@@ -39,7 +39,7 @@ class Pairs:
         """Bytes of the receive buffer for sums."""
         return 2 * (self._size - 1) * self._piece
 
-    def tell(self, words: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, words: Sequence[int]) -> list[list[int]]:
         """All-gather `words`: return each rank's integers, by rank. All ranks pass equally many."""
         heard = torch.empty(self._size, len(words), dtype=torch.int64)
         heard[self._rank] = torch.tensor(words)

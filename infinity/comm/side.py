@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.comm.collectives import Ranks
-from infinity.comm.groups import retire, twin
+from infinity.comm.collectives import Communicator
+from infinity.comm.groups import destroy_group, duplicate_group
 
 Place = tuple[slice, ...]
 """Slices of a part in the whole tensor."""
@@ -26,17 +26,17 @@ class SideChannel:
     main rank, which writes.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Communicator) -> None:
         self.rank, self.shards, self.shard_rank = ranks.rank, ranks.shards, ranks.shard_rank
         self.shard = ranks.shard
-        self.writes = ranks.speaks
+        self.writes = ranks.is_main_rank
         self._replicas: dist.ProcessGroup | None = None
         self._model: dist.ProcessGroup | None = None
         self._number, self._root = ranks.model.number, 0
         """Indices of this rank and of the replica's first rank in the tensor-parallel group."""
         if ranks.replicas is not None:
-            self._replicas = twin(ranks.replicas, "gloo")
-            self._model = ranks.model.twin()
+            self._replicas = duplicate_group(ranks.replicas, "gloo")
+            self._model = ranks.model.duplicate_group()
             self.sum(0.0)  # connects all ranks
             self._root = self.of_model(ranks.model.first).index(True)
 
@@ -115,5 +115,5 @@ class SideChannel:
         """Leave the groups. No exchange may be in progress."""
         for group in (self._replicas, self._model):
             if group is not None:
-                retire(group)
+                destroy_group(group)
         self._replicas = self._model = None

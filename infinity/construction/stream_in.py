@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.comm.dtensor import is_distributed, local
 from infinity.construction.materialize import Materializer, initial_states, read_shard
 from infinity.construction.sources import source_of
@@ -26,7 +26,7 @@ def stream_in(
     found: Sequence[UnitParameters],
     layouts: Sequence[UnitLayout],
     states: UnitStates,
-    ranks: Ranks,
+    ranks: Communicator,
     device: torch.device,
 ) -> list[Unit]:
     """Write the values of `model` to their tiers and return its units, released. Peak memory: a unit.
@@ -55,7 +55,7 @@ def stream_in(
     return units
 
 
-def _check_sources(found: Sequence[UnitParameters], ranks: Ranks) -> None:
+def _check_sources(found: Sequence[UnitParameters], ranks: Communicator) -> None:
     """Raise RanksError if ranks read different numbers of parameters from files."""
     count = float(sum(source_of(p) is not None for unit in found for p in unit.parameters))
     total, squares = ranks.sums(count, count**2)
@@ -63,9 +63,9 @@ def _check_sources(found: Sequence[UnitParameters], ranks: Ranks) -> None:
         raise RanksError("ranks load different pretrained parameters: call load_pretrained alike on every rank")
 
 
-def share_buffers(model: nn.Module, ranks: Ranks) -> None:
+def share_buffers(model: nn.Module, ranks: Communicator) -> None:
     """Broadcast rank 0's buffers, as its parameters. From then on each rank keeps its own."""
-    if ranks.alone:
+    if ranks.is_single:
         return
     for buffer in model.buffers():
         if not is_distributed(buffer) and buffer.numel():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import persistent_buffers
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.config import Config
 from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
@@ -28,13 +28,13 @@ from infinity.units.hooks import ModelHooks
 from infinity.units.released import is_released
 from infinity.units.unit import Unit
 
-_Engine = TypeVar("_Engine", bound="Runner")
+_Engine = TypeVar("_Engine", bound="BaseEngine")
 
-open_engines: weakref.WeakSet[Runner] = weakref.WeakSet()
+open_engines: weakref.WeakSet[BaseEngine] = weakref.WeakSet()
 """Engines that are not closed. `infinity.engine.gather` finds the owner of a parameter among them."""
 
 
-class Runner(ABC):
+class BaseEngine(ABC):
     """Runs `module`, whose parameters `parts` manages. Base class of all engines."""
 
     _maker: ClassVar[str]
@@ -57,7 +57,7 @@ class Runner(ABC):
         self._hooks = ModelHooks(self.module, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
         open_engines.add(self)
         show_by_default()
-        if parts.ranks.speaks:
+        if parts.ranks.is_main_rank:
             logger.info("units and where their states live\n%s", self.describe())
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Runner(ABC):
         return self.parts.device.torch_device
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Communicator:
         return self.parts.ranks
 
     @property
@@ -190,7 +190,7 @@ class Runner(ABC):
         self._closed = True
         open_engines.discard(self)
         self._hooks.remove()
-        healthy = not self._broken and self.parts.store.failure is None and not self.parts.ranks.trouble
+        healthy = not self._broken and self.parts.store.failure is None and not self.parts.ranks.error
         try:
             if healthy:
                 self._finish()
@@ -233,6 +233,6 @@ class Runner(ABC):
         self._broken = self._broken or str(self.parts.store.failure or "")
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")
-        if self.parts.ranks.trouble:  # found by the thread of collectives, with no caller to raise it
-            self._broken = self.parts.ranks.trouble
+        if self.parts.ranks.error:  # found by the thread of collectives, with no caller to raise it
+            self._broken = self.parts.ranks.error
             raise RanksError(self._broken)

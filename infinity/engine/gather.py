@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
-from infinity.engine.base import Runner, open_engines
+from infinity.engine.base import BaseEngine, open_engines
 from infinity.engine.training import Engine
 from infinity.errors import UsageError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
@@ -56,7 +56,7 @@ class GatheredParameters:
         found = [_find(param) for param in given]
         self._units = list(dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, found)))
         self._units.sort(key=lambda pair: pair[1].index)
-        self._held: list[tuple[Runner, Unit]] = []
+        self._held: list[tuple[BaseEngine, Unit]] = []
         self._modifier = modifier_rank
         for engine, _ in self._units:
             if modifier_rank is not None and not 0 <= modifier_rank < engine.ranks.size:
@@ -162,7 +162,7 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 class _States:
     """States of one unit, whole on every rank, by kind and slot."""
 
-    def __init__(self, engine: Runner, unit: Unit) -> None:
+    def __init__(self, engine: BaseEngine, unit: Unit) -> None:
         self._engine, self._unit = engine, unit
         self._flats: Flats = engine.parts.states.read(unit.layout)
 
@@ -176,17 +176,17 @@ class _States:
 
     def write(self) -> None:
         """Write this rank's shard to its tiers."""
-        self._unit.copied.wait()
+        self._unit.snapshot_read.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
         self._engine.parts.store.rewritten(self._unit)
 
 
-def _read(engine: Runner, unit: Unit) -> _States:
+def _read(engine: BaseEngine, unit: Unit) -> _States:
     engine.settle()
     return _States(engine, unit)
 
 
-def _find(param: Any) -> tuple[Runner, Unit, int] | None:
+def _find(param: Any) -> tuple[BaseEngine, Unit, int] | None:
     """Return the open engine, unit and slot of a parameter; None if no engine is open for it."""
     for engine in list(open_engines):
         unit = engine.parts.unit_of.get(id(param))
@@ -196,14 +196,14 @@ def _find(param: Any) -> tuple[Runner, Unit, int] | None:
     return None
 
 
-def _owner(param: Any) -> tuple[Runner, Unit, int]:
+def _owner(param: Any) -> tuple[BaseEngine, Unit, int]:
     found = _find(param)
     if found is None:
         raise UsageError("param is no parameter of an open engine: pass one of its model, such as model.head.weight")
     return found
 
 
-def _param_kind(engine: Runner, unit: Unit) -> StateKind:
+def _param_kind(engine: BaseEngine, unit: Unit) -> StateKind:
     """Return the kind of its exact value: the master, or `param` for a frozen unit."""
     return engine.parts.states.kinds(unit.layout)[0]
 
@@ -219,7 +219,7 @@ def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> N
         raise UsageError(f"{name} has shape {shapes}: pass a value of the parameter's shape")
 
 
-def _check_moment(engine: Runner, unit: Unit, name: str) -> None:
+def _check_moment(engine: BaseEngine, unit: Unit, name: str) -> None:
     names = MOMENT_NAMES[engine.config.optimizer.rule]
     if not unit.layout.trainable or name not in names:
         kept = f"the optimizer keeps {', '.join(names)}" if unit.layout.trainable else "the parameter is frozen"

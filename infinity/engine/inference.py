@@ -11,10 +11,10 @@ from torch import nn
 
 from infinity.checkpoint.agree import folder_of
 from infinity.checkpoint.load import load_parameters
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
-from infinity.engine.base import Runner
+from infinity.engine.base import BaseEngine
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
 from infinity.plan.stage import Sharding
@@ -22,7 +22,7 @@ from infinity.tiers.device import Device, default_device
 from infinity.units.compiled import uncompiled
 
 
-class InferenceEngine(Runner):
+class InferenceEngine(BaseEngine):
     """Runs `model`: `engine(inputs)`, `engine.generate(tokens, …)`. Made by `infinity.init_inference`.
 
     There are no optimizer states and no gradients of parameters: memory is the device buffers of a few units. Gradients
@@ -43,8 +43,8 @@ class InferenceEngine(Runner):
         seam = device or default_device()
         called, model = model, uncompiled(model)
         # What is not sharded is whole on every rank, and nothing is exchanged.
-        ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).params, group=process_group)
-        with ranks.making(), ExitStack() as undo:
+        ranks = Communicator(seam, sharded=Sharding.of(config.zero_optimization.stage).params, group=process_group)
+        with ranks.construction(), ExitStack() as undo:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.requires_grad_(False)

@@ -17,7 +17,7 @@ from infinity.comm.collectives import refuse
 from infinity.comm.groups import Group
 from infinity.comm.join import join_process_group
 from infinity.config import Config
-from infinity.engine.base import Runner
+from infinity.engine.base import BaseEngine
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer import ParamGroups, UnitOptimizer
 from infinity.engine.supported import check_model
@@ -119,7 +119,7 @@ def _check_device(device: Any) -> None:
 
 
 def _check(model: nn.Module, maker: str) -> None:
-    if isinstance(model, Runner):
+    if isinstance(model, BaseEngine):
         raise ModelError(
             f"model is an engine already: {maker} takes the nn.Module. Use the engine as it is, or close it with "
             "engine.close(restore=True) and pass engine.module"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from infinity.checkpoint.background import Saver
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.grads.collector import GradCollector
@@ -54,7 +54,7 @@ class EngineParts:
 
     plan: Plan
     device: Device
-    ranks: Ranks
+    ranks: Communicator
     tiers: Mapping[str, Tier]
     pools: Pools
     store: UnitStore

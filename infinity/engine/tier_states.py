@@ -98,7 +98,7 @@ class TierStates:
                 part = self._parts.ranks.model.part(parameter, value.detach()).cpu().float()
                 convert_moment(self._rule, name, {name: part}, target, key=key, first=first)
         flats["master"] = states.read_shards(layout)["master"]
-        unit.copied.wait()  # a background save may still read the present states
+        unit.snapshot_read.wait()  # a background save may still read the present states
         states.write(layout, flats)
         unit.steps = steps
 

@@ -18,10 +18,10 @@ from infinity.checkpoint.format import Index
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import save
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
-from infinity.engine.base import Runner
+from infinity.engine.base import BaseEngine
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
 from infinity.engine.optimizer import ParamGroups, param_groups, unit_optimizer, watch_other_optimizers
@@ -38,7 +38,7 @@ from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
 
 
-class Engine(Runner):
+class Engine(BaseEngine):
     """Trains `model` according to `config`. Constructed by `infinity.initialize`; call it like the model.
 
     `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call all three for each
@@ -59,8 +59,8 @@ class Engine(Runner):
     ) -> None:
         seam = device or default_device()
         called, model = model, uncompiled(model)
-        ranks = Ranks(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
-        with ranks.making(), ExitStack() as undo:
+        ranks = Communicator(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
+        with ranks.construction(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -88,7 +88,7 @@ class Engine(Runner):
         )
         self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
-        self._log = StepLog(self.ledger, config.steps_per_print if ranks.speaks else 0)
+        self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
 
     @property
     def micro_steps(self) -> int:
@@ -148,7 +148,7 @@ class Engine(Runner):
         self._hooks.check_replaced()
         skipped = self.skipped_steps
         with self._failing():
-            over = self.updates.saver.over(self.ranks)
+            over = self.updates.saver.poll_finished(self.ranks)
             self.optimizer.step()
         self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
         if self.lr_scheduler is not None and self.skipped_steps == skipped:
@@ -244,7 +244,7 @@ class Engine(Runner):
         scale = 1.0 / (parts.ranks.size * self.loss_scale.value)
         self._grad_norm = None
         clipping, scaled = self.config.gradient_clipping > 0, self.config.fp16.enabled
-        if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.alone)):
+        if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):
             norm = math.sqrt(*parts.ranks.model.sums(gradients.squared_norm())) * scale
             if scaled and not math.isfinite(norm):
                 self._skip()
@@ -256,11 +256,11 @@ class Engine(Runner):
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN propagates, as in torch
         gradients.settle()
         hypers = self.optimizer.hypers()
-        for index in self.updates.collector.hand_over():
+        for index in self.updates.collector.take_ready():
             unit = parts.units[index]
-            unit.pending_job = self.updates.updater.job(unit, hypers, scale, None)
+            unit.due_update = self.updates.updater.job(unit, hypers, scale, None)
             if unit.lease is not None:
-                store.start_update(unit, unit.pending_job)
+                store.start_update(unit, unit.due_update)
         self.loss_scale.passed()
         return True
 
@@ -273,7 +273,7 @@ class Engine(Runner):
         self.skipped_steps += 1
         before = self.loss_scale.value
         self.loss_scale.overflowed()
-        if self.ranks.speaks:
+        if self.ranks.is_main_rank:
             now = self.loss_scale.value
             logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
 
@@ -492,13 +492,13 @@ class Engine(Runner):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
-        """Finish a background checkpoint, then close as `Runner.close` describes."""
+        """Finish a background checkpoint, then close as `BaseEngine.close` describes."""
         if os.getpid() != self._process:
             return
         for handle in self._watches:
             handle.remove()
         self._additions.close()
-        with self.updates.saver.ending():
+        with self.updates.saver.closing():
             super().close(restore=restore)
 
     def _finish(self) -> None:

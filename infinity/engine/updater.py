@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.grads.store import GradStore
 from infinity.rules import Hyper
 from infinity.units.store import UnitStore
@@ -16,7 +16,7 @@ from infinity.update.job import Gradient, UpdateJob
 class Updater:
     """Updates of one engine's units. check_nan: refuse non-finite gradients during backward."""
 
-    def __init__(self, store: UnitStore, gradients: GradStore, ranks: Ranks, *, check_nan: bool) -> None:
+    def __init__(self, store: UnitStore, gradients: GradStore, ranks: Communicator, *, check_nan: bool) -> None:
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters, by param_group, of the present backward."""
         self._store = store
@@ -35,7 +35,7 @@ class Updater:
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
             require_finite=gradient is not None and self._check_nan,
-            slots=frozenset(unit.collected) if self._ranks.alone else None,
+            slots=frozenset(unit.collected) if self._ranks.is_single else None,
         )
 
     def can_update_now(self, unit: Unit) -> bool:

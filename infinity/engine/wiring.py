@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from infinity.comm.agreement import groups_in_common, in_common
-from infinity.comm.collectives import Ranks
-from infinity.comm.model_parallel import ModelRanks
+from infinity.comm.collectives import Communicator
+from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.config import Config
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
@@ -19,7 +19,7 @@ from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.errors import ConfigError
 from infinity.grads.collector import GradCollector
-from infinity.grads.store import GradPlaces, GradStore
+from infinity.grads.store import GradBuffers, GradStore
 from infinity.plan import pools as sizes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan, make_plan
@@ -37,7 +37,7 @@ from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 from infinity.update.kernels import check_on_device, update_run
-from infinity.update.pipeline import Places, UpdatePipeline
+from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
 
 
 def plan_model(
@@ -45,13 +45,13 @@ def plan_model(
     config: Config,
     groups: Sequence[dict[str, object]],
     device: Device,
-    ranks: Ranks,
+    ranks: Communicator,
     *,
     train: bool = True,
     dtype: torch.dtype | None = None,
 ) -> tuple[Plan, ModelUnits]:
     """Discover the units of `model` and plan an engine. Arguments as of `make_plan`; groups: param_groups."""
-    ranks.model = ModelRanks.of(model, ranks.replicas)
+    ranks.model = TensorParallelMesh.of(model, ranks.replicas)
     if train and ranks.model.size > 1 and config.infinity.moments == "8bit":
         raise ConfigError(
             'infinity.moments is "8bit", whose blocks of 256 would not be those of the whole parameter, which tensor '
@@ -74,7 +74,7 @@ def assemble(
     plan: Plan,
     found: ModelUnits,
     device: Device,
-    ranks: Ranks,
+    ranks: Communicator,
 ) -> EngineParts:
     """Build the parts for `model`, and move its values to their tiers. Nothing stays allocated after an error.
 
@@ -83,13 +83,13 @@ def assemble(
     check_aliases(model)
     make_buffers(model)
     check_values(model)
-    ranks.know(plan.units)
+    ranks.set_layouts(plan.units)
     common = in_common(config, plan.units, model)
     if plan.update is not None:
         common += groups_in_common(config, groups)
         if plan.policy.optim_tier == "device" and plan.device.type == "cuda":
             check_on_device(config.optimizer.rule, config.infinity.moments)
-    ranks.meet(common)
+    ranks.check_consistent(common)
     tiers = open_tiers(plan, device, ranks.rank)
     try:
         states = UnitStates(plan.placement, tiers, plan.policy.states, plan.policy.tile_size, ranks, device)
@@ -111,7 +111,7 @@ def wire(
     tiers: dict[str, Tier],
     states: UnitStates,
     device: Device,
-    ranks: Ranks,
+    ranks: Communicator,
 ) -> EngineParts:
     """Connect the parts of an engine. The only place where one part is given to another."""
     pools = Pools(plan.own_pools, device, tiers.values(), debug=config.infinity.debug)
@@ -127,7 +127,7 @@ def wire(
         ranks,
         plan.prefetch_bytes,
         scope,
-        states.adopt,
+        states.sync_masters_from_edit,
     )
     training: UpdateParts | None = None
     if plan.update is None:
@@ -138,7 +138,7 @@ def wire(
         kernel = partial(update_run, seed=config.infinity.seed, threads=config.infinity.adam_threads)
         pipeline = UpdatePipeline(_update_buffers(plan, tiers, pools, device), kernel)
         collector: GradCollector  # bound below: the store reports to it, and it passes gradients on to the store
-        store = make_store(pipeline, lambda unit, passed: collector.moved_on(unit, passed))
+        store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
         updater = Updater(store, gradients, ranks, check_nan=config.infinity.check_nan)
         early = updater if plan.update == "during_backward" else None
         step = Step(plan.accumulation, early=early is not None)
@@ -159,8 +159,8 @@ def wire(
     )
 
 
-def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, *, threads: int) -> GradPlaces:
-    return GradPlaces(
+def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, *, threads: int) -> GradBuffers:
+    return GradBuffers(
         device=device,
         tier=tiers[plan.policy.optim_tier],
         placement=plan.placement,
@@ -174,9 +174,9 @@ def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Devi
     )
 
 
-def _update_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> Places:
+def _update_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> UpdateBuffers:
     rules, tier = plan.policy, tiers[plan.policy.optim_tier]
-    return Places(
+    return UpdateBuffers(
         device=device,
         param_tier=tiers[rules.param_tier],
         optim_tier=tier,

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.comm.dtensor import local_gradient
 from infinity.errors import LifetimeError
-from infinity.grads.store import GradPlaces, GradStore, Sent
+from infinity.grads.store import GradBuffers, GradStore, Sent
 from infinity.interrupts import uninterrupted
 from infinity.plan.layout import Slot
 from infinity.tiers.pool import Lease, Pool
@@ -80,8 +80,8 @@ class GradCollector:
     def __init__(
         self,
         units: Sequence[Unit],
-        ranks: Ranks,
-        places: GradPlaces,
+        ranks: Communicator,
+        places: GradBuffers,
         store: GradStore,
         step: StepState,
         updater: EarlyUpdates | None,
@@ -100,12 +100,12 @@ class GradCollector:
         """unit → its arrivals in the last backward, and requires_grad of its parameters, which users may change."""
         self._passed: set[int] = set()
         """Units past their last use in this backward (several ranks only)."""
-        self._late: set[int] = set()
+        self._unpredictable: set[int] = set()
         """Units that ever received a gradient after their last use."""
-        self._punctual: set[int] = set()
+        self._predictable: set[int] = set()
         """Units that were passed in an earlier backward and are not late."""
         self._step = step
-        self._sums_at_once = ranks.alone and places.device.host_addressable
+        self._sums_at_once = ranks.is_single and places.device.host_addressable
         """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
         self.wait_seconds = 0.0
         self._updater = updater
@@ -156,13 +156,13 @@ class GradCollector:
         if index not in self._trained:
             self._trained[index] = unit.trained()
         if index in self._passed:
-            self._late.add(index)
+            self._unpredictable.add(index)
         expected, trained = self._expected.get(index, (len(unit.parameters), None))
-        if self._arrivals[index] == expected and self._sends and self._ranks.alone:
+        if self._arrivals[index] == expected and self._sends and self._ranks.is_single:
             self._send(unit, complete=trained == self._trained[index])
 
     @uninterrupted()
-    def moved_on(self, to: Unit, finished: Callable[[int], bool]) -> None:
+    def unit_changed(self, to: Unit, finished: Callable[[int], bool]) -> None:
         """Handle a change of the unit in use. Several ranks send the gradients of `finished` units here.
 
         Ranks must send in the same order, but the number of gradients of a unit may differ between ranks (experts
@@ -171,12 +171,12 @@ class GradCollector:
 
         finished: unit index → True if backward does not use the unit again.
         """
-        if self._ranks.alone or not self.in_mid_backward:
+        if self._ranks.is_single or not self.in_mid_backward:
             return
         for index in list(self._open):
             if index != to.index and index not in self._passed and finished(index):
                 self._passed.add(index)
-                if index in self._punctual and self._sends:
+                if index in self._predictable and self._sends:
                     self._send(self._units[index], complete=True)
 
     @property
@@ -232,8 +232,8 @@ class GradCollector:
             self.send_all()
         self._expected = {index: (number, self._trained[index]) for index, number in self._arrivals.items()}
         self._arrivals, self._trained = {}, {}
-        self._punctual |= self._passed
-        self._punctual -= self._late
+        self._predictable |= self._passed
+        self._predictable -= self._unpredictable
         self._passed = set()
         return True
 
@@ -291,9 +291,9 @@ class GradCollector:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def hand_over(self) -> list[int]:
+    def take_ready(self) -> list[int]:
         """Return the units with stored gradients, in unit order. These accept no more gradients in this step."""
-        units = self._store.hand_over()
+        units = self._store.take_ready()
         self._step.add_updated(units)
         return units
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.placement import Placement, State
 from infinity.tiers.base import Tier
@@ -26,7 +26,7 @@ from infinity.update.kernels import receive, squared_norm
 
 
 @dataclass
-class GradPlaces:
+class GradBuffers:
     """Tier of gradients, and the buffers on the way."""
 
     device: Device
@@ -88,7 +88,7 @@ def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Resul
 class GradStore:
     """Stores the reduced gradients of one step."""
 
-    def __init__(self, ranks: Ranks, places: GradPlaces) -> None:
+    def __init__(self, ranks: Communicator, places: GradBuffers) -> None:
         self.units: set[int] = set()
         """Units whose gradient, or part of it, is stored in its tier for the update."""
         self.slots: dict[int, set[int]] = {}
@@ -125,7 +125,7 @@ class GradStore:
         The result is the same for all gradients of a unit, which keeps them in order.
         """
         places = self._places
-        return sent.unit.layout.shard_numel <= INLINE and self._ranks.alone and places.device.host_addressable
+        return sent.unit.layout.shard_numel <= INLINE and self._ranks.is_single and places.device.host_addressable
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class GradStore:
         """Return the sum of squares of all stored gradients over all ranks, added in unit order. Waits for them."""
         return self._ranks.sum_over_shards(sum(self._squares[index].result() for index in sorted(self.units)))
 
-    def hand_over(self) -> list[int]:
+    def take_ready(self) -> list[int]:
         """Return the units with stored gradients, in unit order, and pass the gradients on to the update."""
         units, self.units = sorted(self.units), set()
         return units

@@ -60,7 +60,7 @@ class UnitParameters(dict[str, Any]):
         if not unit.layout.trainable and parameter.requires_grad:
             unit.check_frozen()  # the module's forward may never be called, as with a ParameterDict
         if torch.is_grad_enabled() and are_covered():
-            unit.exposed = True
+            unit.kept_alias = True
         return parameter
 
     def _check_held(self, name: str) -> None:
@@ -68,7 +68,7 @@ class UnitParameters(dict[str, Any]):
         backward. The inputs of a graph stay resident while it runs.
         """
         unit = self._units.get(name)
-        if unit is not None and (not unit.holds or are_covered()):
+        if unit is not None and (not unit.pin_count or are_covered()):
             self._use(unit)
 
     def __setitem__(self, name: str, value: Any) -> None:

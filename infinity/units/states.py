@@ -9,7 +9,7 @@ from itertools import cycle
 
 import torch
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.comm.side import SideChannel
 from infinity.optim.cpu_adam import join_master, split_master
 from infinity.plan.formats import StateFormat, StateKind
@@ -42,7 +42,7 @@ class UnitStates:
     tiers: Mapping[str, Tier]
     formats: Callable[[torch.dtype], StateFormat]
     tile_size: int
-    ranks: Ranks | SideChannel
+    ranks: Communicator | SideChannel
     device: Device
 
     def write(self, layout: UnitLayout, flats: Flats) -> None:
@@ -119,7 +119,7 @@ class UnitStates:
         moments = (k for k in self.formats(layout.dtype).states if k.name not in ("remainder", "master"))
         return (StateKind("master", torch.float32), *moments)
 
-    def adopt(self, unit: Unit) -> None:
+    def sync_masters_from_edit(self, unit: Unit) -> None:
         """Set the masters of 16-bit parameters that were edited in the unit's buffer to the edited values.
 
         Call it before the edit is written back: edited elements are found by comparison with the tier.

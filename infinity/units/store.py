@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity.comm.collectives import Ranks
+from infinity.comm.collectives import Communicator
 from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError, user_level
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.plan.placement import Placement, State
@@ -48,16 +48,17 @@ class UnitStore:
         tier: Tier,
         placement: Placement,
         device: Device,
-        ranks: Ranks,
+        ranks: Communicator,
         prefetch_bytes: int,
         scope: Scope,
-        adopt: Callable[[Unit], None],
+        sync_masters_from_edit: Callable[[Unit], None],
         pipeline: UpdatePipeline | None,
-        on_move: Callable[[Unit, Callable[[int], bool]], None] | None,
+        on_unit_changed: Callable[[Unit, Callable[[int], bool]], None] | None,
     ) -> None:
-        """adopt: called with a resident unit whose parameters were edited, before the edit is written back or updated.
-        pipeline: executes updates; None for inference. on_move: called when the unit in use changes, with the new unit
-        and a function: unit index → True if the trace predicts no further use of it in this step.
+        """sync_masters_from_edit: called with a resident unit whose parameters were edited, before the edit is written
+        back or updated. pipeline: executes updates; None for inference. on_unit_changed: called when the unit in use
+        changes, with the new unit and a function: unit index → True if the trace predicts no further use of it in this
+        step.
         """
         self.scope = scope
         self.units = list(units)
@@ -69,8 +70,8 @@ class UnitStore:
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
         self._pipeline = pipeline
-        self._on_move = on_move
-        self._adopt = adopt
+        self._on_unit_changed = on_unit_changed
+        self._sync_masters = sync_masters_from_edit
         self._pool = pool
         self._tier = tier
         self._placement = placement
@@ -104,8 +105,8 @@ class UnitStore:
         if in_derivative():
             raise transformed(unit.name)
         news = self.tracer.touch(unit.index)
-        if news and self._on_move is not None:
-            self._on_move(unit, self.tracer.passed)
+        if news and self._on_unit_changed is not None:
+            self._on_unit_changed(unit, self.tracer.passed)
         if unit.residency is Residency.RESIDENT and (not news or self._is_complete()):
             return
         with self._moving():
@@ -115,22 +116,22 @@ class UnitStore:
 
     def hold(self, unit: Unit) -> None:
         self.use(unit)
-        if not unit.holds:
+        if not unit.pin_count:
             binding.adopt_assigned(unit)  # now, so that a checkpoint's recomputation sees the same tensors
             unit.check_frozen()
-        unit.holds += 1
+        unit.pin_count += 1
 
     def unhold(self, unit: Unit) -> None:
-        unit.holds -= 1
+        unit.pin_count -= 1
 
     def finished_with(self, unit: Unit) -> bool:
         """True if this step no longer needs the unit's parameters, so that its update may start.
 
         Counts saved tensors and views. Later uses, such as recomputation, are predicted from the trace.
         """
-        if unit.residency is not Residency.RESIDENT or unit.references or unit.exposed:
+        if unit.residency is not Residency.RESIDENT or unit.references or unit.kept_alias:
             return False
-        if not self._ranks.alone:
+        if not self._ranks.is_single:
             # All ranks must decide alike. The number of uses of a unit, and its views, may differ between ranks
             # (experts); the order of units may not. Views keep the previous values (`_leave_to_viewers`).
             return self.tracer.passed(unit.index)
@@ -165,8 +166,8 @@ class UnitStore:
         assert unit.transfer is not None
         began = time.perf_counter()
         if unit.job is not None and unit.layout.dtype != torch.float32:
-            # Edited elements of 16-bit parameters are found by comparison with the tier (`adopt`). So the write of the
-            # update must end before the user can edit the buffer.
+            # Edited elements of 16-bit parameters are found by comparison with the tier. So the write of the update must
+            # end before the user can edit the buffer.
             unit.job.done.wait()
         transfer, unit.transfer = unit.transfer, None
         try:
@@ -192,8 +193,8 @@ class UnitStore:
         """RELEASED → FETCHING, after the pending update, if any."""
         holds = self._give(unit, lease)
         self.fetches += 1
-        if unit.pending_job is not None:
-            self.start_update(unit, unit.pending_job)
+        if unit.due_update is not None:
+            self.start_update(unit, unit.due_update)
             self._follow_update(unit)
             return
         if unit.residency is Residency.RESIDENT:
@@ -216,7 +217,7 @@ class UnitStore:
 
         Several ranks gather shards ahead, after an update in the buffer too.
         """
-        return len(self._leased) == len(self.units) and self._ranks.alone
+        return len(self._leased) == len(self.units) and self._ranks.is_single
 
     def prefetch(self) -> None:
         """Start fetching the next units of the trace, within the limits of `prefetch_bytes` and the pool."""
@@ -257,8 +258,8 @@ class UnitStore:
             if viewed:
                 self._viewed.add(unit.index)
             if self._was_edited(unit):
-                unit.copied.wait()
-                self._adopt(unit)
+                unit.snapshot_read.wait()
+                self._sync_masters(unit)
             self._leave(unit)
             if early and viewed:
                 arrives = self._leave_to_viewers(unit)
@@ -271,11 +272,11 @@ class UnitStore:
         else:
             binding.unbind(unit)
         unit.move(Residency.UPDATING)
-        unit.pending_job = None
+        unit.due_update = None
         unit.updated_early = early
         self.rewritten(unit, job.slots)
         # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
-        job.after = unit.copied if unit.job is None else unit.job.done
+        job.after = unit.snapshot_read if unit.job is None else unit.job.done
         unit.job = job
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
         self._pipeline.submit(job)
@@ -314,10 +315,10 @@ class UnitStore:
         """Start every pending update and wait until all are done and written back."""
         with self._moving():
             for unit in self.units:
-                if unit.pending_job is not None:
+                if unit.due_update is not None:
                     if unit.residency is Residency.RELEASED:
                         self._give(unit, self._lease_for(unit))
-                    self.start_update(unit, unit.pending_job)
+                    self.start_update(unit, unit.due_update)
             for unit in self.units:
                 if unit.job is not None:
                     unit.job.done.wait()
@@ -337,12 +338,12 @@ class UnitStore:
         """End the step: parameters that were updated early may be read again."""
         for unit in self.units:
             unit.updated_early = False
-            if unit.exposed:
+            if unit.kept_alias:
                 self._cover(unit)
 
     def _cover(self, unit: Unit) -> None:
         """Record that no graph holds the unit's parameters themselves, and replace released ones by placeholders."""
-        unit.exposed = False
+        unit.kept_alias = False
         if unit.residency is Residency.RELEASED and not self._is_viewed_released(unit):
             binding.unbind(unit)
 
@@ -366,13 +367,13 @@ class UnitStore:
         kept = self._kept.get(unit.index)
         if kept is None:
             return False
-        due = unit.pending_job is not None or kept.generation != unit.generation
+        due = unit.due_update is not None or kept.generation != unit.generation
         return due and self._is_viewed_released(unit)
 
     def _is_viewed_released(self, unit: Unit) -> bool:
         """Return whether the buffer that the unit was released from has live views, or a graph may hold parameters."""
         kept = self._kept.get(unit.index)
-        return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.exposed else unit.bound)
+        return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.kept_alias else unit.bound)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -409,7 +410,7 @@ class UnitStore:
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
             # autograd locates a view in its parameter by the layout of both, which a placeholder lacks.
-            if unit.exposed or unit.is_viewed():
+            if unit.kept_alias or unit.is_viewed():
                 released.release(unit.parameters)
             else:
                 binding.unbind(unit)
@@ -455,7 +456,7 @@ class UnitStore:
         if present and self._ranks.shards == 1:
             unit.move(Residency.FETCHING)
             self._land(unit)
-        elif present and unit.pending_job is None:
+        elif present and unit.due_update is None:
             return True
         elif self._is_edited(unit, kept):
             self._take(unit).release()
@@ -492,8 +493,8 @@ class UnitStore:
 
     def _write_back(self, unit: Unit) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
-        unit.copied.wait()
-        self._adopt(unit)
+        unit.snapshot_read.wait()
+        self._sync_masters(unit)
         extent = self._placement.of(unit.index, State.PARAM)
         self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
 
@@ -524,7 +525,7 @@ class UnitStore:
         for next_use, victim in self._victims(unit):
             if next_use <= wanted:
                 return None
-            if self._ranks.alone and (_busy(victim) or _is_viewed(victim)):
+            if self._ranks.is_single and (_busy(victim) or _is_viewed(victim)):
                 continue
             self._evict(victim)
             return self._pool.try_lease(nbytes)
@@ -544,7 +545,7 @@ class UnitStore:
             lease = self._pool.try_lease(nbytes)
             if lease is not None:
                 return lease
-        held = ", ".join(other.name for other in self.units if other.lease is not None and other.holds)
+        held = ", ".join(other.name for other in self.units if other.lease is not None and other.pin_count)
         raise InfinityError(
             f"unit {unit.name} needs a device buffer, and running modules or GatheredParameters hold all buffers of "
             f"its size ({held}). Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, "
@@ -558,9 +559,9 @@ class UnitStore:
         """
         waiting, viewed = [], []
         for _, victim in victims:
-            if self._ranks.alone and _is_viewed(victim):
+            if self._ranks.is_single and _is_viewed(victim):
                 viewed.append(victim)
-            elif self._ranks.alone and _busy(victim):
+            elif self._ranks.is_single and _busy(victim):
                 waiting.append(victim)
             else:
                 yield victim
@@ -573,7 +574,7 @@ class UnitStore:
         found = [
             (next_use(index), index)
             for index, other in self._leased.items()
-            if not other.holds and self._sizes[index] == size and index != last
+            if not other.pin_count and self._sizes[index] == size and index != last
         ]
         found.sort(reverse=True)
         return [(distance, self.units[index]) for distance, index in found]

@@ -75,7 +75,7 @@ class Unit:
         self.residency = Residency.RELEASED
         self.lease: Lease | None = None
         self.transfer: Transfer | None = None
-        self.holds = 0
+        self.pin_count = 0
         """Number of running forwards and other scopes that need the unit resident."""
         self.token = object()
         """Referenced by each tensor of the unit that autograd saved and may still unpack."""
@@ -85,17 +85,17 @@ class Unit:
         self.steps = [0] * len(parameters)
         """Number of updates of each parameter, by slot. Bias correction uses it, not the model's step count."""
         self.job: UpdateJob | None = None
-        self.pending_job: UpdateJob | None = None
+        self.due_update: UpdateJob | None = None
         """Update that is due before the next use and has not started."""
         self.updated_early = False
         """True if the present step has updated the parameters before `engine.step()`."""
-        self.exposed = False
+        self.kept_alias = False
         """True if a graph may hold the parameters themselves instead of references, through the user's saved-tensor
         hooks. They then stay views of the buffer that they were released from until the step ends.
         """
         self.bound = 0
         """Number of parameters that view the unit's buffer, or the buffer that it was released from with live views."""
-        self.copied: Transfer = DONE
+        self.snapshot_read: Transfer = DONE
         """Done when a background save has read the unit's states. Writes to its tiers must wait for it."""
         self.collected: set[int] = set()
         """Slots whose `.grad` the engine has taken in the present step."""

@@ -34,7 +34,7 @@ Kernel = Callable[..., None]
 
 
 @dataclass
-class Places:
+class UpdateBuffers:
     """Tiers, extents and formats of states, and the buffers of the pipeline."""
 
     device: Device
@@ -71,7 +71,7 @@ class _Cut:
 class _Plan:
     """Extents, dtypes and tiles of a unit, reused by all its updates."""
 
-    def __init__(self, layout: UnitLayout, places: Places) -> None:
+    def __init__(self, layout: UnitLayout, places: UpdateBuffers) -> None:
         formats = places.formats(layout.dtype)
         self.param = places.param_extent(layout.index)
         self.optim = places.optim_extent(layout.index)
@@ -135,7 +135,7 @@ class UpdatePipeline:
     not updated, since their gradient was NaN or infinite; ranks exchange their number before they raise.
     """
 
-    def __init__(self, places: Places, kernel: Kernel) -> None:
+    def __init__(self, places: UpdateBuffers, kernel: Kernel) -> None:
         self.seconds = 0.0
         self.elements = 0
         self.refused: list[str] = []

@@ -132,7 +132,7 @@ def test_a_block_that_fails_lets_go() -> None:
     with engine_of(prefetch_bytes=0) as engine:
         with pytest.raises(KeyError), infinity.GatheredParameters(engine.module.embedding.weight, 0):
             raise KeyError
-        assert not any(unit.holds for unit in engine.units)
+        assert not any(unit.pin_count for unit in engine.units)
         train(engine, BATCHES[:1])
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.comm.collectives import Ranks
-from infinity.grads.store import GradPlaces, GradStore, Sent
+from infinity.comm.collectives import Communicator
+from infinity.grads.store import GradBuffers, GradStore, Sent
 from infinity.plan.discovered import Member
 from infinity.plan.formats import state_format
 from infinity.plan.grad_dtypes import grad_dtypes
@@ -65,7 +65,7 @@ class Bench:
         self.pool = make(device.empty, {layout.nbytes: 2}, name="gradients")
         self.stored = make(host_tensor, {layout.nbytes: 1}, name="stored gradients")
         self.host = None if device.host_addressable else make(host_tensor, {layout.nbytes: 2}, name="shards")
-        places = GradPlaces(
+        places = GradBuffers(
             device=device,
             tier=self.tier,
             placement=placement,
@@ -78,7 +78,7 @@ class Bench:
             threads=1,
         )
         self.device = device
-        self.store = GradStore(Ranks(device), places)
+        self.store = GradStore(Communicator(device), places)
 
     def sent(self, gradient: torch.Tensor, reduced: Transfer = DONE) -> Sent:
         lease = self.pool.lease(self.unit.layout.nbytes)

@@ -206,7 +206,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return vector_batches(STEPS, batch=SAMPLES, seed=7 + rank)
 
 
-def told(
+def reported(
     rank: int,
     *,
     story: str,

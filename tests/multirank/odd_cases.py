@@ -173,7 +173,7 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
     return said
 
 
-def alone(rank: int, *, folder: str, stage: int, what: str) -> str:
+def is_single(rank: int, *, folder: str, stage: int, what: str) -> str:
     """One rank looks at a state while the other trains on; what each is told."""
     config = engine_config("none", "none", folder=folder, micro=SAMPLES, stage=stage)
     with open_engine(seeded(Stack), config) as engine:

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from infinity.comm.collectives import Ranks
-from infinity.comm.pairs import Pairs
+from infinity.comm.collectives import Communicator
+from infinity.comm.pairs import PairwiseCollectives
 from infinity.plan.discovered import Member
 from infinity.plan.layout import layout_unit
 from multirank.cases import SAMPLES
@@ -32,14 +32,14 @@ def summed(
 ) -> torch.Tensor:
     """`values` after a reduce-scatter, or an all-reduce. longest: bytes of a part that the buffer is made for."""
     flat = values(rank, length, dtype)
-    pairs = Pairs(dist.group.WORLD, rank, size, sums=longest or length * dtype.itemsize)
+    pairs = PairwiseCollectives(dist.group.WORLD, rank, size, sums=longest or length * dtype.itemsize)
     (pairs.all_reduce if everywhere else pairs.reduce_scatter)(flat)
     return flat
 
 
 def in_order(rank: int, *, size: int, given: list[list[float]]) -> torch.Tensor:
     flat = torch.tensor(given[rank])
-    Pairs(dist.group.WORLD, rank, size, sums=64).all_reduce(flat)
+    PairwiseCollectives(dist.group.WORLD, rank, size, sums=64).all_reduce(flat)
     return flat
 
 
@@ -47,18 +47,18 @@ def gathered(rank: int, *, size: int, length: int) -> torch.Tensor:
     flat = torch.full((length,), float("nan"))
     own = slice(rank * length // size, (rank + 1) * length // size)
     flat[own] = torch.arange(length, dtype=torch.float32)[own]
-    Pairs(dist.group.WORLD, rank, size).all_gather(flat)
+    PairwiseCollectives(dist.group.WORLD, rank, size).all_gather(flat)
     return flat
 
 
-def told(rank: int, *, size: int) -> list[list[Any]]:
-    pairs = Pairs(dist.group.WORLD, rank, size)
-    return [pairs.tell([rank, 2**62 + turn, -turn]) for turn in range(3)]
+def reported(rank: int, *, size: int) -> list[list[Any]]:
+    pairs = PairwiseCollectives(dist.group.WORLD, rank, size)
+    return [pairs.all_gather_ints([rank, 2**62 + turn, -turn]) for turn in range(3)]
 
 
 def sent(rank: int, *, size: int, length: int) -> dict[str, int]:
     """Bytes that this rank sends in each collective of `length` fp32 elements."""
-    pairs = Pairs(dist.group.WORLD, rank, size, sums=256)
+    pairs = PairwiseCollectives(dist.group.WORLD, rank, size, sums=256)
     nbytes = 0
     send = dist.isend
 
@@ -84,14 +84,14 @@ def accounted(rank: int, *, folder: str) -> tuple[int, int]:
 
 
 def late(rank: int, *, what: str, sharded: bool) -> tuple[torch.Tensor, bool]:
-    """Run a collective of `Ranks` on memory that is valid only after a wait for the transfer that it is given. Returns
-    the result, and whether every point of the device's compute was waited for.
+    """Run a collective of `Communicator` on memory that is valid only after a wait for the transfer that it is given.
+    Returns the result, and whether every point of the device's compute was waited for.
     """
     device = LateDevice()
-    ranks = Ranks(device, sharded=sharded)
+    ranks = Communicator(device, sharded=sharded)
     try:
         layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, ranks.shards)
-        ranks.know([layout])
+        ranks.set_layouts([layout])
         flat = torch.full((layout.numel,), torch.nan)
         part = ranks.shard(flat) if what == "gather" else flat
         values = torch.arange(float(layout.numel))

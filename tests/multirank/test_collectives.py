@@ -1,4 +1,4 @@
-"""Collectives of `Ranks` start when the memory that they exchange is valid."""
+"""Collectives of `Communicator` start when the memory that they exchange is valid."""
 
 from __future__ import annotations
 

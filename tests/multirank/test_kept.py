@@ -20,7 +20,7 @@ def assert_like_plain(
 ) -> None:
     places = {} if stage == 3 else {"param": "none", "optim": "cpu"}
     model = {"story": story, "edit": edit, "twice": twice}
-    found = pair.run(kept_cases.told, folder=str(folder), stage=stage, **model, **places, **options)
+    found = pair.run(kept_cases.reported, folder=str(folder), stage=stage, **model, **places, **options)
     expected = kept_cases.plain(2, **model)
     assert_like([list(losses) for losses in zip(*(o["losses"] for o in found), strict=True)], expected["losses"])
     for outcome in found:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.comm import pairs
-from infinity.comm.pairs import Pairs
+from infinity.comm.pairs import PairwiseCollectives
 from multirank import cases, pair_cases
 from multirank.test_ranks import assert_bits
 from support.ranks import Group
@@ -65,7 +65,7 @@ def test_gathers_every_part(group: Group, length: int) -> None:
 
 def test_tells_what_every_rank_says(group: Group) -> None:
     expected = [[[rank, 2**62 + turn, -turn] for rank in range(group.size)] for turn in range(3)]
-    for said in group.run(pair_cases.told, size=group.size):
+    for said in group.run(pair_cases.reported, size=group.size):
         assert said == expected
 
 
@@ -85,7 +85,7 @@ def test_the_buffer_is_in_the_ledger(pair: Group, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 33])
 @pytest.mark.parametrize("longest", [0, 100, 10 << 20, 1 << 30])
 def test_the_buffer_is_no_larger_than_needed_and_than_allowed(size: int, longest: int) -> None:
-    nbytes = Pairs(None, 0, size, sums=longest).nbytes  # type: ignore[arg-type]
+    nbytes = PairwiseCollectives(None, 0, size, sums=longest).nbytes  # type: ignore[arg-type]
     assert nbytes <= pairs.BUFFER_BYTES
     assert nbytes % (2 * max(1, size - 1) * 8) == 0, "pieces of whole elements"
     assert nbytes <= 2 * (size - 1) * (longest + 63)

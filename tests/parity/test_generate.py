@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.engine.base import Runner
+from infinity.engine.base import BaseEngine
 from infinity.engine.inference import InferenceEngine
 from infinity.errors import UsageError
 from infinity.tiers.device import CpuDevice
@@ -148,7 +148,7 @@ def test_between_backward_and_step_of_updates_during_backward(tmp_path: Path) ->
 class Steps:
     """Counts what is fetched by every forward of the model."""
 
-    def __init__(self, engine: Runner) -> None:
+    def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
         self.fetches: list[int] = []
         self._before = 0

@@ -49,7 +49,7 @@ def free_buffers(engine: Engine) -> dict[str, tuple[int, int]]:
 def assert_nothing_leaked(engine: Engine) -> None:
     """Once everything is in its tier, no unit is held and every pool has all its buffers back."""
     engine.settle()
-    assert not any(unit.holds for unit in engine.units)
+    assert not any(unit.pin_count for unit in engine.units)
     assert not engine.parts.store.resident()
     for name, (free, count) in free_buffers(engine).items():
         assert free == count, f"pool {name}: {free} of {count} buffers are free"

@@ -50,7 +50,7 @@ class Pace:
         self._changed = threading.Condition()
         self._asked: list[Transfer] = []
         self._awaited: list[Transfer] = []
-        copied, write = Saving.copied, Writer.write
+        copied, write = Saving.snapshot_read, Writer.write
 
         def watched(saving: Saving, unit: int) -> Transfer:
             transfer = copied(saving, unit)
@@ -63,7 +63,7 @@ class Pace:
                 self._hold()
             write(writer, file, tensors)
 
-        monkeypatch.setattr(Saving, "copied", watched)
+        monkeypatch.setattr(Saving, "snapshot_read", watched)
         monkeypatch.setattr(Writer, "write", slowly)
 
     def free(self) -> None:

@@ -360,7 +360,7 @@ def test_a_view_edited_after_a_step_under_hooks(make_engine: OpenEngine) -> None
     weights = [layer.weight for layer in engine.module.layers]
     views = [weight.t() for weight in weights]
     engine.backward(engine(*BATCHES[0]))
-    assert engine.units[5].exposed and engine.units[5].residency is Residency.RELEASED
+    assert engine.units[5].kept_alias and engine.units[5].residency is Residency.RELEASED
     engine.drop_gradients()
     with torch.no_grad():
         views[5].mul_(2)

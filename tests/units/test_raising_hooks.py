@@ -64,7 +64,7 @@ def footprint(engine: Any) -> dict[str, Any]:
         "recorded": len(tracer._recorded),
         "traces": sorted(tracer._traces),
         "depth": scope.depth,
-        "holds": [unit.holds for unit in engine.units],
+        "holds": [unit.pin_count for unit in engine.units],
         "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "references": [unit.references for unit in engine.units],
     }

@@ -24,7 +24,7 @@ from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Promise, Promised, Transfer
 from infinity.update.job import Gradient, UpdateJob
 from infinity.update.kernels import squared_norm, update_run
-from infinity.update.pipeline import Places, UpdatePipeline
+from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
 from support.late_disk import LateSlab
 
 TILE = 4096
@@ -52,7 +52,7 @@ class Bench:
         self.grad_tiles = Pool(host_tensor, {TILE * 4: 6}, name="gradient tiles", poison=True, fifo=True)
         self.grads = Pool(host_tensor, {self.layout.nbytes: 2}, name="gradients", poison=True, fifo=True)
         self.buffer = torch.zeros(self.layout.numel)
-        places = Places(
+        places = UpdateBuffers(
             device=CpuDevice(),
             param_tier=self.tier,
             optim_tier=self.tier,
