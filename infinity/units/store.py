@@ -166,8 +166,8 @@ class UnitStore:
         assert unit.transfer is not None
         began = time.perf_counter()
         if unit.job is not None and unit.layout.dtype != torch.float32:
-            # Edited elements of 16-bit parameters are found by comparison with the tier. So the write of the update must
-            # end before the user can edit the buffer.
+            # Edited elements of 16-bit parameters are found by comparison with the tier, so the write of the update
+            # must end before the user can edit the buffer.
             unit.job.done.wait()
         transfer, unit.transfer = unit.transfer, None
         try:
