@@ -1,4 +1,4 @@
-"""The scripts in examples/ run as they are, and their losses fall."""
+"""The scripts in examples/ and the first Python code in README.md run as they are, and their losses fall."""
 
 import os
 import re
@@ -35,4 +35,15 @@ def test_an_example_trains_on_nvme_and_leaves_nothing(name: str, tmp_path: Path)
     assert len(fell) == 12, result.stdout
     assert sum(fell[-3:]) < 0.8 * sum(fell[:3])
     assert "nvme" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_code_in_the_readme_trains(tmp_path: Path) -> None:
+    """README's first Python block is a whole program; the engine's own lines of progress show its loss."""
+    code = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    result = run(["-c", code], tmp_path)
+    assert result.returncode == 0, result.stdout
+    shown = [float(loss) for loss in re.findall(r"\[infinity\] step \d+: loss ([0-9.e+-]+)", result.stdout)]
+    assert len(shown) == 2, result.stdout
+    assert shown[1] < 0.8 * shown[0]
     assert list(tmp_path.iterdir()) == []
