@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from infinity.config import Config
 from infinity.plan.discovered import Discovered
 from infinity.plan.layout import UnitLayout
-from infinity.plan.placement import Policy, tiles
+from infinity.plan.placement import Policy
 from infinity.plan.policy import DeviceInfo, RankInfo
 
 UNITS = "units"
@@ -119,7 +119,7 @@ def update_pools(
 ) -> Iterator[PoolSpec]:
     """Yield the pools of the update. Tiles of states in memory need no buffers. layouts: of trained units."""
     size = policy.tile_size
-    states = max(tiles(x.shard_numel, size, policy.states(x.dtype))[0].nbytes for x in layouts)
+    states = max(policy.states(x.dtype).nbytes(min(x.shard_numel, size)) for x in layouts)
     grads = max(min(x.shard_numel, size) * policy.grads(x.dtype).stored.itemsize for x in layouts)
     count = _in_flight(_TILE_BUFFERS, states, debug=debug) if policy.optim_tier == "nvme" else 0
     yield PoolSpec(TILES, "host", {states: count} if count else {})
