@@ -112,12 +112,8 @@ def draw(path: Path) -> int:
                 color=UP if bad else MUTED, alpha=0.75, zorder=2,
             )
         )  # fmt: skip
-    total = sum(arrows.values())
-    axes.text(
-        2.6, len(order) - 0.62,
-        f"{total} imports between rooms, {len(arrows)} arrows, {len(upward)} upwards",
-        fontsize=10, color=INK,
-    )  # fmt: skip
+    said = f"{sum(arrows.values())} imports between rooms, {len(arrows)} arrows, {len(upward)} upwards"
+    axes.text(5.9, len(order) - 0.5, said, ha="right", fontsize=10, color=INK)
     mpl.rcParams["svg.hashsalt"] = "infinity"
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return len(upward)
