@@ -126,7 +126,25 @@ def test_a_tiny_overhead_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "| memory | now | " in (tmp_path / "overhead.md").read_text()
 
 
+def test_cuda_kernels_leave_table_and_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command of gpu_check.sh, with clocks and kernels replaced: a copy takes 1 s, everything else 2 s."""
+    adam_cuda = importlib.import_module("adam_cuda")
+    monkeypatch.setattr(adam_cuda.cuda_adam, "why_not", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(adam_cuda, "seconds", lambda run: run())
+    monkeypatch.setattr(adam_cuda, "copy", lambda n, device: adam_cuda.Candidate("copy", 32, lambda: 1.0))
+    one = adam_cuda.Candidate
+    monkeypatch.setattr(adam_cuda, "updates", lambda case, n, device: [one(case.name, case.bytes(), lambda: 2.0)])
+    monkeypatch.setattr(adam_cuda, "others", lambda n, device: [one("split", 8, lambda: 2.0)])
+    monkeypatch.setattr(sys, "argv", ["adam_cuda.py", "--repeats", "2", "--output", str(tmp_path / "adam_cuda.md")])
+    adam_cuda.main()
+    samples = page.load(tmp_path / "adam_cuda.json")["samples"]
+    assert [sample["name"] for sample in samples] == ["copy", *(case.name for case in adam_cuda.CASES), "split"]
+    assert "| adamw | fp32 | fp32 | fp32 | 28 | 0.1 | 1 | 0.44 |" in (tmp_path / "adam_cuda.md").read_text()
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "command",
     [
