@@ -1,7 +1,7 @@
 """The optimizer step on a CUDA device: G parameters/s and GB/s of every format, beside a copy on the device.
 
     python bench/adam_cuda.py                         # 10^8 parameters: 4 GB of the device's memory, less than a minute
-    python bench/adam_cuda.py --output adam_cuda.md   # into a file too
+    python bench/adam_cuda.py --output adam_cuda.md   # into a file too, and what was measured into adam_cuda.json
 
 A turn is ten calls between two events; each format takes turns with the copy, round by round. Times are medians;
 ratios, of GB/s, are medians of the ratios to the copy of the same round.
@@ -10,7 +10,6 @@ ratios, of GB/s, are medians of the ratios to the copy of the same round.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +18,15 @@ from typing import Any
 
 import torch
 
-from adam import CASES, DTYPES, HYPER, TORCH_BYTES, Case
+import harness
+from adam_cases import CASES, DTYPES, HYPER, TORCH_BYTES, Case
 from infinity.optim import cuda_adam
 from infinity.optim.moments import zero_moments
 from infinity.rules import Hyper
+from report.adam_cuda import tables
+from report.page import publish
 
 CALLS = 10
-COPY = "copy"
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ def others(n: int, device: str) -> list[Candidate]:
 
 def copy(n: int, device: str) -> Candidate:
     here, there = torch.zeros(4 * n, device=device), torch.empty(4 * n, device=device)
-    return Candidate(COPY, 32, lambda: there.copy_(here))
+    return Candidate("copy", 32, lambda: there.copy_(here))
 
 
 def seconds(run: Callable[[], object]) -> float:
+    """Of one call."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began.record()
     for _ in range(CALLS):
@@ -88,51 +90,42 @@ def seconds(run: Callable[[], object]) -> float:
     return float(began.elapsed_time(ended)) / 1e3 / CALLS
 
 
-def measure(candidates: list[Candidate], repeats: int) -> list[list[float]]:
-    """Seconds of a call, by candidate and round. One round first, to load kernels."""
-    times: list[list[float]] = [[] for _ in candidates]
-    for number in range(-1, repeats):
-        for k in range(len(candidates)):
-            k = (k + number) % len(candidates)
-            taken = seconds(candidates[k].run)
-            if number >= 0:
-                times[k].append(taken)
-    return times
+def measure(candidates: list[Candidate], repeats: int) -> list[harness.Result]:
+    """Seconds of a call of each candidate, in the order of rounds. One round first, to load kernels.
 
-
-def table(n: int, candidates: list[Candidate], times: list[list[float]]) -> list[str]:
-    lines = [
-        "| rule | parameter | gradient | moments | bytes | G/s | GB/s | ÷ copy |",
-        "|---|---|---|---|---|---|---|---|",
+    The first candidate is the copy; `copy` holds its seconds in the same rounds.
+    """
+    times: dict[int, list[float]] = {k: [] for k in range(len(candidates))}
+    for number, k in harness.interleaved(times, repeats, warm_up=1):
+        taken = seconds(candidates[k].run)
+        if number >= 0:
+            times[k].append(taken)
+    return [
+        {"name": one.name, "bytes": one.bytes, "seconds": times[k], "copy": times[0]}
+        for k, one in enumerate(candidates)
     ]
-    for candidate, own in zip(candidates, times, strict=True):
-        rate = n / statistics.median(own) / 1e9
-        pairs = zip(times[0], own, strict=True)
-        ratio = statistics.median(base / candidates[0].bytes * candidate.bytes / each for base, each in pairs)
-        name = candidate.name if "|" in candidate.name else f"{candidate.name} | | |"
-        cells = f"{candidate.bytes:.3g} | {rate:.1f} | {rate * candidate.bytes:.0f} | {ratio:.2f}"
-        lines.append(f"| {name} | {cells} |")
-    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=1e8, help="parameters (1e8)")
     parser.add_argument("--repeats", type=int, default=7, help="rounds (7)")
-    parser.add_argument("--output", type=Path, help="a file for the table")
+    parser.add_argument("--output", type=Path, help="a file for the table; its JSON stands beside it")
     args = parser.parse_args()
     if reason := cuda_adam.why_not():
         raise SystemExit(f"there is nothing to measure: {reason}")
     n, device = int(args.size), "cuda"
-    lines = [f"# The optimizer step on {torch.cuda.get_device_name()}, {n:.0e} parameters", ""]
-    made: list[Callable[[], list[Candidate]]] = [partial(updates, case, n, device) for case in CASES]
-    for make in [*made, partial(others, n, device)]:  # one at a time beside the copy, so that memory is for one
-        candidates = [copy(n, device), *make()]
-        found = table(n, candidates, measure(candidates, args.repeats))
-        lines += found if len(lines) == 2 else found[3:]
-    print("\n".join(lines))
-    if args.output:
-        args.output.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    result = {**harness.head("adam_cuda"), "device": torch.cuda.get_device_name(), "n": n, "samples": []}
+    made: list[Callable[[], list[Candidate]]] = [*(partial(updates, case, n, device) for case in CASES)]
+    made.append(partial(others, n, device))
+    for make in made:  # one at a time beside the copy, so that memory is for one
+        found = measure([copy(n, device), *make()], args.repeats)
+        result["samples"] += found[1:] if result["samples"] else found
+    if args.output is None:
+        print(tables(result))
+        return
+    harness.write_json(args.output.with_suffix(".json"), result)
+    publish(args.output.with_suffix(".json"))
 
 
 if __name__ == "__main__":

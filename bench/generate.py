@@ -6,27 +6,26 @@
 Greedy decoding with a KV cache by transformers, one sequence. Every measurement runs in a process of its own, since
 peak memory belongs to a process, and the kinds take turns, round by round, since machines are shared: compare medians
 and ratios. `plain` is the model in memory. `bound` is the time the bytes of a token take at the disk's bandwidth,
-measured in the same rounds. Every kind must give the same tokens. Writes bench/results/generate.json and generate.md.
+measured in the same rounds. Every kind must give the same tokens. Writes bench/results/generate.json,
+then draws generate.md from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+import harness
+from report.page import publish
+
 KINDS = ("plain", "cpu", "nvme", "nvme, half cached", "disk")
 """What is measured: the model in memory, parameters in host memory and on NVMe, half of them cached; the disk."""
 WARM_UP = 4
@@ -34,7 +33,7 @@ WARM_UP = 4
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__, "generate")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--vocab", type=int, default=8192)
@@ -42,7 +41,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="tokens that are written and counted")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the parameters")
-    parser.add_argument("--name", default="generate", help="name of the result files")
     parser.add_argument("--only", choices=("save", *KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -73,7 +71,8 @@ def run_save(args: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(shape(args)).to(torch.bfloat16).save_pretrained(args.model)
+    model: Any = transformers.LlamaForCausalLM(shape(args))
+    model.to(torch.bfloat16).save_pretrained(args.model)
     return {}
 
 
@@ -85,7 +84,8 @@ def load(args: argparse.Namespace, kind: str) -> tuple[Any, Any]:
     import infinity
 
     if kind == "plain":
-        return transformers.LlamaForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval(), None
+        model: Any = transformers.LlamaForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+        return model.eval(), None
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(shape(args))
     infinity.load_pretrained(model, args.model)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         "said": said[0].tolist(),
         "prompt": seconds[0],
         "tokens": seconds[WARM_UP:],
-        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss": harness.peak_rss(),
     }
     if engine is not None:
         moved = seen[-1] - seen[WARM_UP]
@@ -145,63 +145,23 @@ def run_disk(args: argparse.Namespace) -> dict[str, Any]:
         return {"rates": [bench.run(read, nbytes=2 << 30).gb_per_s for _ in range(3)]}
 
 
-# -- the rounds and the table ------------------------------------------------------------------------------------------
+# -- the rounds --------------------------------------------------------------------------------------------------------
 
 
 def child(kind: str, model: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--only", kind, "--model", model]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return harness.run_child(__file__, [*sys.argv[1:], "--only", kind, "--model", model])
 
 
-def summarize(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    said = {tuple(run["said"]) for kind in KINDS[:-1] for run in runs[kind]}
-    if len(said) != 1:
+def show(found: dict[str, Any]) -> str:
+    if "rates" in found:
+        return f"{max(found['rates']):.2f} GB/s"
+    return f"{1 / statistics.median(found['tokens']):.2f} tokens a second"
+
+
+def check_tokens(runs: dict[str, list[dict[str, Any]]]) -> None:
+    """End the run if two kinds wrote different tokens."""
+    if len({tuple(run["said"]) for found in runs.values() for run in found if "said" in run}) != 1:
         raise SystemExit("the kinds wrote different tokens")
-    disk = statistics.median(rate for run in runs["disk"] for rate in run["rates"])
-    summary: dict[str, Any] = {"parameters": runs["plain"][0]["parameters"], "disk_gb_per_s": disk, "rows": {}}
-    for kind in KINDS[:-1]:
-        ours = runs[kind]
-        row = {
-            "tokens a second": 1 / statistics.median(seconds for run in ours for seconds in run["tokens"]),
-            "prompt, s": statistics.median(run["prompt"] for run in ours),
-            "peak RSS, GB": max(run["peak_rss"] for run in ours) / 1e9,
-        }
-        if kind != "plain":
-            row["units fetched a token"] = ours[0]["fetches"]
-            row["of units"] = ours[0]["units"]
-            row["waited for units a token, s"] = statistics.median(run["wait"] for run in ours)
-            row["buffers of units, GB"] = ours[0]["tier_bytes"]["device"] / 1e9
-        if kind.startswith("nvme"):
-            row["read a token, GB"] = ours[0]["read"] / 1e9
-            row["bound by the disk, tokens a second"] = disk * 1e9 / ours[0]["read"] if ours[0]["read"] else 0.0
-        summary["rows"][kind] = row
-    return summary
-
-
-def table(args: argparse.Namespace, summary: dict[str, Any]) -> str:
-    rows = summary["rows"]
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    cores = len(os.sched_getaffinity(0))
-    parameters = summary["parameters"]
-    lines = [
-        f"# Generating text with {parameters / 1e6:.0f} M parameters",
-        "",
-        f"`python bench/generate.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
-        "",
-        f"{platform.processor() or platform.machine()}, {cores} cores, torch {version('torch')}; Llama of transformers "
-        f"{version('transformers')}, hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocab}, bf16: "
-        f"{2 * parameters / 1e9:.3f} GB; a prompt of {args.prompt} tokens and {args.tokens} written, greedily, one "
-        f"sequence, KV cache. Medians of {args.rounds} processes of each kind, in turns; all wrote the same tokens. "
-        f"Disk: {summary['disk_gb_per_s']:.2f} GB/s read.",
-        "",
-        "| | " + " | ".join(rows) + " |",
-        "|---|" + "---|" * len(rows),
-    ]
-    for name in names:
-        cells = [f"{row[name]:.3g}" if name in row else "" for row in rows.values()]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -210,25 +170,16 @@ def main() -> None:
         known = {"save": run_save, "disk": run_disk}
         print(json.dumps(known[args.only](args) if args.only in known else run(args, args.only)))
         return
-    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory(dir=args.nvme_path) as model:
-        child("save", model)
-        for number in range(args.rounds):
-            for kind in KINDS:
-                runs[kind].append(child(kind, model))
-                latest = runs[kind][-1]
-                shown = (
-                    f"{1 / statistics.median(latest['tokens']):.2f} tokens a second"
-                    if "tokens" in latest
-                    else f"{max(latest['rates']):.2f} GB/s"
-                )
-                print(f"round {number + 1}/{args.rounds}  {kind:18}  {shown}", flush=True)
-    summary = summarize(runs)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{args.name}.json").write_text(json.dumps({"summary": summary, "runs": runs}, indent=1) + "\n")
-    text = table(args, summary)
-    (RESULTS / f"{args.name}.md").write_text(text)
-    print("\n" + text)
+    target = harness.target(args)
+    if not args.redraw:
+        with tempfile.TemporaryDirectory(dir=args.nvme_path) as model:
+            child("save", model)
+            runs = harness.collect(KINDS, args.rounds, partial(child, model=model), show)
+        check_tokens(runs)
+        flags = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "prompt", "tokens", "rounds")}
+        head = harness.head("generate", path=args.nvme_path) | {"transformers": version("transformers")}
+        harness.write_json(target, {**head, "args": flags, "runs": runs})
+    publish(target)
 
 
 if __name__ == "__main__":

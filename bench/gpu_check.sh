@@ -54,20 +54,5 @@ JSON
 done
 
 step "summary"
-python3 - "$results" <<'PY' | tee "$results/summary.md"
-import json, pathlib, statistics, sys
-import torch
-
-print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; GPT-2 of 350 M parameters, sequence 1024, batch 8, bf16, clipping 1.0\n")
-print("| states on | s/step (median) | tokens/s | GB read a step | GB written a step | peak device GB | peak host GB |")
-print("|---|---|---|---|---|---|---|")
-for device in ("none", "cpu", "nvme"):
-    lines = (pathlib.Path(sys.argv[1]) / f"gpt2-350m-{device}.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][3:]
-    middle = lambda key: statistics.median(step[key] for step in steps)
-    print(
-        f"| {device} | {middle('seconds'):.3f} | {middle('tokens_per_second'):.0f} | {middle('nvme_bytes_read') / 1e9:.2f} | "
-        f"{middle('nvme_bytes_written') / 1e9:.2f} | {middle('device_peak_bytes') / 1e9:.2f} | {middle('host_peak_bytes') / 1e9:.2f} |"
-    )
-PY
+python3 bench/gpu_summary.py "$results" | tee "$results/summary.md"
 step "done"

@@ -18,25 +18,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+import harness
+from report.overhead import show
+from report.page import publish
 
-RESULTS = Path(__file__).parent / "results"
 REPOSITORY = Path(__file__).resolve().parent.parent
-WIDTH = 16  # a Linear(16, 16) without bias: 1 kB
 Sample = dict[str, float]
 
 
@@ -48,13 +46,17 @@ class Measurement:
     size: int
     device: str | None
     steps: int = 30
-    unit_size: int = 4 * WIDTH**2
+    unit_size: int = 1 << 10
     cache_bytes: int | None = None
     """As in the config; None: its default."""
 
     @property
     def plain(self) -> Measurement:
         return replace(self, device=None)
+
+    @property
+    def plain_name(self) -> str:
+        return f"plain: {self.model} {self.size}"
 
 
 MEASUREMENTS = {
@@ -72,67 +74,15 @@ MEASUREMENTS = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__, "overhead")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each kind")
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="what to measure")
     parser.add_argument("--against", metavar="COMMIT", help="measure this commit too, in the same rounds")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--profile", choices=MEASUREMENTS, help="print where the steps of one measurement spend time")
-    parser.add_argument("--out", action="store_true", help="write bench/results/overhead.json")
+    parser.add_argument("--out", action="store_true", help="write the result files")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # one measurement, as JSON
     return parser.parse_args()
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
-def build(kind: str, size: int) -> tuple[nn.Module, torch.Tensor]:
-    """A model and its batch."""
-    import torch
-    from torch import nn
-
-    def linears(count: int) -> nn.ModuleList:
-        return nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
-
-    class Units(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = linears(size)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = x + block(x)
-            return x.square().mean()
-
-    class Parameters(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(size))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (torch.cat(list(self.weights)) * x.sum()).square().mean()
-
-    class Cell(nn.Module):
-        """Alternate between the cell's two units; the layers before and after it are used once."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.ends = linears(2)
-            self.cell = linears(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            state = x = self.ends[0](x)
-            for _ in range(size):
-                state = torch.tanh(self.cell[0](x) + self.cell[1](state))
-            end: torch.Tensor = self.ends[1](state).square().mean()
-            return end
-
-    torch.manual_seed(0)
-    model = {"units": Units, "parameters": Parameters, "cell": Cell}[kind]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.05)
-    return model, torch.randn(4, WIDTH)
 
 
 # -- in the measuring process ------------------------------------------------------------------------------------------
@@ -144,6 +94,8 @@ def measure(what: Measurement, nvme_path: str, around: Callable[[Callable[[], No
     around: called with a function that runs the counted steps, instead of timing them; it must call the function.
     """
     import torch
+
+    from overhead_models import build
 
     torch.set_num_threads(1)
     model, batch = build(what.model, what.size)
@@ -171,7 +123,7 @@ def measure(what: Measurement, nvme_path: str, around: Callable[[Callable[[], No
 
     if around is not None:
         _time(engine_step, 1)
-        around(lambda: [engine_step() for _ in range(what.steps)] and None)
+        around(lambda: _repeat(engine_step, what.steps))
     else:
         sample |= _time(engine_step, what.steps)
     sample["units"] = len(engine.units)
@@ -191,6 +143,11 @@ def _config(what: Measurement, nvme_path: str) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
         "infinity": {"adam_threads": 1, "unit_size": what.unit_size, **cache},
     }
+
+
+def _repeat(step: Callable[[], None], steps: int) -> None:
+    for _ in range(steps):
+        step()
 
 
 def _time(step: Callable[[], None], steps: int) -> Sample:
@@ -237,12 +194,8 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 def child(what: Measurement, tree: Path, nvme_path: str) -> Sample:
     request = json.dumps({"what": vars(what), "tree": str(tree)})
-    command = [sys.executable, __file__, "--child", request, "--nvme-path", nvme_path]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    arguments = ["--child", request, "--nvme-path", nvme_path]
+    return harness.run_child(__file__, arguments, environment={"PYTHONPATH": str(tree)})
 
 
 def serve(request: dict[str, Any], nvme_path: str) -> Sample:
@@ -257,90 +210,49 @@ def serve(request: dict[str, Any], nvme_path: str) -> Sample:
     return sample
 
 
-def rounds(args: argparse.Namespace, trees: dict[str, Path]) -> dict[str, list[Sample]]:
-    """Samples of each measurement: of "plain" loops and of each tree, named "<tree>: <measurement>"."""
-    kinds: dict[str, tuple[Measurement, Path]] = {}
-    for name in args.only:
+def kinds(names: list[str], trees: dict[str, Path]) -> dict[str, tuple[Measurement, Path]]:
+    """What to run: the plain loops, and each measurement with each tree, named "<tree>: <measurement>"."""
+    found: dict[str, tuple[Measurement, Path]] = {}
+    for name in names:
         what = MEASUREMENTS[name]
-        kinds.setdefault(f"plain: {what.model} {what.size}", (what.plain, REPOSITORY))
-        kinds |= {f"{tree}: {name}": (what, path) for tree, path in trees.items()}
-    samples: dict[str, list[Sample]] = {kind: [] for kind in kinds}
-    for number in range(args.rounds):
-        for kind, (what, tree) in kinds.items():
-            samples[kind].append(child(what, tree, args.nvme_path))
-            print(f"round {number + 1}/{args.rounds}  {kind:45} {1e3 * samples[kind][-1]['step']:9.2f} ms", flush=True)
-    return samples
+        found.setdefault(what.plain_name, (what.plain, REPOSITORY))
+        found |= {f"{tree}: {name}": (what, path) for tree, path in trees.items()}
+    return found
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+def measure_all(args: argparse.Namespace) -> harness.Result:
+    with checked_out(args.against) if args.against else nullcontext(REPOSITORY) as tree:
+        trees = {"now": REPOSITORY} | ({args.against: tree} if args.against else {})
+        todo = kinds(args.only, trees)
+        run = partial(_run_kind, todo, args.nvme_path)
+        samples = harness.collect(todo, args.rounds, run, lambda found: f"{1e3 * found['step']:9.2f} ms")
+    rows = [
+        {"measurement": name, "tree": tree, "plain": MEASUREMENTS[name].plain_name}
+        for name in args.only
+        for tree in trees
+    ]
+    return {**harness.head("overhead", path=args.nvme_path), "rows": rows, "samples": samples}
 
 
-def summarize(args: argparse.Namespace, samples: dict[str, list[Sample]], trees: list[str]) -> list[dict[str, Any]]:
-    def median(kind: str, key: str) -> float:
-        return statistics.median(sample[key] for sample in samples[kind])
-
-    rows = []
-    for name in args.only:
-        what = MEASUREMENTS[name]
-        plain = f"plain: {what.model} {what.size}"
-        for tree in trees:
-            kind = f"{tree}: {name}"
-            units = median(kind, "units")
-            row = {key: median(kind, key) for key in ("initialize", "close", "step", "cpu", "units")}
-            row |= {"plain_step": median(plain, "step"), "plain_cpu": median(plain, "cpu")}
-            row["overhead"] = (row["step"] - row["plain_step"]) / units
-            row["cpu_overhead"] = (row["cpu"] - row["plain_cpu"]) / units
-            rows.append({"measurement": name, "tree": tree, **row})
-    return rows
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Host overhead")
-    titles = "measurement", "code", "units", "initialize s", "close s", "step ms", "plain ms", "ratio to plain"
-    for title in (*titles, "overhead ms per unit", "CPU ms per unit", "overhead ratio"):
-        table.add_column(title, justify="left" if title in ("measurement", "code") else "right")
-    own = {row["measurement"]: row["overhead"] for row in rows if row["tree"] == "now"}
-    for row in rows:
-        table.add_row(
-            row["measurement"],
-            row["tree"],
-            f"{row['units']:.0f}",
-            f"{row['initialize']:.2f}",
-            f"{row['close']:.2f}",
-            f"{1e3 * row['step']:.1f}",
-            f"{1e3 * row['plain_step']:.1f}",
-            f"{row['step'] / row['plain_step']:.2f}",
-            f"{1e3 * row['overhead']:.3f}",
-            f"{1e3 * row['cpu_overhead']:.3f}",
-            "" if row["tree"] == "now" else f"now is {own[row['measurement']] / row['overhead']:.2f} of it",
-        )
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+def _run_kind(todo: dict[str, tuple[Measurement, Path]], nvme_path: str, kind: str) -> Sample:
+    return child(*todo[kind], nvme_path)
 
 
 def main() -> None:
     args = arguments()
+    target = harness.target(args)
     if args.child:
         print(json.dumps(serve(json.loads(args.child), args.nvme_path)))
-        return
-    if args.profile:
+    elif args.profile:
         profile(MEASUREMENTS[args.profile], args.nvme_path)
-        return
-    trees = {"now": REPOSITORY}
-    if args.against:
-        with checked_out(args.against) as tree:
-            samples = rounds(args, {**trees, args.against: tree})
-        trees[args.against] = tree
+    elif args.redraw:
+        publish(target)
     else:
-        samples = rounds(args, trees)
-    rows = summarize(args, samples, list(trees))
-    if args.out:
-        RESULTS.mkdir(exist_ok=True)
-        saved = {"command": f"python bench/overhead.py {' '.join(sys.argv[1:])}", "rows": rows, "samples": samples}
-        (RESULTS / "overhead.json").write_text(json.dumps(saved, indent=1) + "\n")
-    show(rows)
+        result = measure_all(args)
+        show(result)
+        if args.out:
+            harness.write_json(target, result)
+            publish(target)
 
 
 if __name__ == "__main__":

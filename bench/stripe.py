@@ -4,7 +4,7 @@
 
 Makes two small file systems on loop devices, each limited to the same number of bytes a second in each direction (the
 blkio controller's throttle, which the kernel enforces), and runs the engine on one, on the other and on both. Writes
-bench/results/stripe.md. Everything it made is removed.
+bench/results/stripe.json, then draws stripe.md from it. Everything else that it made is removed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 from infinity.cli.drive.measure import OPS, Bench, Workload
 from infinity.tiers.io import AUTO
+from report.page import publish
 
-RESULTS = Path(__file__).parent / "results"
 MB = 1 << 20
 BLKIO = Path("/sys/fs/cgroup/blkio")
 
@@ -66,46 +66,44 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def measure(args: argparse.Namespace) -> list[harness.Result]:
+    """GB/s of every op on one device, on the other, and on both, in turns."""
+    samples = []
+    with contextlib.ExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(dir=args.path)))
+        undo.enter_context(own_group())
+        room = (args.size + 64) * MB
+        a, b = (undo.enter_context(throttled_device(folder, n, room, args.limit * 10**6)) for n in "ab")
+        folders = {"one": [a], "the other": [b], "both": [a, b]}
+        work = [Workload(op, MB, 8, 1, AUTO[0]) for op in OPS]
+        for number, name in harness.interleaved(folders, args.rounds):
+            with Bench(folders[name], args.size * MB, work) as bench:
+                for workload in work:
+                    found = bench.run(workload, seconds=args.seconds).gb_per_s
+                    samples.append({"op": workload.op, "who": name, "round": number, "gb_per_s": found})
+                    print(f"{name:<10} {workload.op:<6} {found:.3f} GB/s", file=sys.stderr, flush=True)
+    return samples
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__, "stripe")
     parser.add_argument("--path", default=tempfile.gettempdir(), help="folder for the images")
     parser.add_argument("--limit", type=int, default=200, help="MB (10^6) a second of each device and direction")
     parser.add_argument("--size", type=int, default=256, help="MiB that are read and written")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    if os.geteuid() != 0 or not BLKIO.exists():
-        sys.exit("root and the blkio cgroup (version 1) are needed to throttle devices")
-    figures: dict[tuple[str, str], list[float]] = {}
-    with contextlib.ExitStack() as undo:
-        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(dir=args.path)))
-        undo.enter_context(own_group())
-        room = (args.size + 64) * MB
-        a, b = (undo.enter_context(throttled_device(folder, n, room, args.limit * 10**6)) for n in "ab")
-        for _ in range(args.rounds):
-            for name, paths in (("one", [a]), ("the other", [b]), ("both", [a, b])):
-                work = [Workload(op, MB, 8, 1, AUTO[0]) for op in OPS]
-                with Bench(paths, args.size * MB, work) as bench:
-                    for workload in work:
-                        found = bench.run(workload, seconds=args.seconds).gb_per_s
-                        figures.setdefault((workload.op, name), []).append(found)
-                        print(f"{name:<10} {workload.op:<6} {found:.3f} GB/s", file=sys.stderr, flush=True)
-    lines = [
-        "# Two throttled devices",
-        "",
-        f"`python bench/stripe.py`: loop devices limited by the kernel to {args.limit} MB/s in each direction; blocks "
-        f"of 1 MiB, 8 in flight; medians of {args.rounds} runs of {args.seconds:g} s, GB/s. Mixed is read and written "
-        "together, so its limit is twice as high.",
-        "",
-        "| | one | the other | both, striped | both ÷ their sum |",
-        "|---|---|---|---|---|",
-    ]
-    for op in OPS:
-        one, other, both = (statistics.median(figures[op, name]) for name in ("one", "the other", "both"))
-        lines.append(f"| {op} | {one:.3f} | {other:.3f} | {both:.3f} | {both / (one + other):.2f} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    (RESULTS / "stripe.md").write_text(text)
+    target = harness.target(args)
+    if not args.redraw:
+        if os.geteuid() != 0 or not BLKIO.exists():
+            sys.exit("root and the blkio cgroup (version 1) are needed to throttle devices")
+        note = (
+            f"Loop devices limited by the kernel to {args.limit} MB/s in each direction; blocks of 1 MiB, 8 in flight; "
+            f"medians of {args.rounds} runs of {args.seconds:g} s, GB/s."
+        )
+        head = harness.head("stripe", path=args.path, note=note)
+        harness.write_json(target, {**head, "samples": measure(args)})
+    publish(target)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.units.lay_out import lay_out
 
 from infinity.comm.agreement import MAY_DIFFER, groups_in_common, in_common
 from infinity.config import Config
 from infinity.engine.optimizer import param_groups
-from infinity.units.lay_out import lay_out
 from multirank import odd_cases
 from support.configs import engine_config
 from support.models import Stack, seeded

@@ -1,0 +1,106 @@
+"""One training step with everything on NVMe beside the plain loop and the disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness import Result, median, spread
+from report.page import Report, setup, table
+
+ROWS = {
+    "infinity_seconds": "step, s",
+    "plain_seconds": "plain in-memory loop, s",
+    "ratio_to_plain": "ratio to plain",
+    "bound_seconds": "bound, s",
+    "ratio_to_bound": "ratio to bound",
+    "wait_seconds": "compute waited for I/O, s",
+    "update_seconds": "in Adam, beside compute, s",
+    "read_bytes_per_parameter": "read, bytes per parameter",
+    "written_bytes_per_parameter": "written, bytes per parameter",
+    "peak_rss_gb": "peak RSS, GB",
+    "plain_peak_rss_gb": "peak RSS of plain, GB",
+}
+
+
+def over_steps(runs: list[dict[str, Any]], key: str) -> float:
+    """Median over the counted steps of all processes of a kind."""
+    return median([step for run in runs for step in run["steps"]], key)
+
+
+def disk_rate(result: Result) -> float:
+    """Bytes a second, read and written in sum."""
+    return spread(rate for run in result["runs"]["disk"] for rate in run["rates"]).median
+
+
+def parameters(result: Result) -> int:
+    return int(result["runs"]["fp32, clip 0"][0]["parameters"])
+
+
+def columns(result: Result) -> dict[str, dict[str, float]]:
+    """The figures of ROWS by the title of the kind."""
+    found = {}
+    for kind, ours in result["runs"].items():
+        moments, _, clip = kind.partition(", clip ")
+        if moments not in ("plain", "disk"):
+            title = f"{moments} moments" + (f", clipping {clip}" if clip != "0" else "")
+            found[title] = column(result, ours, clip)
+    return found
+
+
+def column(result: Result, ours: list[dict[str, Any]], clip: str) -> dict[str, float]:
+    plain = result["runs"][f"plain, clip {clip}"]
+    read, written = ours[0]["read"], ours[0]["written"]
+    # With clipping no unit is updated before the last gradient is there: backward hides nothing of the update.
+    bound = (read + written) / disk_rate(result) + (over_steps(plain, "backward") if clip != "0" else 0.0)
+    seconds, base = over_steps(ours, "seconds"), over_steps(plain, "seconds")
+    return {
+        "infinity_seconds": seconds,
+        "plain_seconds": base,
+        "ratio_to_plain": seconds / base,
+        "bound_seconds": bound,
+        "ratio_to_bound": seconds / bound,
+        "wait_seconds": over_steps(ours, "wait"),
+        "update_seconds": over_steps(ours, "update"),
+        "read_bytes_per_parameter": read / parameters(result),
+        "written_bytes_per_parameter": written / parameters(result),
+        "peak_rss_gb": max(run["peak_rss"] for run in ours) / 1e9,
+        "plain_peak_rss_gb": max(run["peak_rss"] for run in plain) / 1e9,
+    }
+
+
+def title(result: Result) -> str:
+    return f"One step of {parameters(result) / 1e6:.0f} M parameters, parameters and optimizer states on NVMe"
+
+
+def fragments(result: Result) -> dict[str, str]:
+    return ({"setup": setup(result, *recipe(result["args"]))} if "args" in result else {}) | {
+        "table": figures_table(result)
+    }
+
+
+def recipe(args: dict[str, int]) -> list[str]:
+    return [
+        f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, {args['heads']} heads, vocabulary {args['vocab']}, "
+        f"sequence {args['sequence']}, batch {args['batch']}, bf16, AdamW, untied head.",
+        f"Medians of {args['rounds']} processes of {args['steps']} steps each, the kinds taking turns.",
+    ]
+
+
+def figures_table(result: Result) -> str:
+    found = columns(result)
+    rows = [[text, *(f"{one[key]:.2f}" for one in found.values())] for key, text in ROWS.items()]
+    legend = (
+        f"Disk, read and write mixed: {disk_rate(result) / 1e9:.2f} GB/s in sum.\n"
+        "Bound: the bytes of a step at that rate; with clipping, plus the plain loop's backward."
+    )
+    return f"{legend}\n\n{table(['', *found], rows)}"
+
+
+def figures(result: Result) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, one in columns(result).items():
+        found |= {f"{name} ÷ plain": one["ratio_to_plain"], f"{name} ÷ bound": one["ratio_to_bound"]}
+    return found
+
+
+REPORT = Report(title, fragments, figures)
