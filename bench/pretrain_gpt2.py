@@ -1,7 +1,7 @@
-"""Train a GPT-2 on text, byte by byte, with parameters and optimizer states where the engine's configuration says.
+"""Train a GPT-2 on text, byte by byte, with parameters and optimizer states in the tiers of the engine's configuration.
 
-Without arguments: 10.8 M parameters, every state on NVMe, the source of the Python standard library; results in runs/.
-`torchrun --nproc-per-node N bench/pretrain_gpt2.py ...` trains on N ranks; --batch-size is that of all ranks together.
+Defaults: 10.8 M parameters, every state on NVMe, the source of Python's standard library.
+Results are in runs/gpt2. `torchrun --nproc-per-node N bench/pretrain_gpt2.py ...` trains on N ranks.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         shown = "" if default is None or default is False else f" (default: {default})"
         parser.add_argument(flag, default=default, help=text + shown, **options)
 
-    add("--num-layers", 6, "transformer blocks", type=_positive)
-    add("--hidden-size", 384, "width of the residual stream", type=_positive)
-    add("--num-attention-heads", 6, "heads in each block", type=_positive)
-    add("--seq-length", 128, "tokens in a sequence", type=_positive)
-    add("--vocab-size", VOCAB_SIZE, "rows of the embedding; the text uses 256", type=_positive)
-    add("--batch-size", None, f"sequences in a step (default: the config's, or {BATCH_SIZE})", type=_positive)
-    add("--train-iters", 600, "steps, those before a loaded checkpoint included", type=_positive)
+    add("--num-layers", 6, "transformer blocks", type=_positive, metavar="N")
+    add("--hidden-size", 384, "width of the residual stream", type=_positive, metavar="N")
+    add("--num-attention-heads", 6, "attention heads of a block", type=_positive, metavar="N")
+    add("--seq-length", 128, "tokens of a sequence", type=_positive, metavar="N")
+    add("--vocab-size", VOCAB_SIZE, f"rows of the embedding; bytes use {VOCAB_SIZE}", type=_positive, metavar="N")
+    text = f"sequences of a step, all ranks together (default: the config's, or {BATCH_SIZE})"
+    add("--batch-size", None, text, type=_positive, metavar="N")
+    add("--train-iters", 600, "steps in all, including those before a loaded checkpoint", type=_positive, metavar="N")
     add("--checkpoint-activations", False, "recompute each block in backward", action="store_true")
-    add("--untie-embeddings-and-output-weights", False, "give the head a weight of its own", action="store_true")
-    add("--config", None, "the engine's configuration (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
-    add("--data", None, "text to learn (default: the standard library's source)", metavar="FILE_OR_DIR")
-    add("--save", None, "folder for the checkpoint, or 'none' (default: OUTPUT/checkpoint)", metavar="DIR")
-    add("--load", None, "folder of a checkpoint to go on from", metavar="DIR")
-    add("--seed", 0, "of the initial weights and the order of the text", type=_seed)
-    add("--metrics", None, "write one JSON object a step to this file", metavar="FILE.jsonl")
-    add("--nvme-path", None, "folder for the states, without --config (default: OUTPUT/nvme)", metavar="DIR")
+    add("--untie-embeddings-and-output-weights", False, "give the head its own weight", action="store_true")
+    add("--config", None, "configuration of the engine (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
+    add("--data", None, "text to train on (default: source of Python's standard library)", metavar="FILE_OR_DIR")
+    add("--save", None, "folder for the checkpoint; 'none' saves nothing (default: OUTPUT/checkpoint)", metavar="DIR")
+    add("--load", None, "folder of the checkpoint to resume from", metavar="DIR")
+    add("--seed", 0, "seed of the initial weights and of the order of the text", type=_seed, metavar="N")
+    add("--metrics", None, "file for one JSON object per step", metavar="FILE.jsonl")
+    add("--nvme-path", None, "folder for states on NVMe, without --config (default: OUTPUT/nvme)", metavar="DIR")
     add("--output", "runs/gpt2", "folder for the loss curve and the sample", metavar="DIR")
     return parser.parse_args(arguments)
 
@@ -85,7 +86,9 @@ def _seed(text: str) -> int:
 
 def model_config(args: argparse.Namespace) -> GPT2Config:
     if args.vocab_size < VOCAB_SIZE:
-        raise ConfigError(f"--vocab-size {args.vocab_size} is too small: a byte has {VOCAB_SIZE} values")
+        raise ConfigError(
+            f"--vocab-size is {args.vocab_size}, but a byte has {VOCAB_SIZE} values. Give at least {VOCAB_SIZE}."
+        )
     return GPT2Config(
         vocab_size=args.vocab_size,
         seq_length=args.seq_length,
@@ -102,7 +105,7 @@ def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
     if args.config is None:
         return Config.load(_default_config(args.batch_size or BATCH_SIZE, args.train_iters, nvme_path))
     if args.nvme_path is not None:
-        raise ConfigError(f"--nvme-path is for the default configuration: write nvme_path in {args.config} instead")
+        raise ConfigError(f"--nvme-path is given with --config. Set nvme_path in {args.config} instead.")
     config = Config.load(args.config)
     batch_size = args.batch_size
     if batch_size is None and config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
@@ -111,8 +114,8 @@ def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
         return config
     if config.train_batch_size not in (None, batch_size):
         raise ConfigError(
-            f"--batch-size is {batch_size}, and train_batch_size in {args.config} is {config.train_batch_size}: "
-            "leave one of them out"
+            f"--batch-size is {batch_size}, but train_batch_size in {args.config} is {config.train_batch_size}. "
+            "Leave one of them out."
         )
     return config.model_copy(update={"train_batch_size": batch_size})
 
@@ -133,7 +136,7 @@ def _default_config(batch_size: int, steps: int, nvme_path: Path) -> dict[str, A
 
 
 def run(args: argparse.Namespace, stack: ExitStack) -> None:
-    """The whole job; `stack` holds what must be undone in the end, however it ends."""
+    """Run the whole job. stack: holds what must be undone in the end."""
     is_first = start_ranks(stack) == 0
     console = Console(quiet=not is_first)
     output = Path(args.output)
@@ -156,7 +159,7 @@ def run(args: argparse.Namespace, stack: ExitStack) -> None:
     say(f"text: {corpus.source}, {show_count(len(corpus.train))} bytes")
     if args.load is not None:
         path, _ = engine.load_checkpoint(args.load)
-        say(f"going on from {path}, step {engine.global_steps}")
+        say(f"resumed: {path} at step {engine.global_steps}")
 
     record: Callable[[StepRecord], None] = lambda _: None  # noqa: E731
     if args.metrics is not None and is_first:
@@ -210,7 +213,7 @@ def leave(job: Pretraining, config: Config, corpus: Corpus, output: Path, sample
 
 
 def start_ranks(stack: ExitStack) -> int:
-    """Join the other ranks where torchrun started this one; its number."""
+    """Join the other ranks if torchrun started this process. Returns its rank."""
     if "RANK" not in os.environ:
         return 0
     cuda = torch.cuda.is_available()
@@ -224,22 +227,22 @@ def start_ranks(stack: ExitStack) -> int:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Find out before training that nothing can be left in `path`, which may be still to be made."""
+    """Raise StorageError before training if nothing can be written to `path`, which need not exist yet."""
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir():
-        raise StorageError(f"{path} cannot be a folder: {there} is a file; name another one")
+        raise StorageError(f"{path} cannot be a folder, since {there} is a file. Name another one.")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"cannot write to {there}, where {path} is to be; name another folder")
+        raise StorageError(f"{path} cannot be made, since {there} is not writable. Name another folder.")
 
 
 @contextmanager
 def folder(path: Path) -> Iterator[None]:
-    """Make `path`; in the end, take away what was made, as far as it is empty."""
+    """Make `path`; in the end, remove the folders that were made, if they are empty."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make the folder {path}: {error.strerror}; name another one") from error
+        raise StorageError(f"The folder {path} cannot be made: {error.strerror}. Name another one.") from error
     try:
         yield
     finally:
@@ -251,11 +254,11 @@ def folder(path: Path) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The process's exit code: 2 after an error that says what to do, 130 after Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun stops ranks with it: end as after Ctrl-C
-    logging.getLogger("infinity").setLevel(logging.WARNING)  # the job says it in its own way
+    """Return the process's exit code: 0, 2 after an error, 130 after Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun's signal to stop; end as after Ctrl-C
+    logging.getLogger("infinity").setLevel(logging.WARNING)  # the job prints these facts itself
     args = parse(arguments)
-    with ExitStack() as stack:  # undone when the exception is gone: its frames hold on to parameters
+    with ExitStack() as stack:  # undone when the exception is gone, since its frames refer to parameters
         try:
             run(args, stack)
         except (InfinityError, OSError) as error:

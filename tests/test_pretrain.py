@@ -111,16 +111,16 @@ def test_checkpointed_activations_and_the_seed(script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data", "nowhere"], "cannot read the text nowhere: No such file or directory"),
+        (["--data", "nowhere"], "The text nowhere cannot be read: No such file or directory."),
         (["--data", "text.txt", "--seq-length", "100000"], "a sequence of 100000 needs 100001"),
         (["--hidden-size", "33"], "hidden_size 33 is not a multiple of num_attention_heads 2"),
-        (["--vocab-size", "255"], "--vocab-size 255 is too small: a byte has 256 values"),
+        (["--vocab-size", "255"], "--vocab-size is 255, but a byte has 256 values. Give at least 256."),
         (["--config", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["--config", "engine.json"], "--batch-size is 4, and train_batch_size in engine.json is 6"),
+        (["--config", "engine.json"], "--batch-size is 4, but train_batch_size in engine.json is 6"),
         (["--nvme-path", "text.txt"], "text.txt"),
-        (["--nvme-path", "text.txt/below"], "cannot make the folder text.txt/below: Not a directory"),
-        (["--save", "text.txt/below"], "text.txt is a file"),
-        (["--metrics", "."], "cannot write the metrics file .: Is a directory"),
+        (["--nvme-path", "text.txt/below"], "The folder text.txt/below cannot be made: Not a directory"),
+        (["--save", "text.txt/below"], "text.txt/below cannot be a folder, since "),
+        (["--metrics", "."], "The metrics file . cannot be written: Is a directory."),
         (["--load", "nowhere"], "nowhere"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a pretraining job does with an engine around a GPT-2: train on windows of a text, measure, write a sample."""
+"""A pretraining job with an engine around a GPT-2: train on windows of a text, evaluate, write a sample."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pretraining:
         self.device = engine.device
         self.rank, self.world = engine.ranks.rank, engine.ranks.size
         self.text = TokenDataset(corpus.train, shape.seq_length, seed)
-        windows = TokenDataset(corpus.held_out, shape.seq_length, what="the held-out tenth of the text")
+        windows = TokenDataset(corpus.held_out, shape.seq_length, what="The held-out tenth of the text")
         inputs, targets = windows.spread(max(HELD_OUT_WINDOWS, self.world))
         self._held_out = inputs[self.rank :: self.world], targets[self.rank :: self.world]
         tokens_per_step = engine.batch.train * shape.seq_length
@@ -41,7 +41,9 @@ class Pretraining:
         """Train from where the engine is to step `last`, measuring held-out loss on the way and at the end."""
         first = self.engine.global_steps + 1
         if first > last:
-            raise ConfigError(f"step {first - 1} is done already, and step {last} is to be the last: give a later one")
+            raise ConfigError(
+                f"Step {first - 1} is done, and training is to end with step {last}. Give a larger --train-iters."
+            )
         between = max(1, min(STEPS_BETWEEN_MEASUREMENTS, (last - first + 1) // 4))
         self.engine.train()
         self.meter.start()
