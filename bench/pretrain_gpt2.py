@@ -27,7 +27,7 @@ from infinity.config import Config
 from infinity.data import VOCAB_SIZE, Corpus, load_corpus
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.nn.gpt2 import GPT2, GPT2Config
-from infinity.nn.pretrain import Pretraining
+from infinity.nn.pretrain import Evaluation, Pretraining
 from infinity.observe.meter import MetricsFile, StepRecord
 from infinity.observe.plots import plot_loss
 from infinity.observe.progress import Progress
@@ -57,6 +57,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     text = f"sequences of a step, all ranks together (default: the config's, or {BATCH_SIZE})"
     add("--batch-size", None, text, type=_positive, metavar="N")
     add("--train-iters", 600, "steps in all, including those before a loaded checkpoint", type=_positive, metavar="N")
+    text = "steps between evaluations on held-out text; 0 evaluates at the end only"
+    add("--eval-interval", Evaluation.interval, text, type=_count, metavar="N")
+    add("--eval-iters", Evaluation.iters, "batches of an evaluation; 0 turns it off", type=_count, metavar="N")
     add("--checkpoint-activations", False, "recompute each block in backward", action="store_true")
     add("--untie-embeddings-and-output-weights", False, "give the head its own weight", action="store_true")
     add("--config", None, "configuration of the engine (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
@@ -74,6 +77,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {value}")
     return value
 
 
@@ -153,7 +163,7 @@ def run(args: argparse.Namespace, stack: ExitStack) -> None:
         model = GPT2(shape)
     engine, *_ = infinity.initialize(model=model, config=config)
     stack.callback(engine.close)
-    job = Pretraining(engine, shape, corpus, args.seed)
+    job = Pretraining(engine, shape, corpus, args.seed, Evaluation(args.eval_interval, args.eval_iters))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(engine.describe())
     say(f"text: {corpus.source}, {show_count(len(corpus.train))} bytes")
@@ -184,7 +194,8 @@ def run(args: argparse.Namespace, stack: ExitStack) -> None:
 def last_losses(job: Pretraining) -> dict[str, float]:
     """The training loss, a mean over ten steps since batches differ, and the held-out loss, at the end."""
     recent = [loss for _, loss in job.losses[-10:]]
-    return {f"last {len(recent)} batches": sum(recent) / len(recent), "held-out text": job.held_out_losses[-1][1]}
+    losses = {f"last {len(recent)} batches": sum(recent) / len(recent)}
+    return {**losses, "held-out text": job.held_out_losses[-1][1]} if job.held_out_losses else losses
 
 
 def leave(job: Pretraining, config: Config, corpus: Corpus, output: Path, sample: str) -> list[tuple[str, str]]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from infinity.nn.pretrain import Evaluation
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "bench" / "pretrain_gpt2.py"
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"]
@@ -74,6 +76,31 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
     assert f"{steps[-1]['loss']:.3f}" in out and "held-out text" in out
     for row in ("nvme tier", "read per parameter and step", "compute", "I/O waited for", "update", "peak host memory"):
         assert row in out
+
+
+@pytest.mark.parametrize(
+    ("interval", "iters", "expected"),
+    [(2, 1, [2, 4, 5]), (0, 1, [5]), (9, 1, [5]), (2, 0, [])],
+)
+def test_evaluations_follow_interval_and_end_with_the_last_step(
+    script: ModuleType,
+    interval: int,
+    iters: int,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(script, "plot_loss", lambda _, losses, held_out, **texts: drawn.append(held_out))
+    run = [*TINY, "--data", "text.txt", "--train-iters", "5", "--save", "none"]
+    assert script.main([*run, "--eval-interval", str(interval), "--eval-iters", str(iters)]) == 0
+    assert [step for step, _ in drawn[0]] == expected
+    out = capsys.readouterr().out
+    assert ("held-out text" in out) == (iters > 0)
+
+
+def test_evaluation_counts_steps_from_the_first_of_the_run() -> None:
+    assert [step for step in range(1, 61) if Evaluation().is_due(step, last=60)] == [25, 50, 60]
 
 
 def test_resumes_bit_identically_in_a_new_process(script: ModuleType) -> None:

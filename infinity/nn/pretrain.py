@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,52 +16,79 @@ from infinity.nn.gpt2 import GPT2Config, generate
 from infinity.observe.meter import Meter, StepRecord
 from infinity.observe.progress import Progress
 
-HELD_OUT_WINDOWS = 32
-"""Sequences that held-out loss is measured on, evenly spread over the held-out text."""
-STEPS_BETWEEN_MEASUREMENTS = 25
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When and on how much held-out text loss is measured; names and units are Megatron-LM's."""
+
+    interval: int = 25
+    """Steps between evaluations; 0 evaluates after the last step only."""
+    iters: int = 4
+    """Batches in an evaluation, each as large as a step's, evenly spread over the held-out text; 0 evaluates never."""
+
+    def is_due(self, step: int, last: int) -> bool:
+        return self.iters > 0 and (step == last or (self.interval > 0 and step % self.interval == 0))
 
 
 class Pretraining:
     """All ranks make one of the same text and seed, and make the same calls."""
 
-    def __init__(self, engine: Engine, shape: GPT2Config, corpus: Corpus, seed: int = 0) -> None:
-        self.engine, self.shape, self.seed = engine, shape, seed
+    def __init__(
+        self,
+        engine: Engine,
+        shape: GPT2Config,
+        corpus: Corpus,
+        seed: int = 0,
+        evaluation: Evaluation = Evaluation(),
+    ) -> None:
+        self.engine, self.shape, self.seed, self.evaluation = engine, shape, seed, evaluation
         self.device = engine.device
         self.rank, self.world = engine.ranks.rank, engine.ranks.size
         self.text = TokenDataset(corpus.train, shape.seq_length, seed)
-        windows = TokenDataset(corpus.held_out, shape.seq_length, what="The held-out tenth of the text")
-        inputs, targets = windows.spread(max(HELD_OUT_WINDOWS, self.world))
-        self._held_out = inputs[self.rank :: self.world], targets[self.rank :: self.world]
+        self._held_out = self._held_out_windows(corpus)
         tokens_per_step = engine.batch.train * shape.seq_length
         self.meter = Meter(engine.ledger, tokens_per_step, self._sum_over_ranks, self.world)
         self.losses: list[tuple[int, float]] = []
         """(step, mean loss of its batch) of the steps trained here."""
         self.held_out_losses: list[tuple[int, float]] = []
 
+    def _held_out_windows(self, corpus: Corpus) -> tuple[Tensor, Tensor] | None:
+        """Inputs and targets that this rank evaluates, each (N, T) int64; None without evaluation."""
+        if not self.evaluation.iters:
+            return None
+        windows = TokenDataset(corpus.held_out, self.shape.seq_length, what="The held-out tenth of the text")
+        inputs, targets = windows.spread(self.evaluation.iters * self.engine.batch.train)
+        return inputs[self.rank :: self.world], targets[self.rank :: self.world]
+
     def train(self, last: int, progress: Progress, on_step: Callable[[StepRecord], None]) -> None:
-        """Train from where the engine is to step `last`, measuring held-out loss on the way and at the end."""
+        """Train up to and including step `last`, with evaluations on the way and at the end.
+
+        Raises ConfigError if the engine is at step `last` or beyond it.
+        """
         first = self.engine.global_steps + 1
         if first > last:
             raise ConfigError(
                 f"Step {first - 1} is done, and training is to end with step {last}. Give a larger --train-iters."
             )
-        between = max(1, min(STEPS_BETWEEN_MEASUREMENTS, (last - first + 1) // 4))
         self.engine.train()
         self.meter.start()
         for step in range(first, last + 1):
             loss = self._step(step)
-            measures = step % between == 0 or step == last
-            if measures:
-                self.engine.settle()  # all transfers of the step belong into its record
+            evaluates = self.evaluation.is_due(step, last)
+            if evaluates:
+                self.engine.settle()  # all transfers of the step belong in its record
             record = self.meter.finish_step(step, loss)
             self.losses.append((step, record.loss))
             on_step(record)
             progress.update(record)
-            if measures:
-                progress.doing("measuring held-out loss")
-                self.held_out_losses.append((step, self.measure()))
-                progress.held_out(self.held_out_losses[-1][1])
+            if evaluates:
+                self._evaluate(step, progress)
                 self.meter.start()
+
+    def _evaluate(self, step: int, progress: Progress) -> None:
+        progress.doing("evaluating")
+        self.held_out_losses.append((step, self.measure()))
+        progress.held_out(self.held_out_losses[-1][1])
 
     def _step(self, step: int) -> float:
         """One optimizer step; the mean loss of this rank's samples. Which they are depends on nothing but `step`."""
@@ -77,6 +105,8 @@ class Pretraining:
     @torch.no_grad()
     def measure(self) -> float:
         """The loss on held-out text, in nats."""
+        if self._held_out is None:
+            raise ConfigError("The evaluation has 0 batches. Give a larger --eval-iters.")
         self.engine.eval()
         total, rows, micro = 0.0, len(self._held_out[0]), self.engine.batch.micro
         for start in range(0, rows, micro):
