@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from infinity.observe.units import show_count, show_seconds
 
 BATCH_SIZE = 8
 PROMPTS = ("    def ", "\n\nclass ", "\nimport ")
-SAMPLE_BYTES = 200
+SAMPLE_BYTES, MAX_SAMPLE_BYTES = 200, 1000
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,6 +61,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     text = "steps between evaluations on held-out text; 0 evaluates at the end only"
     add("--eval-interval", Evaluation.interval, text, type=_count, metavar="N")
     add("--eval-iters", Evaluation.iters, "batches of an evaluation; 0 turns it off", type=_count, metavar="N")
+    text = (
+        f"bytes to write after each of {len(PROMPTS)} prompts in the end, at most {MAX_SAMPLE_BYTES}; each byte reads "
+    )
+    text += f"the whole model; 0 turns it off (default: {SAMPLE_BYTES} for the default model, 0 for any other)"
+    add("--sample", None, text, type=_sample, metavar="BYTES")
     add("--checkpoint-activations", False, "recompute each block in backward", action="store_true")
     add("--untie-embeddings-and-output-weights", False, "give the head its own weight", action="store_true")
     add("--config", None, "configuration of the engine (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
@@ -87,6 +93,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _sample(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MAX_SAMPLE_BYTES:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_SAMPLE_BYTES}, not {value}")
+    return value
+
+
 def _seed(text: str) -> int:
     value = int(text)
     if not 0 <= value < 2**63:
@@ -108,6 +121,15 @@ def model_config(args: argparse.Namespace) -> GPT2Config:
         tie_word_embeddings=not args.untie_embeddings_and_output_weights,
         checkpoint_activations=args.checkpoint_activations,
     )
+
+
+def sample_bytes(args: argparse.Namespace) -> int:
+    """--sample, or its default: a model that was asked for may be so large that each byte takes minutes to read."""
+    if args.sample is not None:
+        return int(args.sample)
+    default = model_config(parse([]))
+    is_default = replace(model_config(args), checkpoint_activations=default.checkpoint_activations) == default
+    return SAMPLE_BYTES if is_default and args.config is None else 0
 
 
 def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
@@ -180,12 +202,13 @@ def run(args: argparse.Namespace, stack: ExitStack) -> None:
     left = []
     if save is not None:
         left.append(("checkpoint", str(engine.save_checkpoint(save))))
-    tiers = job.tier_bytes()
-    sample = "\n\n".join(text.strip("\n") for text in job.sample(PROMPTS, SAMPLE_BYTES)) + "\n"
+    tiers, sampled = job.tier_bytes(), sample_bytes(args)
+    texts = job.sample(PROMPTS, sampled) if sampled else []
     if is_first:
-        left += leave(job, config, corpus, output, sample)
-        console.rule("what the model writes after " + ", ".join(repr(prompt.strip()) for prompt in PROMPTS))
-        say(sample)
+        left += leave(job, config, corpus, output, texts)
+        if texts:
+            console.rule(f"sample: {sampled} bytes after each of " + ", ".join(repr(p.strip()) for p in PROMPTS))
+            say(joined(texts))
         console.rule("this run")
         console.print(closing_table(job.meter.totals, parameters=shape.num_parameters, losses=last_losses(job),
                                     tier_bytes=tiers, outputs=left))  # fmt: skip
@@ -198,11 +221,19 @@ def last_losses(job: Pretraining) -> dict[str, float]:
     return {**losses, "held-out text": job.held_out_losses[-1][1]} if job.held_out_losses else losses
 
 
-def leave(job: Pretraining, config: Config, corpus: Corpus, output: Path, sample: str) -> list[tuple[str, str]]:
-    """Write the sample and the loss curve; (what, path) of both."""
+def joined(texts: Sequence[str]) -> str:
+    return "\n\n".join(text.strip("\n") for text in texts) + "\n"
+
+
+def leave(
+    job: Pretraining, config: Config, corpus: Corpus, output: Path, texts: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Write the loss curve and, if there are texts, the sample; (what, path) of each."""
     output.mkdir(parents=True, exist_ok=True)
-    text, curve = output / "sample.txt", output / "loss.png"
-    text.write_text(sample, encoding="utf-8")
+    curve, outputs = output / "loss.png", []
+    if texts:
+        (output / "sample.txt").write_text(joined(texts), encoding="utf-8")
+        outputs.append(("sample", str(output / "sample.txt")))
     zero, totals = config.zero_optimization, job.meter.totals
     places = (
         "every state on NVMe" if zero.offload_param.device == zero.offload_optimizer.device == "nvme" else "Infinity"
@@ -219,8 +250,8 @@ def leave(job: Pretraining, config: Config, corpus: Corpus, output: Path, sample
             chance=math.log(job.shape.vocab_size),
         )
     except ImportError:
-        return [("loss curve", "not drawn: matplotlib is not installed"), ("sample", str(text))]
-    return [("loss curve", str(curve)), ("sample", str(text))]
+        return [("loss curve", "not drawn: matplotlib is not installed"), *outputs]
+    return [("loss curve", str(curve)), *outputs]
 
 
 def start_ranks(stack: ExitStack) -> int:

@@ -56,7 +56,8 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert script.main([*TINY, "--data", "text.txt", "--train-iters", "30", "--metrics", "m.jsonl"]) == 0
+    flags = ["--data", "text.txt", "--train-iters", "30", "--sample", "20", "--metrics", "m.jsonl"]
+    assert script.main([*TINY, *flags]) == 0
     files = left()
     assert {"m.jsonl", "runs/gpt2/loss.png", "runs/gpt2/sample.txt", "runs/gpt2/checkpoint/latest"} <= files
     assert all(name == "m.jsonl" or name.startswith("runs/gpt2/") for name in files)
@@ -79,6 +80,34 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], 200),
+        (["--num-layers", "6", "--checkpoint-activations", "--batch-size", "2", "--data", "x"], 200),
+        (["--num-layers", "7"], 0),
+        (["--seq-length", "64"], 0),
+        (["--untie-embeddings-and-output-weights"], 0),
+        (["--config", "engine.json"], 0),
+        (["--config", "engine.json", "--num-layers", "7", "--sample", "1000"], 1000),
+        (["--sample", "0"], 0),
+    ],
+)
+def test_sample_is_written_by_default_for_the_default_model_only(
+    script: ModuleType, flags: list[str], expected: int
+) -> None:
+    assert script.sample_bytes(script.parse(flags)) == expected
+
+
+@pytest.mark.parametrize("flags", [["--sample", "1001"], ["--sample", "-1"], ["--eval-iters", "-1"]])
+def test_flags_out_of_their_range_are_refused(
+    script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(flags)
+    assert f"argument {flags[0]}: must be " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("interval", "iters", "expected"),
     [(2, 1, [2, 4, 5]), (0, 1, [5]), (9, 1, [5]), (2, 0, [])],
 )
@@ -97,6 +126,7 @@ def test_evaluations_follow_interval_and_end_with_the_last_step(
     assert [step for step, _ in drawn[0]] == expected
     out = capsys.readouterr().out
     assert ("held-out text" in out) == (iters > 0)
+    assert "sample" not in out and not Path("runs/gpt2/sample.txt").exists()
 
 
 def test_evaluation_counts_steps_from_the_first_of_the_run() -> None:
