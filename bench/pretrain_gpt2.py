@@ -1,6 +1,6 @@
 """Train a GPT-2 on text, byte by byte, with parameters and optimizer states in the tiers of the engine's configuration.
 
-Defaults: 10.8 M parameters, every state on NVMe, the source of Python's standard library.
+Defaults: 10.8 M parameters, every state on NVMe, the source of Python's standard library, about two and a half minutes.
 Results are in runs/gpt2. `torchrun --nproc-per-node N bench/pretrain_gpt2.py ...` trains on N ranks.
 """
 
@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,11 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.config import Config
+from infinity.config import Config, WarmupCosineLR
 from infinity.data import VOCAB_SIZE, Corpus, load_corpus
 from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.nn.duration import JOB_SECONDS, MAX_PASSES, MEASURED_STEPS, MIN_STEPS, process_seconds
 from infinity.nn.gpt2 import GPT2, GPT2Config
 from infinity.nn.pretrain import Evaluation, Pretraining
 from infinity.observe.meter import MetricsFile, StepRecord
@@ -34,10 +37,13 @@ from infinity.observe.plots import plot_loss
 from infinity.observe.progress import Progress
 from infinity.observe.report import closing_table
 from infinity.observe.units import show_count, show_seconds
+from infinity.optim.lr import replace_schedule
 
 BATCH_SIZE = 8
 PROMPTS = ("    def ", "\n\nclass ", "\nimport ")
 SAMPLE_BYTES, MAX_SAMPLE_BYTES = 200, 1000
+WARMUP_STEPS = MEASURED_STEPS
+"""A constant, since the number of all steps is chosen when these are done."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,7 +63,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vocab-size", VOCAB_SIZE, f"rows of the embedding; bytes use {VOCAB_SIZE}", type=_positive, metavar="N")
     text = f"sequences of a step, all ranks together (default: the config's, or {BATCH_SIZE})"
     add("--batch-size", None, text, type=_positive, metavar="N")
-    add("--train-iters", 600, "steps in all, including those before a loaded checkpoint", type=_positive, metavar="N")
+    text = "steps in all, including those before a loaded checkpoint (default: total_num_steps of the config's "
+    text += (
+        f"scheduler, else the loaded checkpoint's, else as many as end the job after about {show_seconds(JOB_SECONDS)}"
+    )
+    text += f": at least {MIN_STEPS}, at most {MAX_PASSES} passes over the text)"
+    add("--train-iters", None, text, type=_positive, metavar="N")
     text = "steps between evaluations on held-out text; 0 evaluates at the end only"
     add("--eval-interval", Evaluation.interval, text, type=_count, metavar="N")
     add("--eval-iters", Evaluation.iters, "batches of an evaluation; 0 turns it off", type=_count, metavar="N")
@@ -133,9 +144,13 @@ def sample_bytes(args: argparse.Namespace) -> int:
 
 
 def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
-    """The file's configuration or the default one, with the batch size of the command line."""
+    """The file's configuration or the default one, with the batch size of the command line.
+
+    Without --train-iters, the schedule of the default one is right in its warm-up only, until `set_schedule`.
+    """
     if args.config is None:
-        return Config.load(_default_config(args.batch_size or BATCH_SIZE, args.train_iters, nvme_path))
+        steps = args.train_iters or MIN_STEPS
+        return Config.load(_default_config(args.batch_size or BATCH_SIZE, steps, nvme_path))
     if args.nvme_path is not None:
         raise ConfigError(f"--nvme-path is given with --config. Set nvme_path in {args.config} instead.")
     config = Config.load(args.config)
@@ -154,7 +169,6 @@ def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
 
 def _default_config(batch_size: int, steps: int, nvme_path: Path) -> dict[str, Any]:
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
-    rate = {"total_num_steps": steps, "warmup_num_steps": steps // 7, "warmup_type": "linear", "cos_min_ratio": 0.1}
     # CPUs without instructions for bf16 emulate it, slower than they compute in fp32.
     bf16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return {
@@ -162,13 +176,18 @@ def _default_config(batch_size: int, steps: int, nvme_path: Path) -> dict[str, A
         "train_batch_size": batch_size,
         "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupCosineLR", "params": rate},
+        "scheduler": _default_schedule(steps),
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
     }
 
 
-def run(args: argparse.Namespace, stack: ExitStack) -> None:
-    """Run the whole job. stack: holds what must be undone in the end."""
+def _default_schedule(steps: int) -> dict[str, Any]:
+    warmup = {"warmup_num_steps": min(WARMUP_STEPS, steps // 2), "warmup_type": "linear"}
+    return {"type": "WarmupCosineLR", "params": {**warmup, "total_num_steps": steps, "cos_min_ratio": 0.1}}
+
+
+def run(args: argparse.Namespace, stack: ExitStack, clock: Callable[[], float]) -> None:
+    """Run the whole job. stack: holds what must be undone in the end. clock: seconds since the job started."""
     is_first = start_ranks(stack) == 0
     console = Console(quiet=not is_first)
     output = Path(args.output)
@@ -185,33 +204,63 @@ def run(args: argparse.Namespace, stack: ExitStack) -> None:
         model = GPT2(shape)
     engine, *_ = infinity.initialize(model=model, config=config)
     stack.callback(engine.close)
-    job = Pretraining(engine, shape, corpus, args.seed, Evaluation(args.eval_interval, args.eval_iters))
+    job = Pretraining(engine, shape, corpus, args.seed, Evaluation(args.eval_interval, args.eval_iters), clock)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(engine.describe())
     say(f"text: {corpus.source}, {show_count(len(corpus.train))} bytes")
+    steps = args.train_iters or (scheduled_steps(config) if args.config is not None else None)
     if args.load is not None:
-        path, _ = engine.load_checkpoint(args.load)
-        say(f"resumed: {path} at step {engine.global_steps}")
+        path, steps = resume(engine, args.load, steps)
+        say(f"resumed: {path} at step {engine.global_steps} of {steps}")
 
     record: Callable[[StepRecord], None] = lambda _: None  # noqa: E731
     if args.metrics is not None and is_first:
         record = stack.enter_context(MetricsFile(args.metrics, resume=args.load is not None)).write
+    sampled = sample_bytes(args)
+    if steps is None:
+        end = show_seconds(JOB_SECONDS)
+        say(f"steps: chosen after step {MEASURED_STEPS}, so that the job ends after about {end}")
     say()
-    with Progress(args.train_iters, done=engine.global_steps, console=console) as progress:
-        job.train(args.train_iters, progress, record)
-    left = []
+    with Progress(steps, done=engine.global_steps, console=console) as progress:
+        if steps is None:
+            steps = job.choose_steps(progress, record, prompts=len(PROMPTS), sample=sampled)
+        if args.config is None:
+            set_schedule(engine, steps)
+        job.train(steps, progress, record)
+    outputs = []
     if save is not None:
-        left.append(("checkpoint", str(engine.save_checkpoint(save))))
-    tiers, sampled = job.tier_bytes(), sample_bytes(args)
+        outputs.append(("checkpoint", str(engine.save_checkpoint(save, client_state={"train_iters": steps}))))
+    tiers = job.tier_bytes()
     texts = job.sample(PROMPTS, sampled) if sampled else []
     if is_first:
-        left += leave(job, config, corpus, output, texts)
+        outputs += leave(job, config, corpus, output, texts)
         if texts:
             console.rule(f"sample: {sampled} bytes after each of " + ", ".join(repr(p.strip()) for p in PROMPTS))
             say(joined(texts))
         console.rule("this run")
         console.print(closing_table(job.meter.totals, parameters=shape.num_parameters, losses=last_losses(job),
-                                    tier_bytes=tiers, outputs=left))  # fmt: skip
+                                    tier_bytes=tiers, job_seconds=clock(), outputs=outputs))  # fmt: skip
+
+
+def scheduled_steps(config: Config) -> int | None:
+    """Steps until the schedule of the learning rate ends; None if it never does."""
+    return getattr(config.scheduler.params, "total_num_steps", None) if config.scheduler is not None else None
+
+
+def resume(engine: infinity.Engine, folder: str, steps: int | None) -> tuple[Path, int]:
+    """Load a checkpoint; (its path, number of steps in all). steps: the number asked for, else the checkpoint's."""
+    path, state = engine.load_checkpoint(folder)
+    steps = steps or state.get("train_iters")
+    if steps is None:
+        raise ConfigError(f"The checkpoint {path} does not say how many steps to train. Give --train-iters.")
+    return path, int(steps)
+
+
+def set_schedule(engine: infinity.Engine, steps: int) -> None:
+    """Let the default configuration's schedule end at `steps`."""
+    assert isinstance(engine.lr_scheduler, LambdaLR)
+    schedule = WarmupCosineLR.model_validate(_default_schedule(steps))
+    replace_schedule(engine.lr_scheduler, schedule, engine.config.optimizer.params.lr)
 
 
 def last_losses(job: Pretraining) -> dict[str, float]:
@@ -295,14 +344,18 @@ def folder(path: Path) -> Iterator[None]:
                 break
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the process's exit code: 0, 2 after an error, 130 after Ctrl-C."""
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] | None = None) -> int:
+    """Return the process's exit code: 0, 2 after an error, 130 after Ctrl-C.
+
+    clock: seconds since the job started, monotonic; it starts now by default.
+    """
+    began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun's signal to stop; end as after Ctrl-C
     logging.getLogger("infinity").setLevel(logging.WARNING)  # the job prints these facts itself
     args = parse(arguments)
     with ExitStack() as stack:  # undone when the exception is gone, since its frames refer to parameters
         try:
-            run(args, stack)
+            run(args, stack, clock or (lambda: time.monotonic() - began))
         except (InfinityError, OSError) as error:
             print(f"pretrain_gpt2.py: {error}", file=sys.stderr)
             return 2
@@ -313,4 +366,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(clock=process_seconds))  # the interpreter's start and imports count, too

@@ -1,17 +1,21 @@
-"""The training job, end to end: what it leaves, how it resumes, its ranks, its errors, and what Ctrl-C leaves."""
+"""The training job, end to end: its files, number of steps, evaluations, sample, resumes, ranks, errors and Ctrl-C."""
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from infinity.errors import ConfigError
+from infinity.nn.duration import MEASURED_STEPS
 from infinity.nn.pretrain import Evaluation
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +83,78 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
         assert row in out
 
 
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock that is `seconds` later at each look."""
+    looks = itertools.count()
+    return lambda: seconds * next(looks)
+
+
+def test_job_chooses_its_steps_from_measured_speed_and_trains_as_if_told(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job whose steps and evaluations take a second each ends before 2:30, with the losses of --train-iters."""
+    run = [*TINY, "--data", "text.txt"]
+    assert script.main([*run, "--metrics", "chosen.jsonl"], clock=ticking(1.0)) == 0
+    out = capsys.readouterr().out
+    assert "steps: chosen after step 25, so that the job ends after about 2:30\n" in out
+    # 53 looks until the choice, 1 s for the last evaluation: 96 s left for steps of 1 s + 1/25 of an evaluation.
+    steps = MEASURED_STEPS + int(96 / 1.04)
+    assert f"steps: {steps}; at 1.040 s each the job ends after about 2:30 (--train-iters overrides)\n" in out
+    assert script.main([*run, "--train-iters", str(steps), "--save", "none", "--metrics", "told.jsonl"]) == 0
+    assert "overrides" not in capsys.readouterr().out
+    chosen, told = metrics("chosen.jsonl"), metrics("told.jsonl")
+    assert [(s["step"], s["loss"]) for s in chosen] == [(s["step"], s["loss"]) for s in told]
+    assert len(chosen) == steps
+    assert script.main([*run, "--load", "runs/gpt2/checkpoint"]) == 2  # the checkpoint holds the number
+    assert f"Step {steps} is done, and training is to end with step {steps}." in capsys.readouterr().err
+
+
+def test_job_makes_the_fewest_steps_on_a_machine_that_is_too_slow(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [*TINY, "--data", "text.txt", "--metrics", "m.jsonl", "--save", "none", "--sample", "2"]
+    assert script.main(run, clock=ticking(100.0)) == 0
+    assert len(metrics("m.jsonl")) == 50
+    assert "steps: 50, the minimum; at 104.000 s each" in capsys.readouterr().out
+
+
+def test_job_of_a_config_ends_with_its_schedule(script: ModuleType) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 7}}
+    run = [*TINY, "--data", "text.txt", "--config", config(scheduler=schedule), "--save", "none"]
+    assert script.main([*run, "--metrics", "m.jsonl"]) == 0
+    assert len(metrics("m.jsonl")) == 7
+
+
+def test_all_ranks_make_the_steps_that_rank_0_chooses() -> None:
+    """Ranks with clocks of other speeds agree: the second rank's own clock allows the fewest steps only."""
+    Path("driver.py").write_text(
+        "import importlib.util, itertools, os, sys\n"
+        f"spec = importlib.util.spec_from_file_location('pretrain_gpt2', {str(SCRIPT)!r})\n"
+        "script = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(script)\n"
+        "looks, seconds = itertools.count(), (1.5, 100.0)[int(os.environ['RANK'])]\n"
+        "sys.exit(script.main(sys.argv[1:], clock=lambda: seconds * next(looks)))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "driver.py"]
+    run = [*TINY, "--data", "text.txt", "--save", "none", "--metrics", "m.jsonl"]
+    subprocess.run([*torchrun, *run], check=True, env=environment())
+    assert len(metrics("m.jsonl")) == MEASURED_STEPS + int((150 - 53 * 1.5 - 1.5) / 1.56)
+
+
+def test_resumed_job_takes_the_number_of_steps_given_or_saved(script: ModuleType) -> None:
+    class Loading:
+        def __init__(self, **state: int) -> None:
+            self.state = state
+
+        def load_checkpoint(self, folder: str) -> tuple[Path, dict[str, int]]:
+            return Path(folder), self.state
+
+    assert script.resume(Loading(train_iters=9), "saved", None) == (Path("saved"), 9)
+    assert script.resume(Loading(train_iters=9), "saved", 12) == (Path("saved"), 12)
+    with pytest.raises(ConfigError, match="saved does not say how many steps to train"):
+        script.resume(Loading(), "saved", None)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -129,7 +205,7 @@ def test_evaluations_follow_interval_and_end_with_the_last_step(
     assert "sample" not in out and not Path("runs/gpt2/sample.txt").exists()
 
 
-def test_evaluation_counts_steps_from_the_first_of_the_run() -> None:
+def test_evaluation_comes_every_25_steps_and_at_the_end_by_default() -> None:
     assert [step for step in range(1, 61) if Evaluation().is_due(step, last=60)] == [25, 50, 60]
 
 

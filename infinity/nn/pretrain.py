@@ -12,6 +12,15 @@ from torch import Tensor
 from infinity.data import Corpus, TokenDataset, to_text, to_tokens
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.nn.duration import (
+    MEASURED_STEPS,
+    Costs,
+    choose_steps,
+    max_steps,
+    process_seconds,
+    show_choice,
+    step_seconds,
+)
 from infinity.nn.gpt2 import GPT2Config, generate
 from infinity.observe.meter import Meter, StepRecord
 from infinity.observe.progress import Progress
@@ -40,7 +49,9 @@ class Pretraining:
         corpus: Corpus,
         seed: int = 0,
         evaluation: Evaluation = Evaluation(),
+        clock: Callable[[], float] = process_seconds,
     ) -> None:
+        """clock: seconds since the job started, monotonic."""
         self.engine, self.shape, self.seed, self.evaluation = engine, shape, seed, evaluation
         self.device = engine.device
         self.rank, self.world = engine.ranks.rank, engine.ranks.size
@@ -51,6 +62,10 @@ class Pretraining:
         self.losses: list[tuple[int, float]] = []
         """(step, mean loss of its batch) of the steps trained here."""
         self.held_out_losses: list[tuple[int, float]] = []
+        self._clock = clock
+        self._step_seconds: list[float] = []
+        self._evaluation_seconds = 0.0
+        """Duration of the last evaluation."""
 
     def _held_out_windows(self, corpus: Corpus) -> tuple[Tensor, Tensor] | None:
         """Inputs and targets that this rank evaluates, each (N, T) int64; None without evaluation."""
@@ -73,6 +88,7 @@ class Pretraining:
         self.engine.train()
         self.meter.start()
         for step in range(first, last + 1):
+            began = self._clock()
             loss = self._step(step)
             evaluates = self.evaluation.is_due(step, last)
             if evaluates:
@@ -81,14 +97,49 @@ class Pretraining:
             self.losses.append((step, record.loss))
             on_step(record)
             progress.update(record)
+            self._step_seconds.append(self._clock() - began)
             if evaluates:
                 self._evaluate(step, progress)
                 self.meter.start()
 
     def _evaluate(self, step: int, progress: Progress) -> None:
         progress.doing("evaluating")
+        began = self._clock()
         self.held_out_losses.append((step, self.measure()))
+        self._evaluation_seconds = self._clock() - began
         progress.held_out(self.held_out_losses[-1][1])
+
+    def choose_steps(
+        self, progress: Progress, on_step: Callable[[StepRecord], None], *, prompts: int = 0, sample: int = 0
+    ) -> int:
+        """Train the first `MEASURED_STEPS` steps of a new model and return the number of steps that fit in the time.
+
+        prompts, sample: number of prompts and of bytes after each that will be sampled in the end. Every rank returns
+        rank 0's choice, since ranks must run the same steps and each measures other seconds.
+        """
+        start_up = self._clock()
+        self.train(MEASURED_STEPS, progress, on_step)
+        progress.doing("timing the sample")
+        # Saving and drawing depend on the machine as starting does (imports, one pass over all states), so take that.
+        closing = start_up + self._evaluation_seconds + sample * self._seconds_per_byte(prompts if sample else 0)
+        interval = self.evaluation.interval
+        evaluations = self._evaluation_seconds / interval if interval else 0.0
+        costs = Costs(self._clock(), step_seconds(self._step_seconds) + evaluations, closing)
+        done, most = self.engine.global_steps, max_steps(len(self.text.tokens), self.meter.tokens_per_step)
+        steps = self._from_rank_0(choose_steps(costs, done=done, most=most))
+        progress.set_steps(steps)
+        progress.say(show_choice(steps, costs, done=done, most=most))
+        return steps
+
+    def _seconds_per_byte(self, prompts: int) -> float:
+        """Duration of a sampled byte after a whole sequence, where it takes longest; 0 without prompts."""
+        if not prompts:
+            return 0.0
+        texts, measured = [" " * self.shape.seq_length] * prompts, 3
+        self.sample(texts, 1)  # the first one of a shape takes longer
+        began = self._clock()
+        self.sample(texts, measured)
+        return (self._clock() - began) / measured
 
     def _step(self, step: int) -> float:
         """One optimizer step; the mean loss of this rank's samples. Which they are depends on nothing but `step`."""
@@ -141,3 +192,9 @@ class Pretraining:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values.cpu()
+
+    def _from_rank_0(self, value: int) -> int:
+        shared = torch.tensor([value], device=self.device)
+        if self.world > 1:
+            dist.broadcast(shared, src=0)
+        return int(shared.item())
