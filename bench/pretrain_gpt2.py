@@ -35,7 +35,7 @@ from infinity.nn.pretrain import Evaluation, Pretraining
 from infinity.observe.meter import MetricsFile, StepRecord
 from infinity.observe.plots import plot_loss
 from infinity.observe.progress import Progress
-from infinity.observe.report import closing_table
+from infinity.observe.report import closing_table, output_lines
 from infinity.observe.units import show_count, show_seconds
 from infinity.optim.lr import replace_schedule
 
@@ -239,7 +239,8 @@ def run(args: argparse.Namespace, stack: ExitStack, clock: Callable[[], float]) 
             say(joined(texts))
         console.rule("this run")
         console.print(closing_table(job.meter.totals, parameters=shape.num_parameters, losses=last_losses(job),
-                                    tier_bytes=tiers, job_seconds=clock(), outputs=outputs))  # fmt: skip
+                                    tier_bytes=tiers, job_seconds=clock()))  # fmt: skip
+        say(*output_lines(outputs), sep="\n")
 
 
 def scheduled_steps(config: Config) -> int | None:

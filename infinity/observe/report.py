@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -18,12 +18,11 @@ def closing_table(
     tier_bytes: Mapping[str, int],
     losses: Mapping[str, float],
     job_seconds: float | None = None,
-    outputs: Iterable[tuple[str, str]] = (),
 ) -> Table:
     """What a run of `totals` did.
 
     `tier_bytes` is the size of each tier by name; `losses` are the ones worth naming ("held-out": 1.9); `job_seconds`
-    is the duration of the whole job, if the caller knows it; `outputs` are (what, path) of the files left.
+    is the duration of the whole job, if the caller knows it.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
@@ -38,12 +37,13 @@ def closing_table(
         table.add_row(Text(title, "bold cyan"))
         for what, figure, remark in rows:
             table.add_row(f"  {what}", figure, remark)
-    outputs = list(outputs)
-    if outputs:
-        table.add_row(Text("left on disk", "bold cyan"))
-        for what, path in outputs:
-            table.add_row(f"  {what}", "", Text(path, "default", overflow="fold"))
     return table
+
+
+def output_lines(outputs: Sequence[tuple[str, str]]) -> list[str]:
+    """A title, then one line for each (what, path) of the files left. Outside the table, which would break paths."""
+    width = max((len(what) for what, _ in outputs), default=0)
+    return ["left on disk", *(f"  {what:<{width}}  {path}" for what, path in outputs)] if outputs else []
 
 
 Row = tuple[str, str, str]

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from infinity.observe.meter import Totals
-from infinity.observe.report import closing_table
+from infinity.observe.report import closing_table, output_lines
 from infinity.observe.units import show_bytes, show_count, show_seconds
 
 TOTALS = Totals(
@@ -24,7 +24,6 @@ def rows(totals: Totals = TOTALS, width: int = 80) -> dict[str, str]:
         tier_bytes={"device": 0, "host": 64_000_000, "nvme": 120_000_000},
         losses={"held-out": 1.98},
         job_seconds=150.0,
-        outputs=[("loss curve", "runs/gpt2/loss.png")],
     )
     Console(file=file, width=width).print(table)
     cells = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in file.getvalue().splitlines())
@@ -48,7 +47,6 @@ def test_every_figure() -> None:
     assert table["compute"] == "90% 270 ms a step, 1:21, Python too"
     assert table["I/O waited for"] == "10% 30 ms a step, 0:09"
     assert table["update"] == "33% 100 ms a step, 0:30, in parallel"
-    assert table["loss curve"] == "runs/gpt2/loss.png"
 
 
 def test_a_run_of_no_step_divides_by_nothing() -> None:
@@ -72,3 +70,9 @@ def test_a_run_of_no_step_divides_by_nothing() -> None:
 )
 def test_numbers_with_units(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_paths_of_any_length_stay_in_one_line() -> None:
+    lines = output_lines([("checkpoint", "/long" * 40), ("sample", "sample.txt")])
+    assert lines == ["left on disk", "  checkpoint  " + "/long" * 40, "  sample      sample.txt"]
+    assert output_lines([]) == []
