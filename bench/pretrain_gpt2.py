@@ -1,7 +1,7 @@
-"""Train a GPT-2 on text, byte by byte, with parameters and optimizer states where the engine's configuration says.
+"""Train a GPT-2 on text, byte by byte, with parameters and optimizer states in the tiers of the engine's configuration.
 
-Without arguments: 10.8 M parameters, every state on NVMe, the source of the Python standard library; results in runs/.
-`torchrun --nproc-per-node N bench/pretrain_gpt2.py ...` trains on N ranks; --batch-size is that of all ranks together.
+Defaults: 10.8 M parameters, every state on NVMe, the source of Python's standard library, about two and a half minutes.
+Results are in runs/gpt2. `torchrun --nproc-per-node N bench/pretrain_gpt2.py ...` trains on N ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +23,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.config import Config
+from infinity.config import Config, WarmupCosineLR
+from infinity.engine.lr import replace_schedule
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.gpt2.data import VOCAB_SIZE, Corpus, load_corpus
+from infinity.gpt2.duration import JOB_SECONDS, MAX_PASSES, MEASURED_STEPS, MIN_STEPS, process_seconds
 from infinity.gpt2.meter import MetricsFile, StepRecord
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.gpt2.plots import plot_loss
-from infinity.gpt2.pretraining import Pretraining
+from infinity.gpt2.pretraining import Evaluation, Pretraining
 from infinity.gpt2.progress import Progress
-from infinity.gpt2.report import closing_table
+from infinity.gpt2.report import closing_table, output_lines
 from infinity.observe.units import show_count, show_seconds
 
 BATCH_SIZE = 8
 PROMPTS = ("    def ", "\n\nclass ", "\nimport ")
-SAMPLE_BYTES = 200
+SAMPLE_BYTES, MAX_SAMPLE_BYTES = 200, 1000
+WARMUP_STEPS = MEASURED_STEPS
+"""A constant, since the number of all steps is chosen when these are done."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,22 +56,36 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         shown = "" if default is None or default is False else f" (default: {default})"
         parser.add_argument(flag, default=default, help=text + shown, **options)
 
-    add("--num-layers", 6, "transformer blocks", type=_positive)
-    add("--hidden-size", 384, "width of the residual stream", type=_positive)
-    add("--num-attention-heads", 6, "heads in each block", type=_positive)
-    add("--seq-length", 128, "tokens in a sequence", type=_positive)
-    add("--vocab-size", VOCAB_SIZE, "rows of the embedding; the text uses 256", type=_positive)
-    add("--batch-size", None, f"sequences in a step (default: the config's, or {BATCH_SIZE})", type=_positive)
-    add("--train-iters", 600, "steps, those before a loaded checkpoint included", type=_positive)
+    add("--num-layers", 6, "transformer blocks", type=_positive, metavar="N")
+    add("--hidden-size", 384, "width of the residual stream", type=_positive, metavar="N")
+    add("--num-attention-heads", 6, "attention heads of a block", type=_positive, metavar="N")
+    add("--seq-length", 128, "tokens of a sequence", type=_positive, metavar="N")
+    add("--vocab-size", VOCAB_SIZE, f"rows of the embedding; bytes use {VOCAB_SIZE}", type=_positive, metavar="N")
+    text = f"sequences of a step, all ranks together (default: the config's, or {BATCH_SIZE})"
+    add("--batch-size", None, text, type=_positive, metavar="N")
+    text = "steps in all, including those before a loaded checkpoint (default: total_num_steps of the config's "
+    text += (
+        f"scheduler, else the loaded checkpoint's, else as many as end the job after about {show_seconds(JOB_SECONDS)}"
+    )
+    text += f": at least {MIN_STEPS}, at most {MAX_PASSES} passes over the text)"
+    add("--train-iters", None, text, type=_positive, metavar="N")
+    text = "steps between evaluations on held-out text; 0 evaluates at the end only"
+    add("--eval-interval", Evaluation.interval, text, type=_count, metavar="N")
+    add("--eval-iters", Evaluation.iters, "batches of an evaluation; 0 turns it off", type=_count, metavar="N")
+    text = (
+        f"bytes to write after each of {len(PROMPTS)} prompts in the end, at most {MAX_SAMPLE_BYTES}; each byte reads "
+    )
+    text += f"the whole model; 0 turns it off (default: {SAMPLE_BYTES} for the default model, 0 for any other)"
+    add("--sample", None, text, type=_sample, metavar="BYTES")
     add("--checkpoint-activations", False, "recompute each block in backward", action="store_true")
-    add("--untie-embeddings-and-output-weights", False, "give the head a weight of its own", action="store_true")
-    add("--config", None, "the engine's configuration (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
-    add("--data", None, "text to learn (default: the standard library's source)", metavar="FILE_OR_DIR")
-    add("--save", None, "folder for the checkpoint, or 'none' (default: OUTPUT/checkpoint)", metavar="DIR")
-    add("--load", None, "folder of a checkpoint to go on from", metavar="DIR")
-    add("--seed", 0, "of the initial weights and the order of the text", type=_seed)
-    add("--metrics", None, "write one JSON object a step to this file", metavar="FILE.jsonl")
-    add("--nvme-path", None, "folder for the states, without --config (default: OUTPUT/nvme)", metavar="DIR")
+    add("--untie-embeddings-and-output-weights", False, "give the head its own weight", action="store_true")
+    add("--config", None, "configuration of the engine (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
+    add("--data", None, "text to train on (default: source of Python's standard library)", metavar="FILE_OR_DIR")
+    add("--save", None, "folder for the checkpoint; 'none' saves nothing (default: OUTPUT/checkpoint)", metavar="DIR")
+    add("--load", None, "folder of the checkpoint to resume from", metavar="DIR")
+    add("--seed", 0, "seed of the initial weights and of the order of the text", type=_seed, metavar="N")
+    add("--metrics", None, "file for one JSON object per step", metavar="FILE.jsonl")
+    add("--nvme-path", None, "folder for states on NVMe, without --config (default: OUTPUT/nvme)", metavar="DIR")
     add("--output", "runs/gpt2", "folder for the loss curve and the sample", metavar="DIR")
     return parser.parse_args(arguments)
 
@@ -73,6 +94,20 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {value}")
+    return value
+
+
+def _sample(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MAX_SAMPLE_BYTES:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_SAMPLE_BYTES}, not {value}")
     return value
 
 
@@ -85,7 +120,9 @@ def _seed(text: str) -> int:
 
 def model_config(args: argparse.Namespace) -> GPT2Config:
     if args.vocab_size < VOCAB_SIZE:
-        raise ConfigError(f"--vocab-size {args.vocab_size} is too small: a byte has {VOCAB_SIZE} values")
+        raise ConfigError(
+            f"--vocab-size is {args.vocab_size}, but a byte has {VOCAB_SIZE} values. Give at least {VOCAB_SIZE}."
+        )
     return GPT2Config(
         vocab_size=args.vocab_size,
         seq_length=args.seq_length,
@@ -97,12 +134,25 @@ def model_config(args: argparse.Namespace) -> GPT2Config:
     )
 
 
+def sample_bytes(args: argparse.Namespace) -> int:
+    """--sample, or its default: a model that was asked for may be so large that each byte takes minutes to read."""
+    if args.sample is not None:
+        return int(args.sample)
+    default = model_config(parse([]))
+    is_default = replace(model_config(args), checkpoint_activations=default.checkpoint_activations) == default
+    return SAMPLE_BYTES if is_default and args.config is None else 0
+
+
 def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
-    """The file's configuration or the default one, with the batch size of the command line."""
+    """The file's configuration or the default one, with the batch size of the command line.
+
+    Without --train-iters, the schedule of the default one is right in its warm-up only, until `set_schedule`.
+    """
     if args.config is None:
-        return Config.load(_default_config(args.batch_size or BATCH_SIZE, args.train_iters, nvme_path))
+        steps = args.train_iters or MIN_STEPS
+        return Config.load(_default_config(args.batch_size or BATCH_SIZE, steps, nvme_path))
     if args.nvme_path is not None:
-        raise ConfigError(f"--nvme-path is for the default configuration: write nvme_path in {args.config} instead")
+        raise ConfigError(f"--nvme-path is given with --config. Set nvme_path in {args.config} instead.")
     config = Config.load(args.config)
     batch_size = args.batch_size
     if batch_size is None and config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
@@ -111,15 +161,14 @@ def engine_config(args: argparse.Namespace, nvme_path: Path) -> Config:
         return config
     if config.train_batch_size not in (None, batch_size):
         raise ConfigError(
-            f"--batch-size is {batch_size}, and train_batch_size in {args.config} is {config.train_batch_size}: "
-            "leave one of them out"
+            f"--batch-size is {batch_size}, but train_batch_size in {args.config} is {config.train_batch_size}. "
+            "Leave one of them out."
         )
     return config.model_copy(update={"train_batch_size": batch_size})
 
 
 def _default_config(batch_size: int, steps: int, nvme_path: Path) -> dict[str, Any]:
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
-    rate = {"total_num_steps": steps, "warmup_num_steps": steps // 7, "warmup_type": "linear", "cos_min_ratio": 0.1}
     # CPUs without instructions for bf16 emulate it, slower than they compute in fp32.
     bf16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return {
@@ -127,13 +176,18 @@ def _default_config(batch_size: int, steps: int, nvme_path: Path) -> dict[str, A
         "train_batch_size": batch_size,
         "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupCosineLR", "params": rate},
+        "scheduler": _default_schedule(steps),
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
     }
 
 
-def run(args: argparse.Namespace, stack: ExitStack) -> None:
-    """The whole job; `stack` holds what must be undone in the end, however it ends."""
+def _default_schedule(steps: int) -> dict[str, Any]:
+    warmup = {"warmup_num_steps": min(WARMUP_STEPS, steps // 2), "warmup_type": "linear"}
+    return {"type": "WarmupCosineLR", "params": {**warmup, "total_num_steps": steps, "cos_min_ratio": 0.1}}
+
+
+def run(args: argparse.Namespace, stack: ExitStack, clock: Callable[[], float]) -> None:
+    """Run the whole job. stack: holds what must be undone in the end. clock: seconds since the job started."""
     is_first = start_ranks(stack) == 0
     console = Console(quiet=not is_first)
     output = Path(args.output)
@@ -150,45 +204,86 @@ def run(args: argparse.Namespace, stack: ExitStack) -> None:
         model = GPT2(shape)
     engine, *_ = infinity.initialize(model=model, config=config)
     stack.callback(engine.close)
-    job = Pretraining(engine, shape, corpus, args.seed)
+    job = Pretraining(engine, shape, corpus, args.seed, Evaluation(args.eval_interval, args.eval_iters), clock)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(engine.describe())
     say(f"text: {corpus.source}, {show_count(len(corpus.train))} bytes")
+    steps = args.train_iters or (scheduled_steps(config) if args.config is not None else None)
     if args.load is not None:
-        path, _ = engine.load_checkpoint(args.load)
-        say(f"going on from {path}, step {engine.global_steps}")
+        path, steps = resume(engine, args.load, steps)
+        say(f"resumed: {path} at step {engine.global_steps} of {steps}")
 
     record: Callable[[StepRecord], None] = lambda _: None  # noqa: E731
     if args.metrics is not None and is_first:
         record = stack.enter_context(MetricsFile(args.metrics, resume=args.load is not None)).write
+    sampled = sample_bytes(args)
+    if steps is None:
+        end = show_seconds(JOB_SECONDS)
+        say(f"steps: chosen after step {MEASURED_STEPS}, so that the job ends after about {end}")
     say()
-    with Progress(args.train_iters, done=engine.global_steps, console=console) as progress:
-        job.train(args.train_iters, progress, record)
-    left = []
+    with Progress(steps, done=engine.global_steps, console=console) as progress:
+        if steps is None:
+            steps = job.choose_steps(progress, record, prompts=len(PROMPTS), sample=sampled)
+        if args.config is None:
+            set_schedule(engine, steps)
+        job.train(steps, progress, record)
+    outputs = []
     if save is not None:
-        left.append(("checkpoint", str(engine.save_checkpoint(save))))
+        outputs.append(("checkpoint", str(engine.save_checkpoint(save, client_state={"train_iters": steps}))))
     tiers = job.tier_bytes()
-    sample = "\n\n".join(text.strip("\n") for text in job.sample(PROMPTS, SAMPLE_BYTES)) + "\n"
+    texts = job.sample(PROMPTS, sampled) if sampled else []
     if is_first:
-        left += leave(job, config, corpus, output, sample)
-        console.rule("what the model writes after " + ", ".join(repr(prompt.strip()) for prompt in PROMPTS))
-        say(sample)
+        outputs += leave(job, config, corpus, output, texts)
+        if texts:
+            console.rule(f"sample: {sampled} bytes after each of " + ", ".join(repr(p.strip()) for p in PROMPTS))
+            say(joined(texts))
         console.rule("this run")
         console.print(closing_table(job.meter.totals, parameters=shape.num_parameters, losses=last_losses(job),
-                                    tier_bytes=tiers, outputs=left))  # fmt: skip
+                                    tier_bytes=tiers, job_seconds=clock()))  # fmt: skip
+        say(*output_lines(outputs), sep="\n")
+
+
+def scheduled_steps(config: Config) -> int | None:
+    """Steps until the schedule of the learning rate ends; None if it never does."""
+    return getattr(config.scheduler.params, "total_num_steps", None) if config.scheduler is not None else None
+
+
+def resume(engine: infinity.Engine, folder: str, steps: int | None) -> tuple[Path, int]:
+    """Load a checkpoint; (its path, number of steps in all). steps: the number asked for, else the checkpoint's."""
+    path, state = engine.load_checkpoint(folder)
+    steps = steps or state.get("train_iters")
+    if steps is None:
+        raise ConfigError(f"The checkpoint {path} does not say how many steps to train. Give --train-iters.")
+    return path, int(steps)
+
+
+def set_schedule(engine: infinity.Engine, steps: int) -> None:
+    """Let the default configuration's schedule end at `steps`."""
+    assert isinstance(engine.lr_scheduler, LambdaLR)
+    schedule = WarmupCosineLR.model_validate(_default_schedule(steps))
+    replace_schedule(engine.lr_scheduler, schedule, engine.config.optimizer.params.lr)
 
 
 def last_losses(job: Pretraining) -> dict[str, float]:
     """The training loss, a mean over ten steps since batches differ, and the held-out loss, at the end."""
     recent = [loss for _, loss in job.losses[-10:]]
-    return {f"last {len(recent)} batches": sum(recent) / len(recent), "held-out text": job.held_out_losses[-1][1]}
+    losses = {f"last {len(recent)} batches": sum(recent) / len(recent)}
+    return {**losses, "held-out text": job.held_out_losses[-1][1]} if job.held_out_losses else losses
 
 
-def leave(job: Pretraining, config: Config, corpus: Corpus, output: Path, sample: str) -> list[tuple[str, str]]:
-    """Write the sample and the loss curve; (what, path) of both."""
+def joined(texts: Sequence[str]) -> str:
+    return "\n\n".join(text.strip("\n") for text in texts) + "\n"
+
+
+def leave(
+    job: Pretraining, config: Config, corpus: Corpus, output: Path, texts: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Write the loss curve and, if there are texts, the sample; (what, path) of each."""
     output.mkdir(parents=True, exist_ok=True)
-    text, curve = output / "sample.txt", output / "loss.png"
-    text.write_text(sample, encoding="utf-8")
+    curve, outputs = output / "loss.png", []
+    if texts:
+        (output / "sample.txt").write_text(joined(texts), encoding="utf-8")
+        outputs.append(("sample", str(output / "sample.txt")))
     zero, totals = config.zero_optimization, job.meter.totals
     places = (
         "every state on NVMe" if zero.offload_param.device == zero.offload_optimizer.device == "nvme" else "Infinity"
@@ -205,12 +300,12 @@ def leave(job: Pretraining, config: Config, corpus: Corpus, output: Path, sample
             chance=math.log(job.shape.vocab_size),
         )
     except ImportError:
-        return [("loss curve", "not drawn: matplotlib is not installed"), ("sample", str(text))]
-    return [("loss curve", str(curve)), ("sample", str(text))]
+        return [("loss curve", "not drawn: matplotlib is not installed"), *outputs]
+    return [("loss curve", str(curve)), *outputs]
 
 
 def start_ranks(stack: ExitStack) -> int:
-    """Join the other ranks where torchrun started this one; its number."""
+    """Join the other ranks if torchrun started this process. Returns its rank."""
     if "RANK" not in os.environ:
         return 0
     cuda = torch.cuda.is_available()
@@ -224,22 +319,22 @@ def start_ranks(stack: ExitStack) -> int:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Find out before training that nothing can be left in `path`, which may be still to be made."""
+    """Raise StorageError before training if nothing can be written to `path`, which need not exist yet."""
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir():
-        raise StorageError(f"{path} cannot be a folder: {there} is a file; name another one")
+        raise StorageError(f"{path} cannot be a folder, since {there} is a file. Name another one.")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"cannot write to {there}, where {path} is to be; name another folder")
+        raise StorageError(f"{path} cannot be made, since {there} is not writable. Name another folder.")
 
 
 @contextmanager
 def folder(path: Path) -> Iterator[None]:
-    """Make `path`; in the end, take away what was made, as far as it is empty."""
+    """Make `path`; in the end, remove the folders that were made, if they are empty."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make the folder {path}: {error.strerror}; name another one") from error
+        raise StorageError(f"The folder {path} cannot be made: {error.strerror}. Name another one.") from error
     try:
         yield
     finally:
@@ -250,14 +345,18 @@ def folder(path: Path) -> Iterator[None]:
                 break
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The process's exit code: 2 after an error that says what to do, 130 after Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun stops ranks with it: end as after Ctrl-C
-    logging.getLogger("infinity").setLevel(logging.WARNING)  # the job says it in its own way
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] | None = None) -> int:
+    """Return the process's exit code: 0, 2 after an error, 130 after Ctrl-C.
+
+    clock: seconds since the job started, monotonic; it starts now by default.
+    """
+    began = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun's signal to stop; end as after Ctrl-C
+    logging.getLogger("infinity").setLevel(logging.WARNING)  # the job prints these facts itself
     args = parse(arguments)
-    with ExitStack() as stack:  # undone when the exception is gone: its frames hold on to parameters
+    with ExitStack() as stack:  # undone when the exception is gone, since its frames refer to parameters
         try:
-            run(args, stack)
+            run(args, stack, clock or (lambda: time.monotonic() - began))
         except (InfinityError, OSError) as error:
             print(f"pretrain_gpt2.py: {error}", file=sys.stderr)
             return 2
@@ -268,4 +367,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(clock=process_seconds))  # the interpreter's start and imports count, too

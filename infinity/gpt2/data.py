@@ -55,11 +55,14 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
         root = Path(sysconfig.get_path("stdlib"))
         texts, nothing = (
             _read(_library_files(root)),
-            "Python source, which is the default text: name another with --data",
+            "Python source, which is the default text. Name another with --data.",
         )
         source = f"the Python standard library in {root}"
     else:
-        root, nothing = Path(path), "text: every file there is empty, hidden or has zero bytes in it"
+        root, nothing = (
+            Path(path),
+            "text: every file is empty, hidden or contains zero bytes. Name another file or folder.",
+        )
         source = str(root)
         if root.is_file() and root.stat().st_size:
             return _one_file(root)
@@ -79,7 +82,7 @@ def _one_file(path: Path) -> Corpus:
             np.memmap(path, np.uint8, mode="r"), str(path)
         )  # as large as it likes: pages come when they are read
     except OSError as error:
-        raise DataError(f"cannot read the text {path}: {error.strerror}") from error
+        raise DataError(f"The text {path} cannot be read: {error.strerror}. Name another file or folder.") from error
 
 
 def _split(text: Bytes, source: str) -> Corpus:
@@ -111,7 +114,9 @@ def _read(files: Iterator[Path]) -> list[bytes]:
     try:
         return [text for file in files if (text := file.read_bytes()) and SEPARATOR not in text]
     except OSError as error:
-        raise DataError(f"cannot read the text {error.filename}: {error.strerror}") from error
+        raise DataError(
+            f"The text {error.filename} cannot be read: {error.strerror}. Name another file or folder."
+        ) from error
 
 
 def _join(texts: list[bytes]) -> Bytes:
@@ -125,11 +130,11 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     `len()` is the number of windows that there are; an index beyond it is as good as one below.
     """
 
-    def __init__(self, tokens: Bytes, seq_length: int, seed: int = 0, what: str = "the text") -> None:
+    def __init__(self, tokens: Bytes, seq_length: int, seed: int = 0, what: str = "The text") -> None:
         if len(tokens) <= seq_length:
             raise DataError(
-                f"{what} has {len(tokens)} bytes, and a sequence of {seq_length} needs {seq_length + 1}: "
-                "give more text or a smaller seq_length"
+                f"{what} has {len(tokens)} bytes, but a sequence of {seq_length} needs {seq_length + 1}. "
+                "Give more text or a smaller seq_length."
             )
         self.tokens, self.seq_length, self.seed = tokens, seq_length, seed
 

@@ -97,7 +97,9 @@ class MetricsFile:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = Path(path).open("a" if resume else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         except OSError as error:
-            raise StorageError(f"cannot write the metrics file {path}: {error.strerror}; name another one") from error
+            raise StorageError(
+                f"The metrics file {path} cannot be written: {error.strerror}. Name another one."
+            ) from error
 
     def write(self, record: StepRecord) -> None:
         self._file.write(json.dumps(asdict(record)) + "\n")

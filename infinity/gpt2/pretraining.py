@@ -1,8 +1,9 @@
-"""What a pretraining job does with an engine around a GPT-2: train on windows of a text, measure, write a sample."""
+"""A pretraining job with an engine around a GPT-2: train on windows of a text, evaluate, write a sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,54 +12,134 @@ from torch import Tensor
 from infinity.engine.training import Engine
 from infinity.errors import ConfigError
 from infinity.gpt2.data import Corpus, TokenDataset, to_text, to_tokens
+from infinity.gpt2.duration import (
+    MEASURED_STEPS,
+    Costs,
+    choose_steps,
+    max_steps,
+    process_seconds,
+    show_choice,
+    step_seconds,
+)
 from infinity.gpt2.meter import Meter, StepRecord
 from infinity.gpt2.model import GPT2Config, generate
 from infinity.gpt2.progress import Progress
 
-HELD_OUT_WINDOWS = 32
-"""Sequences that held-out loss is measured on, evenly spread over the held-out text."""
-STEPS_BETWEEN_MEASUREMENTS = 25
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When and on how much held-out text loss is measured; names and units are Megatron-LM's."""
+
+    interval: int = 25
+    """Steps between evaluations; 0 evaluates after the last step only."""
+    iters: int = 4
+    """Batches in an evaluation, each as large as a step's, evenly spread over the held-out text; 0 evaluates never."""
+
+    def is_due(self, step: int, last: int) -> bool:
+        return self.iters > 0 and (step == last or (self.interval > 0 and step % self.interval == 0))
 
 
 class Pretraining:
     """All ranks make one of the same text and seed, and make the same calls."""
 
-    def __init__(self, engine: Engine, shape: GPT2Config, corpus: Corpus, seed: int = 0) -> None:
-        self.engine, self.shape, self.seed = engine, shape, seed
+    def __init__(
+        self,
+        engine: Engine,
+        shape: GPT2Config,
+        corpus: Corpus,
+        seed: int = 0,
+        evaluation: Evaluation = Evaluation(),
+        clock: Callable[[], float] = process_seconds,
+    ) -> None:
+        """clock: seconds since the job started, monotonic."""
+        self.engine, self.shape, self.seed, self.evaluation = engine, shape, seed, evaluation
         self.device = engine.device
         self.rank, self.world = engine.ranks.rank, engine.ranks.size
         self.text = TokenDataset(corpus.train, shape.seq_length, seed)
-        windows = TokenDataset(corpus.held_out, shape.seq_length, what="the held-out tenth of the text")
-        inputs, targets = windows.spread(max(HELD_OUT_WINDOWS, self.world))
-        self._held_out = inputs[self.rank :: self.world], targets[self.rank :: self.world]
+        self._held_out = self._held_out_windows(corpus)
         tokens_per_step = engine.batch.train * shape.seq_length
         self.meter = Meter(engine.ledger, tokens_per_step, self._sum_over_ranks, self.world)
         self.losses: list[tuple[int, float]] = []
         """(step, mean loss of its batch) of the steps trained here."""
         self.held_out_losses: list[tuple[int, float]] = []
+        self._clock = clock
+        self._step_seconds: list[float] = []
+        self._evaluation_seconds = 0.0
+        """Duration of the last evaluation."""
+
+    def _held_out_windows(self, corpus: Corpus) -> tuple[Tensor, Tensor] | None:
+        """Inputs and targets that this rank evaluates, each (N, T) int64; None without evaluation."""
+        if not self.evaluation.iters:
+            return None
+        windows = TokenDataset(corpus.held_out, self.shape.seq_length, what="The held-out tenth of the text")
+        inputs, targets = windows.spread(self.evaluation.iters * self.engine.batch.train)
+        return inputs[self.rank :: self.world], targets[self.rank :: self.world]
 
     def train(self, last: int, progress: Progress, on_step: Callable[[StepRecord], None]) -> None:
-        """Train from where the engine is to step `last`, measuring held-out loss on the way and at the end."""
+        """Train up to and including step `last`, with evaluations on the way and at the end.
+
+        Raises ConfigError if the engine is at step `last` or beyond it.
+        """
         first = self.engine.global_steps + 1
         if first > last:
-            raise ConfigError(f"step {first - 1} is done already, and step {last} is to be the last: give a later one")
-        between = max(1, min(STEPS_BETWEEN_MEASUREMENTS, (last - first + 1) // 4))
+            raise ConfigError(
+                f"Step {first - 1} is done, and training is to end with step {last}. Give a larger --train-iters."
+            )
         self.engine.train()
         self.meter.start()
         for step in range(first, last + 1):
+            began = self._clock()
             loss = self._step(step)
-            measures = step % between == 0 or step == last
-            if measures:
-                self.engine.settle()  # all transfers of the step belong into its record
+            evaluates = self.evaluation.is_due(step, last)
+            if evaluates:
+                self.engine.settle()  # all transfers of the step belong in its record
             record = self.meter.finish_step(step, loss)
             self.losses.append((step, record.loss))
             on_step(record)
             progress.update(record)
-            if measures:
-                progress.doing("measuring held-out loss")
-                self.held_out_losses.append((step, self.measure()))
-                progress.held_out(self.held_out_losses[-1][1])
+            self._step_seconds.append(self._clock() - began)
+            if evaluates:
+                self._evaluate(step, progress)
                 self.meter.start()
+
+    def _evaluate(self, step: int, progress: Progress) -> None:
+        progress.doing("evaluating")
+        began = self._clock()
+        self.held_out_losses.append((step, self.measure()))
+        self._evaluation_seconds = self._clock() - began
+        progress.held_out(self.held_out_losses[-1][1])
+
+    def choose_steps(
+        self, progress: Progress, on_step: Callable[[StepRecord], None], *, prompts: int = 0, sample: int = 0
+    ) -> int:
+        """Train the first `MEASURED_STEPS` steps of a new model and return the number of steps that fit in the time.
+
+        prompts, sample: number of prompts and of bytes after each that will be sampled in the end. Every rank returns
+        rank 0's choice, since ranks must run the same steps and each measures other seconds.
+        """
+        start_up = self._clock()
+        self.train(MEASURED_STEPS, progress, on_step)
+        progress.doing("timing the sample")
+        # Saving and drawing depend on the machine as starting does (imports, one pass over all states), so take that.
+        closing = start_up + self._evaluation_seconds + sample * self._seconds_per_byte(prompts if sample else 0)
+        interval = self.evaluation.interval
+        evaluations = self._evaluation_seconds / interval if interval else 0.0
+        costs = Costs(self._clock(), step_seconds(self._step_seconds) + evaluations, closing)
+        done, most = self.engine.global_steps, max_steps(len(self.text.tokens), self.meter.tokens_per_step)
+        steps = self._from_rank_0(choose_steps(costs, done=done, most=most))
+        progress.set_steps(steps)
+        progress.say(show_choice(steps, costs, done=done, most=most))
+        return steps
+
+    def _seconds_per_byte(self, prompts: int) -> float:
+        """Duration of a sampled byte after a whole sequence, where it takes longest; 0 without prompts."""
+        if not prompts:
+            return 0.0
+        texts, measured = [" " * self.shape.seq_length] * prompts, 3
+        self.sample(texts, 1)  # the first one of a shape takes longer
+        began = self._clock()
+        self.sample(texts, measured)
+        return (self._clock() - began) / measured
 
     def _step(self, step: int) -> float:
         """One optimizer step; the mean loss of this rank's samples. Which they are depends on nothing but `step`."""
@@ -75,6 +156,8 @@ class Pretraining:
     @torch.no_grad()
     def measure(self) -> float:
         """The loss on held-out text, in nats."""
+        if self._held_out is None:
+            raise ConfigError("The evaluation has 0 batches. Give a larger --eval-iters.")
         self.engine.eval()
         total, rows, micro = 0.0, len(self._held_out[0]), self.engine.batch.micro
         for start in range(0, rows, micro):
@@ -109,3 +192,9 @@ class Pretraining:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values.cpu()
+
+    def _from_rank_0(self, value: int) -> int:
+        shared = torch.tensor([value], device=self.device)
+        if self.world > 1:
+            dist.broadcast(shared, src=0)
+        return int(shared.item())

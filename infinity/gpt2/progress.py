@@ -24,8 +24,9 @@ class Progress:
     """`with Progress(300) as progress:` and `progress.update(record)` after each step."""
 
     def __init__(
-        self, steps: int, *, done: int = 0, console: Console | None = None, seconds_between_lines: float = 10
+        self, steps: int | None, *, done: int = 0, console: Console | None = None, seconds_between_lines: float = 10
     ) -> None:
+        """steps: number of steps, or None until `set_steps` gives it."""
         self.console = console or Console()
         self._steps, self._done = steps, done
         self._recent: deque[StepRecord] = deque(maxlen=RECENT)
@@ -53,8 +54,16 @@ class Progress:
             now = time.monotonic()
             if now - self._last_line >= self._between or self._done == self._steps:
                 self._last_line = now
-                left = f", {show_seconds(self._seconds_left())} left" if self._done < self._steps else ""
-                self.console.print(f"step {self._done}/{self._steps}: {self._figures().plain}{left}", soft_wrap=True)
+                left = "" if self._done == self._steps else f", {self._time_left()}"
+                self.console.print(f"{self._position()}: {self._figures().plain}{left}", soft_wrap=True)
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps, once it is known."""
+        self._steps = steps
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def held_out(self, loss: float) -> None:
         """The loss on held-out text was measured."""
@@ -69,13 +78,19 @@ class Progress:
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
-        left = self._activity or (f"{show_seconds(self._seconds_left())} left" if self._recent else "first step")
+        left = self._activity or (self._time_left() if self._recent else "first step")
         bar = ProgressBar(total=self._steps, completed=self._done)
-        head.add_row(Text(f"step {self._done}/{self._steps}", "bold"), bar, Text(left, "cyan"))
+        head.add_row(Text(self._position(), "bold"), bar, Text(left, "cyan"))
         yield Group(head, self._figures())
 
-    def _seconds_left(self) -> float:
-        return (self._steps - self._done) * sum(r.seconds for r in self._recent) / max(1, len(self._recent))
+    def _position(self) -> str:
+        return f"step {self._done}" if self._steps is None else f"step {self._done}/{self._steps}"
+
+    def _time_left(self) -> str:
+        if self._steps is None:
+            return "measuring speed"
+        a_step = sum(r.seconds for r in self._recent) / max(1, len(self._recent))
+        return f"{show_seconds((self._steps - self._done) * a_step)} left"
 
     def _figures(self) -> Text:
         if not self._recent:

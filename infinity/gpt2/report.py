@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -17,12 +17,12 @@ def closing_table(
     parameters: int,
     tier_bytes: Mapping[str, int],
     losses: Mapping[str, float],
-    outputs: Iterable[tuple[str, str]] = (),
+    job_seconds: float | None = None,
 ) -> Table:
     """What a run of `totals` did.
 
-    `tier_bytes` is the size of each tier by name; `losses` are the ones worth naming ("held-out": 1.9); `outputs` are
-    (what, path) of the files left.
+    `tier_bytes` is the size of each tier by name; `losses` are the ones worth naming ("held-out": 1.9); `job_seconds`
+    is the duration of the whole job, if the caller knows it.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
@@ -32,17 +32,18 @@ def closing_table(
         ("learning", _learning(totals, parameters, losses)),
         ("memory", _memory(totals, parameters, tier_bytes)),
         ("NVMe traffic", _traffic(totals, parameters)),
-        ("time", _time(totals)),
+        ("time", _time(totals, job_seconds)),
     ):
         table.add_row(Text(title, "bold cyan"))
         for what, figure, remark in rows:
             table.add_row(f"  {what}", figure, remark)
-    outputs = list(outputs)
-    if outputs:
-        table.add_row(Text("left on disk", "bold cyan"))
-        for what, path in outputs:
-            table.add_row(f"  {what}", "", Text(path, "default"))
     return table
+
+
+def output_lines(outputs: Sequence[tuple[str, str]]) -> list[str]:
+    """A title, then one line for each (what, path) of the files left. Outside the table, which would break paths."""
+    width = max((len(what) for what, _ in outputs), default=0)
+    return ["left on disk", *(f"  {what:<{width}}  {path}" for what, path in outputs)] if outputs else []
 
 
 Row = tuple[str, str, str]
@@ -75,13 +76,15 @@ def _traffic(totals: Totals, parameters: int) -> list[Row]:
     return rows
 
 
-def _time(totals: Totals) -> list[Row]:
+def _time(totals: Totals, job_seconds: float | None) -> list[Row]:
     steps, seconds = max(1, totals.steps), totals.seconds or 1e-9
 
     def row(what: str, spent: float, remark: str) -> Row:
         return what, f"{spent / seconds:.0%}", f"{spent / steps * 1e3:,.0f} ms a step, {show_seconds(spent)}{remark}"
 
+    whole = [("whole job", show_seconds(job_seconds), "start-up, evaluation and saving too")] if job_seconds else []
     return [
+        *whole,
         (
             "steps",
             f"{seconds / steps:.3f} s",

@@ -54,7 +54,7 @@ def test_of_two_files_one_is_held_out(tmp_path: Path) -> None:
 
 
 def test_bad_paths_are_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read the text .*missing: No such file or directory"):
+    with pytest.raises(DataError, match=r"The text .*missing cannot be read: No such file or directory\."):
         load_corpus(tmp_path / "missing")
     with pytest.raises(DataError, match="has no text"):
         load_corpus(tmp_path)
@@ -64,7 +64,7 @@ def test_bad_paths_are_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_text_shorter_than_a_sequence() -> None:
-    with pytest.raises(DataError, match="the text has 16 bytes, and a sequence of 16 needs 17"):
+    with pytest.raises(DataError, match="The text has 16 bytes, but a sequence of 16 needs 17"):
         TokenDataset(numbers(16), 16)
     inputs, targets = TokenDataset(numbers(17), 16).batch(0, 3)  # the only window
     assert inputs.tolist() == [list(range(16))] * 3 and targets.tolist() == [list(range(1, 17))] * 3

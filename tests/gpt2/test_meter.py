@@ -90,5 +90,5 @@ def test_metrics_are_one_object_a_line_on_disk_at_once(tmp_path: Path) -> None:
 
 
 def test_a_metrics_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"cannot write the metrics file .*: Is a directory"):
+    with pytest.raises(StorageError, match=r"The metrics file .* cannot be written: Is a directory"):
         MetricsFile(tmp_path)

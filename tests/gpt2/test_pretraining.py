@@ -1,16 +1,22 @@
-"""The training job, end to end: what it leaves, how it resumes, its ranks, its errors, and what Ctrl-C leaves."""
+"""The training job, end to end: its files, number of steps, evaluations, sample, resumes, ranks, errors and Ctrl-C."""
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from infinity.errors import ConfigError
+from infinity.gpt2.duration import MEASURED_STEPS
+from infinity.gpt2.pretraining import Evaluation
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "pretrain_gpt2.py"
@@ -54,7 +60,8 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert script.main([*TINY, "--data", "text.txt", "--train-iters", "30", "--metrics", "m.jsonl"]) == 0
+    flags = ["--data", "text.txt", "--train-iters", "30", "--sample", "20", "--metrics", "m.jsonl"]
+    assert script.main([*TINY, *flags]) == 0
     files = left()
     assert {"m.jsonl", "runs/gpt2/loss.png", "runs/gpt2/sample.txt", "runs/gpt2/checkpoint/latest"} <= files
     assert all(name == "m.jsonl" or name.startswith("runs/gpt2/") for name in files)
@@ -74,6 +81,132 @@ def test_a_run_leaves_curve_checkpoint_sample_and_closing_table(
     assert f"{steps[-1]['loss']:.3f}" in out and "held-out text" in out
     for row in ("nvme tier", "read per parameter and step", "compute", "I/O waited for", "update", "peak host memory"):
         assert row in out
+
+
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock that is `seconds` later at each look."""
+    looks = itertools.count()
+    return lambda: seconds * next(looks)
+
+
+def test_job_chooses_its_steps_from_measured_speed_and_trains_as_if_told(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job whose steps and evaluations take a second each ends before 2:30, with the losses of --train-iters."""
+    run = [*TINY, "--data", "text.txt"]
+    assert script.main([*run, "--metrics", "chosen.jsonl"], clock=ticking(1.0)) == 0
+    out = capsys.readouterr().out
+    assert "steps: chosen after step 25, so that the job ends after about 2:30\n" in out
+    # 53 looks until the choice, 1 s for the last evaluation: 96 s left for steps of 1 s + 1/25 of an evaluation.
+    steps = MEASURED_STEPS + int(96 / 1.04)
+    assert f"steps: {steps}; at 1.040 s each the job ends after about 2:30 (--train-iters overrides)\n" in out
+    assert script.main([*run, "--train-iters", str(steps), "--save", "none", "--metrics", "told.jsonl"]) == 0
+    assert "overrides" not in capsys.readouterr().out
+    chosen, told = metrics("chosen.jsonl"), metrics("told.jsonl")
+    assert [(s["step"], s["loss"]) for s in chosen] == [(s["step"], s["loss"]) for s in told]
+    assert len(chosen) == steps
+    assert script.main([*run, "--load", "runs/gpt2/checkpoint"]) == 2  # the checkpoint holds the number
+    assert f"Step {steps} is done, and training is to end with step {steps}." in capsys.readouterr().err
+
+
+def test_job_makes_the_fewest_steps_on_a_machine_that_is_too_slow(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [*TINY, "--data", "text.txt", "--metrics", "m.jsonl", "--save", "none", "--sample", "2"]
+    assert script.main(run, clock=ticking(100.0)) == 0
+    assert len(metrics("m.jsonl")) == 50
+    assert "steps: 50, the minimum; at 104.000 s each" in capsys.readouterr().out
+
+
+def test_job_of_a_config_ends_with_its_schedule(script: ModuleType) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 7}}
+    run = [*TINY, "--data", "text.txt", "--config", config(scheduler=schedule), "--save", "none"]
+    assert script.main([*run, "--metrics", "m.jsonl"]) == 0
+    assert len(metrics("m.jsonl")) == 7
+
+
+def test_all_ranks_make_the_steps_that_rank_0_chooses() -> None:
+    """Ranks with clocks of other speeds agree: the second rank's own clock allows the fewest steps only."""
+    Path("driver.py").write_text(
+        "import importlib.util, itertools, os, sys\n"
+        f"spec = importlib.util.spec_from_file_location('pretrain_gpt2', {str(SCRIPT)!r})\n"
+        "script = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(script)\n"
+        "looks, seconds = itertools.count(), (1.5, 100.0)[int(os.environ['RANK'])]\n"
+        "sys.exit(script.main(sys.argv[1:], clock=lambda: seconds * next(looks)))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "driver.py"]
+    run = [*TINY, "--data", "text.txt", "--save", "none", "--metrics", "m.jsonl"]
+    subprocess.run([*torchrun, *run], check=True, env=environment())
+    assert len(metrics("m.jsonl")) == MEASURED_STEPS + int((150 - 53 * 1.5 - 1.5) / 1.56)
+
+
+def test_resumed_job_takes_the_number_of_steps_given_or_saved(script: ModuleType) -> None:
+    class Loading:
+        def __init__(self, **state: int) -> None:
+            self.state = state
+
+        def load_checkpoint(self, folder: str) -> tuple[Path, dict[str, int]]:
+            return Path(folder), self.state
+
+    assert script.resume(Loading(train_iters=9), "saved", None) == (Path("saved"), 9)
+    assert script.resume(Loading(train_iters=9), "saved", 12) == (Path("saved"), 12)
+    with pytest.raises(ConfigError, match="saved does not say how many steps to train"):
+        script.resume(Loading(), "saved", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], 200),
+        (["--num-layers", "6", "--checkpoint-activations", "--batch-size", "2", "--data", "x"], 200),
+        (["--num-layers", "7"], 0),
+        (["--seq-length", "64"], 0),
+        (["--untie-embeddings-and-output-weights"], 0),
+        (["--config", "engine.json"], 0),
+        (["--config", "engine.json", "--num-layers", "7", "--sample", "1000"], 1000),
+        (["--sample", "0"], 0),
+    ],
+)
+def test_sample_is_written_by_default_for_the_default_model_only(
+    script: ModuleType, flags: list[str], expected: int
+) -> None:
+    assert script.sample_bytes(script.parse(flags)) == expected
+
+
+@pytest.mark.parametrize("flags", [["--sample", "1001"], ["--sample", "-1"], ["--eval-iters", "-1"]])
+def test_flags_out_of_their_range_are_refused(
+    script: ModuleType, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(flags)
+    assert f"argument {flags[0]}: must be " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("interval", "iters", "expected"),
+    [(2, 1, [2, 4, 5]), (0, 1, [5]), (9, 1, [5]), (2, 0, [])],
+)
+def test_evaluations_follow_interval_and_end_with_the_last_step(
+    script: ModuleType,
+    interval: int,
+    iters: int,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(script, "plot_loss", lambda _, losses, held_out, **texts: drawn.append(held_out))
+    run = [*TINY, "--data", "text.txt", "--train-iters", "5", "--save", "none"]
+    assert script.main([*run, "--eval-interval", str(interval), "--eval-iters", str(iters)]) == 0
+    assert [step for step, _ in drawn[0]] == expected
+    out = capsys.readouterr().out
+    assert ("held-out text" in out) == (iters > 0)
+    assert "sample" not in out and not Path("runs/gpt2/sample.txt").exists()
+
+
+def test_evaluation_comes_every_25_steps_and_at_the_end_by_default() -> None:
+    assert [step for step in range(1, 61) if Evaluation().is_due(step, last=60)] == [25, 50, 60]
 
 
 def test_resumes_bit_identically_in_a_new_process(script: ModuleType) -> None:
@@ -111,16 +244,16 @@ def test_checkpointed_activations_and_the_seed(script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data", "nowhere"], "cannot read the text nowhere: No such file or directory"),
+        (["--data", "nowhere"], "The text nowhere cannot be read: No such file or directory."),
         (["--data", "text.txt", "--seq-length", "100000"], "a sequence of 100000 needs 100001"),
         (["--hidden-size", "33"], "hidden_size 33 is not a multiple of num_attention_heads 2"),
-        (["--vocab-size", "255"], "--vocab-size 255 is too small: a byte has 256 values"),
+        (["--vocab-size", "255"], "--vocab-size is 255, but a byte has 256 values. Give at least 256."),
         (["--config", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["--config", "engine.json"], "--batch-size is 4, and train_batch_size in engine.json is 6"),
+        (["--config", "engine.json"], "--batch-size is 4, but train_batch_size in engine.json is 6"),
         (["--nvme-path", "text.txt"], "text.txt"),
-        (["--nvme-path", "text.txt/below"], "cannot make the folder text.txt/below: Not a directory"),
-        (["--save", "text.txt/below"], "text.txt is a file"),
-        (["--metrics", "."], "cannot write the metrics file .: Is a directory"),
+        (["--nvme-path", "text.txt/below"], "The folder text.txt/below cannot be made: Not a directory"),
+        (["--save", "text.txt/below"], "text.txt/below cannot be a folder, since "),
+        (["--metrics", "."], "The metrics file . cannot be written: Is a directory."),
         (["--load", "nowhere"], "nowhere"),
     ],
 )

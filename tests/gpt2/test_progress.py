@@ -66,3 +66,25 @@ def test_the_live_display_ends_with_the_last_state() -> None:
         progress.update(record(1))
         progress.update(record(2))
     assert "step 2/2" in file.getvalue() and "loss 4.000" in file.getvalue()
+
+
+def test_number_of_steps_may_come_later() -> None:
+    console, file = output(terminal=False)
+    with Progress(None, console=console, seconds_between_lines=0) as progress:
+        progress.update(record(1))
+        progress.set_steps(3)
+        progress.say("steps: 3")
+        progress.update(record(2, seconds=3.5))
+    first, line, second = file.getvalue().splitlines()
+    assert first.startswith("step 1: loss 5.000") and first.endswith(", measuring speed")
+    assert line == "steps: 3"
+    assert second.startswith("step 2/3: ") and second.endswith("0:02 left")
+
+
+def test_terminal_shows_no_total_until_it_is_known() -> None:
+    console, file = output(terminal=True)
+    progress = Progress(None, console=console)
+    progress.update(record(7))
+    console.print(progress)
+    first, _ = file.getvalue().splitlines()
+    assert first.startswith("step 7 ") and first.rstrip().endswith("measuring speed")

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from infinity.gpt2.meter import Totals
-from infinity.gpt2.report import closing_table
+from infinity.gpt2.report import closing_table, output_lines
 from infinity.observe.units import show_bytes, show_count, show_seconds
 
 TOTALS = Totals(
@@ -23,7 +23,7 @@ def rows(totals: Totals = TOTALS, width: int = 80) -> dict[str, str]:
         parameters=10_000_000,
         tier_bytes={"device": 0, "host": 64_000_000, "nvme": 120_000_000},
         losses={"held-out": 1.98},
-        outputs=[("loss curve", "runs/gpt2/loss.png")],
+        job_seconds=150.0,
     )
     Console(file=file, width=width).print(table)
     cells = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in file.getvalue().splitlines())
@@ -42,11 +42,11 @@ def test_every_figure() -> None:
     assert table["read per parameter and step"] == "14.00 B 140 MB a step"
     assert table["written per parameter and step"] == "12.00 B 120 MB a step"
     assert table["read in all"] == "42.00 GB 467 MB/s on average"
+    assert table["whole job"] == "2:30 start-up, evaluation and saving too"
     assert table["steps"] == "0.300 s a step; 6,827 tokens/s, 1:30 in all"
     assert table["compute"] == "90% 270 ms a step, 1:21, Python too"
     assert table["I/O waited for"] == "10% 30 ms a step, 0:09"
     assert table["update"] == "33% 100 ms a step, 0:30, in parallel"
-    assert table["loss curve"] == "runs/gpt2/loss.png"
 
 
 def test_a_run_of_no_step_divides_by_nothing() -> None:
@@ -70,3 +70,9 @@ def test_a_run_of_no_step_divides_by_nothing() -> None:
 )
 def test_numbers_with_units(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_paths_of_any_length_stay_in_one_line() -> None:
+    lines = output_lines([("checkpoint", "/long" * 40), ("sample", "sample.txt")])
+    assert lines == ["left on disk", "  checkpoint  " + "/long" * 40, "  sample      sample.txt"]
+    assert output_lines([]) == []
