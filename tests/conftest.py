@@ -30,6 +30,21 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `pytest -n 2 --dist loadgroup`: files run side by side; tests of several ranks, which start processes
+    of their own, and tests that use up something of the whole system follow one another in one worker.
+    """
+    root = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(root)
+        alone = path.parts[0] == "multirank" or path.name in _SYSTEM_WIDE
+        item.add_marker(pytest.mark.xdist_group("ranks" if alone else str(path)))
+
+
+_SYSTEM_WIDE = ("test_faults.py", "test_real_faults.py", "test_io.py", "test_join.py", "test_bad_input.py")
+"""Files whose tests fill loop devices, AIO slots or ports."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Models are so small that threads only cost, and sums are in one order."""
