@@ -34,7 +34,7 @@ def candidates(rank: int, ranks: int, numel: int) -> dict[tuple[str, str], Calla
     import torch
     import torch.distributed as dist
 
-    from infinity.comm import collectives
+    from infinity.comm import communicator
     from infinity.comm.pairs import PairwiseCollectives
 
     flat, copy, shard = torch.zeros(numel), torch.empty(numel), torch.empty(numel // ranks)
@@ -52,14 +52,14 @@ def candidates(rank: int, ranks: int, numel: int) -> dict[tuple[str, str], Calla
             own.add_(part)
 
     return {
-        ("reduce-scatter", "gloo"): lambda: collectives._reduce_scatter(shard, flat),
+        ("reduce-scatter", "gloo"): lambda: communicator._reduce_scatter(shard, flat),
         ("reduce-scatter", "all-to-all"): all_to_all,
         ("reduce-scatter", "pairs"): lambda: pairs.reduce_scatter(flat),
-        ("all-gather", "gloo"): lambda: collectives._all_gather(flat, own),
+        ("all-gather", "gloo"): lambda: communicator._all_gather(flat, own),
         ("all-gather", "pairs"): lambda: pairs.all_gather(flat),
         ("all-reduce", "gloo"): lambda: dist.all_reduce(flat),
         ("all-reduce", "pairs"): lambda: pairs.all_reduce(flat),
-        ("agreement", "gloo"): lambda: collectives._all_gather(said, words),
+        ("agreement", "gloo"): lambda: communicator._all_gather(said, words),
         ("agreement", "pairs"): lambda: pairs.all_gather_ints([0, 0, 0]),
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infinity.checkpoint.format import INDEX, LATEST, find
 from infinity.comm.agreement import by_value
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError, RanksError
 
 _SAVE, _LOAD = "saves", "loads"

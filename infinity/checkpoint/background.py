@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError
 from infinity.observe.log import logger

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.plan.plan import Plan
 from infinity.rules import MomentFormat, Rule
 from infinity.tiers.device import Device

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from infinity.checkpoint.format import reason
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError
 from infinity.observe.log import logger

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import Index, key, shape_of
 from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import is_distributed, local
 from infinity.construction.materialize import Materializer, initial_states, read_shard
 from infinity.construction.sources import source_of

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import persistent_buffers
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.config import Config
 from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts

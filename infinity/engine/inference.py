@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.checkpoint.agree import folder_of
 from infinity.checkpoint.load import load_parameters
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine.base import BaseEngine

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from infinity.comm.collectives import refuse
+from infinity.comm.communicator import refuse
 from infinity.comm.groups import Group
 from infinity.comm.join import join_process_group
 from infinity.config import Config

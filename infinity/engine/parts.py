@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from infinity.checkpoint.background import Saver
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.grads.collector import GradCollector

@@ -18,7 +18,8 @@ from infinity.checkpoint.format import Index
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import save
-from infinity.comm.collectives import Communicator
+from infinity.comm.announcements import Operation
+from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine.base import BaseEngine
@@ -382,7 +383,9 @@ class Engine(BaseEngine):
     def _settle(self) -> None:
         with self._failing():
             self.parts.store.settle()
-            self._check_refused(*self.ranks.totals(float(len(self.updates.pipeline.refused)), does="reads states"))
+            self._check_refused(
+                *self.ranks.totals(float(len(self.updates.pipeline.refused)), operation=Operation.READ_STATES)
+            )
         super().settle()
 
     def save_checkpoint(

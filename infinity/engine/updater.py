@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.grads.store import GradStore
 from infinity.rules import Hyper
 from infinity.units.store import UnitStore

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.comm.agreement import groups_in_common, in_common
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.config import Config
 from infinity.construction.materialize import check_values, make_buffers

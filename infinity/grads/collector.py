@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import local_gradient
 from infinity.errors import LifetimeError
 from infinity.grads.store import GradBuffers, GradStore, Sent

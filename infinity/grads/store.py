@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.placement import Placement, State
 from infinity.tiers.base import Tier

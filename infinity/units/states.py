@@ -9,7 +9,7 @@ from itertools import cycle
 
 import torch
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.optim.cpu_adam import join_master, split_master
 from infinity.plan.formats import StateFormat, StateKind

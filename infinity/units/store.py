@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError, user_level
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.plan.placement import Placement, State

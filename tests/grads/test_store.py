@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.grads.store import GradBuffers, GradStore, Sent
 from infinity.plan.discovered import Member
 from infinity.plan.formats import state_format

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.plan.discovered import Member
 from infinity.plan.layout import layout_unit

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.units.lay_out import lay_out
 
 from infinity.comm.agreement import MAY_DIFFER, groups_in_common, in_common
 from infinity.config import Config
 from infinity.engine.optimizer import param_groups
+from infinity.plan.plan import lay_out
+from infinity.plan.policy import compute_dtype
+from infinity.units.discover import discover_model
 from multirank import odd_cases
 from support.configs import engine_config
 from support.models import Stack, seeded
@@ -125,7 +127,11 @@ def test_who_has_what_among_four(four: Group, tmp_path: Path) -> None:
 
 
 def lines_of(config: Config, model: Stack) -> list[str]:
-    return in_common(config, lay_out(model, config, param_groups(model, None), 2)[1], model)
+    found = discover_model(
+        model, config.infinity.unit_size, param_groups(model, None), dtype=compute_dtype(config), copies=lambda _: 1
+    )
+    layouts = lay_out(found.discovered, compute_dtype(config), 2)
+    return in_common(config, layouts, model)
 
 
 def test_every_key_is_compared_but_those_that_may_differ(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.comm.collectives import Communicator
+from infinity.comm.communicator import Communicator
 from infinity.config import Config
 from infinity.engine.describe import describe
 from infinity.engine.wiring import plan_model

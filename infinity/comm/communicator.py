@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.agreement import by_value, disagreement, failures
+from infinity.comm.announcements import WORDS, Announcement, Operation, flag_words, pack_flags, unpack_flags
 from infinity.comm.groups import Group, data_parallel, destroy_group, duplicate_group
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
@@ -33,21 +34,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-_DOINGS = (
-    "gathers",
-    "reduces the gradient of",
-    "gathers a state",
-    "broadcasts",
-    "sums numbers",
-    "reads states",
-    "refreshes views",
-    "waits for all",
-    "gives up",
-)
 _Result = TypeVar("_Result")
-_What = tuple[int, set[int]]
-"""(unit index, slots with a gradient); without a unit, the index is -1 minus the number of exchanged elements."""
-_FLAGS = 62  # flags per exchanged word, an int64
 
 
 @dataclass
@@ -130,7 +117,7 @@ class Communicator:
         """Set the layouts of units, by index; the same on all ranks. Allocates the buffers of collectives."""
         self._units = units
         # The same number of words for every collective, so that ranks that issue different ones can compare them.
-        self._flag_words = -(-max(len(layout.slots) for layout in units) // _FLAGS)
+        self._flag_words = flag_words(max(len(layout.slots) for layout in units))
         if self.backend == "gloo":
             self._pairs = PairwiseCollectives(self._words, self.rank, self.size, sums=largest_sum(units, self.size))
             self.nbytes = self._pairs.nbytes
@@ -151,7 +138,7 @@ class Communicator:
             raise RanksError(self._disagreement)
 
     def _meet(self, lines: Sequence[str]) -> str:
-        with self._told_of_ends():
+        with self._ended_ranks_raise():
             return disagreement(lines, self._failure, self._words)
 
     @contextmanager
@@ -174,7 +161,7 @@ class Communicator:
         self._failure = f"{type(error).__name__}: {error}"
         with suppress(RanksError):
             if self._met:
-                self._together("gives up", 0, lambda: None)
+                self._together(Operation.GIVE_UP, 0, lambda: None)
             else:
                 self.check_consistent([])
 
@@ -185,7 +172,8 @@ class Communicator:
         self.traffic.all_gathers += 1
         self.traffic.all_gather_bytes += flat.numel() * flat.element_size()
         reached = self._device.compute_reached()
-        return run_on(self._thread, self._agreed, "gathers", (unit, set()), self._all_gather, flat, after, reached)
+        announced = Announcement(Operation.ALL_GATHER, unit)
+        return run_on(self._thread, self._agreed, announced, set(), self._all_gather, flat, after, reached)
 
     def reduce(self, flat: torch.Tensor, after: Transfer, layout: UnitLayout, present: set[int]) -> Transfer:
         """Sum `flat` (numel,), a unit's gradient, over ranks. When done, this rank's shard holds the sum.
@@ -203,33 +191,33 @@ class Communicator:
             self.traffic.all_reduces += 1
             self.traffic.all_reduce_bytes += flat.numel() * flat.element_size()
         reached = self._device.compute_reached()
-        what = (layout.index, present)
-        return run_on(self._thread, self._agreed, "reduces the gradient of", what, collective, flat, after, reached)
+        announced = Announcement(Operation.REDUCE, layout.index)
+        return run_on(self._thread, self._agreed, announced, present, collective, flat, after, reached)
 
-    def _agreed(self, does: str, what: _What, collective: Callable[..., _Result], *arguments: Any) -> _Result:
+    def _agreed(
+        self, announced: Announcement, present: set[int], collective: Callable[..., _Result], *arguments: Any
+    ) -> _Result:
         """Check that all ranks issue the same collective, then return `collective(*arguments)`.
 
-        Otherwise raises RanksError on all ranks, for this and every later collective.
+        present: slots or flags, to which those of the other ranks are added. Raises RanksError on all ranks if they
+        differ, for this and every later collective.
         """
-        unit, present = what
         if not self._disagreement:
-            flags = [0] * self._flag_words
-            for slot in present:
-                flags[slot // _FLAGS] |= 1 << slot % _FLAGS
-            with self._told_of_ends():
-                said = self._pairs.all_gather_ints([_DOINGS.index(does), unit, *flags])
-            doings = [(kind, index) for kind, index, *_ in said]
-            if len(set(doings)) == 1:
+            flags = pack_flags(present, self._flag_words)
+            with self._ended_ranks_raise():
+                said = self._pairs.all_gather_ints([*announced.words(), *flags])
+            announcements = [Announcement.of(words[:WORDS]) for words in said]
+            if len(set(announcements)) == 1:
                 for words in said:
-                    present.update(s for s in range(_FLAGS * len(flags)) if words[2 + s // _FLAGS] >> s % _FLAGS & 1)
-                with self._told_of_ends():
+                    present |= unpack_flags(words[WORDS:])
+                with self._ended_ranks_raise():
                     return collective(*arguments)
-            gave_up = any(_DOINGS[kind] == "gives up" for kind, _ in doings)
-            self._disagreement = failures(self._failure, self._words) if gave_up else self._describe(doings)
+            gave_up = any(announcement.operation is Operation.GIVE_UP for announcement in announcements)
+            self._disagreement = failures(self._failure, self._words) if gave_up else self._describe(announcements)
         raise RanksError(self._disagreement)
 
     @contextmanager
-    def _told_of_ends(self) -> Iterator[None]:
+    def _ended_ranks_raise(self) -> Iterator[None]:
         """Convert an error in a collective to RanksError, for this and every later one: a rank that ended leaves the
         others without its part.
         """
@@ -244,10 +232,9 @@ class Communicator:
             )
             raise RanksError(self._disagreement) from error
 
-    def _describe(self, doings: list[tuple[int, int]]) -> str:
-        parts = []
-        for (kind, unit), who in by_value(doings).items():
-            parts.append(f"{who} {_DOINGS[kind]}" + (f" unit {self._units[unit].name}" if unit >= 0 else ""))
+    def _describe(self, announcements: list[Announcement]) -> str:
+        names = [layout.name for layout in self._units]
+        parts = [f"{who} {announced.text(names)}" for announced, who in by_value(announcements).items()]
         return (
             f"the ranks issued different collectives: {'; '.join(parts)}. All ranks must use the same units in the "
             "same order, and save, load and read states together. Control flow must not depend on rank-local data: run "
@@ -255,9 +242,10 @@ class Communicator:
             "all experts, which makes them one unit."
         )
 
-    def _together(self, does: str, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
+    def _together(self, operation: Operation, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it with the same length."""
-        return self._thread.submit(self._agreed, does, (-1 - length, set()), work, *arguments).result()
+        announced = Announcement(operation, length=length)
+        return self._thread.submit(self._agreed, announced, set(), work, *arguments).result()
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a flat tensor: a view (numel / shards,)."""
@@ -303,7 +291,7 @@ class Communicator:
     def complete(self, flat: torch.Tensor) -> None:
         """All-gather `flat` (numel,) in place, in host memory. This rank's shard must be valid."""
         if not self.is_single and self._sharded:
-            self._together("gathers a state", flat.numel(), self._complete, flat)
+            self._together(Operation.ALL_GATHER_STATE, flat.numel(), self._complete, flat)
 
     def _complete(self, flat: torch.Tensor) -> None:
         there = flat.to(self._device.torch_device)
@@ -314,7 +302,7 @@ class Communicator:
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Broadcast `flat`, on host or device, from rank `source`."""
         if not self.is_single:
-            self._together("broadcasts", flat.numel(), self._broadcast, flat, source)
+            self._together(Operation.BROADCAST, flat.numel(), self._broadcast, flat, source)
 
     def _broadcast(self, flat: torch.Tensor, source: int) -> None:
         there = _apart(flat).to(self._device.torch_device)
@@ -327,29 +315,26 @@ class Communicator:
         if self.is_single or not self._sharded:
             return members
         some = {0} if members else set()
-        self._thread.submit(self._agreed, "refreshes views", (-1, some), lambda: None).result()
+        self._thread.submit(self._agreed, Announcement(Operation.REFRESH_VIEWS), some, lambda: None).result()
         if not some:
             return set()
-        flags = [0] * -(-len(self._units) // _FLAGS)
-        for member in members:
-            flags[member // _FLAGS] |= 1 << member % _FLAGS
-        said = self._together("refreshes views", len(flags), lambda: self._pairs.all_gather_ints(flags))
-        every = range(len(self._units))
-        return {index for index in every if any(words[index // _FLAGS] >> index % _FLAGS & 1 for words in said)}
+        flags = pack_flags(members, flag_words(len(self._units)))
+        said = self._together(Operation.REFRESH_VIEWS, len(flags), lambda: self._pairs.all_gather_ints(flags))
+        return set().union(*map(unpack_flags, said))
 
     def sum(self, value: float) -> float:
         """Return the sum of one fp64 number over ranks, in rank order, with the same bits on all."""
         return self.sums(value)[0]
 
-    def sums(self, *values: float, does: str = "sums numbers") -> tuple[float, ...]:
-        """Return the sum of each number, in one exchange. does: purpose of the sum, one of `_DOINGS`."""
+    def sums(self, *values: float, operation: Operation = Operation.SUM) -> tuple[float, ...]:
+        """Return the sum of each number, in one exchange. operation: purpose of the sum."""
         if self.is_single:
             return values
-        return self._together(does, len(values), self._sum, values)
+        return self._together(operation, len(values), self._sum, values)
 
-    def totals(self, *values: float, does: str = "sums numbers") -> tuple[float, ...]:
+    def totals(self, *values: float, operation: Operation = Operation.SUM) -> tuple[float, ...]:
         """Return the sum of each number over all data- and model-parallel ranks."""
-        return self.model.sums(*self.sums(*values, does=does))
+        return self.model.sums(*self.sums(*values, operation=operation))
 
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
         mine = torch.tensor(values, dtype=torch.float64, device=self._device.torch_device)
@@ -361,7 +346,7 @@ class Communicator:
         """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest."""
         if self.is_single:
             return self.model.gather(mine)
-        found: list[Any] = self._together("reads states", 1, self._gather_objects, mine)
+        found: list[Any] = self._together(Operation.READ_STATES, 1, self._gather_objects, mine)
         return [each for column in self.model.gather(found) for each in column]
 
     def _gather_objects(self, mine: Any) -> list[Any]:
@@ -375,7 +360,7 @@ class Communicator:
 
     def barrier(self) -> None:
         if not self.is_single:
-            self._together("waits for all", 0, dist.barrier, self._group)
+            self._together(Operation.BARRIER, 0, dist.barrier, self._group)
 
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""

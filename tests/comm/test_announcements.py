@@ -1,0 +1,27 @@
+"""Announcements of collectives: packed into integers and back."""
+
+from __future__ import annotations
+
+from hypothesis import given, strategies as st
+
+from infinity.comm.announcements import WORDS, Announcement, Operation, flag_words, pack_flags, unpack_flags
+
+
+@given(st.sampled_from(Operation), st.none() | st.integers(0, 2**40), st.integers(0, 2**60))
+def test_an_announcement_survives_the_exchange(operation: Operation, unit: int | None, length: int) -> None:
+    announced = Announcement(operation, unit, length)
+    words = announced.words()
+    assert len(words) == WORDS and all(isinstance(word, int) for word in words)
+    assert Announcement.of(words) == announced
+
+
+@given(st.sets(st.integers(0, 400)))
+def test_flags_survive_the_exchange(members: set[int]) -> None:
+    words = pack_flags(members, flag_words(401))
+    assert len(words) == flag_words(401) and all(0 <= word < 2**62 for word in words)
+    assert unpack_flags(words) == members
+
+
+def test_every_operation_has_a_text() -> None:
+    texts = {Announcement(operation, 1).text(["blocks.0", "blocks.1"]) for operation in Operation}
+    assert len(texts) == len(Operation) and all(text.endswith(" unit blocks.1") for text in texts)
