@@ -125,7 +125,7 @@ def test_a_second_folder_that_takes_no_files(leaves_nothing: Path, tmp_path: Pat
 
 def test_one_folder_twice(leaves_nothing: Path) -> None:
     folders = [str(leaves_nothing), f"{leaves_nothing}/../{leaves_nothing.name}"]
-    refused(ConfigError, "nvme_path: names one folder twice", seeded(Stack), raw(folders))
+    refused(ConfigError, "nvme_path: lists one folder twice", seeded(Stack), raw(folders))
 
 
 def test_no_folders(leaves_nothing: Path) -> None:

@@ -183,7 +183,7 @@ def test_json_by_another_name(begin: Any, tmp_path: Path) -> None:
 
 @BEGIN
 def test_what_is_no_path_of_a_file(begin: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder: give the path of the JSON file in it"):
+    with pytest.raises(ConfigError, match="is a folder: pass the path of the JSON file in it"):
         begin(seeded(Stack), tmp_path, **CPU)
     with pytest.raises(ConfigError, match=r"not a string of JSON: pass json\.loads"):
         begin(seeded(Stack), json.dumps(raw(tmp_path)), **CPU)
