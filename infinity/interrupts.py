@@ -1,13 +1,13 @@
-"""Ctrl-C waits until states are consistent.
+"""Defers Ctrl-C until states are consistent.
 
-Python raises KeyboardInterrupt between any two bytecodes: between taking a buffer and noting who has it, or between
-making an update and handing it over. Such sections run under `uninterrupted`, and the interrupt is raised at their end.
-A second Ctrl-C does not wait: the engine then ends without settling what was under way.
+Python raises KeyboardInterrupt between any two bytecodes, such as between leasing a buffer and recording its owner, or
+between creating an update and queueing it. Such sections run under `uninterrupted`, which raises the interrupt at their
+end. A second Ctrl-C is raised at once; the engine then stops without finishing pending work.
 """
 
 from __future__ import annotations
 
-# The wrappers in `signal` convert every result to an enum, which takes ten times as long as the call itself.
+# The wrappers in `signal` convert every result to an enum, which takes ten times as long as the call.
 import _signal  # type: ignore[import-not-found]
 import os
 import sys
@@ -34,13 +34,13 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class ForcedInterrupt(KeyboardInterrupt):
-    """A second Ctrl-C: it did not wait until states were consistent."""
+    """A second Ctrl-C, raised before states are consistent."""
 
 
 class uninterrupted:
-    """Defer SIGINT to the end of the block; also usable as a decorator. Costs about a microsecond.
+    """Defer SIGINT to the end of the block; also a decorator. Costs about a microsecond.
 
-    Only the main thread receives signals; elsewhere, and where SIGINT has no Python handler, this does nothing.
+    No-op in other threads than the main one, which receives the signals, and if SIGINT has no Python handler.
     """
 
     __slots__ = ("_handler", "_waiting")
@@ -56,9 +56,9 @@ class uninterrupted:
         handler = _signal.getsignal(_SIGINT)
         if not callable(handler):
             return
-        # Recorded before the handler is replaced: an interrupt in between has nothing to undo.
+        # Set before the handler is replaced, so that an interrupt in between leaves nothing to undo.
         self._handler = handler
-        _signal.signal(_SIGINT, self._put_off)
+        _signal.signal(_SIGINT, self._defer)
         _active = True
 
     def __exit__(
@@ -83,8 +83,8 @@ class uninterrupted:
 
         return guarded
 
-    def _put_off(self, number: int, frame: FrameType | None) -> None:
+    def _defer(self, number: int, frame: FrameType | None) -> None:
         if self._waiting:
             self._waiting = False
-            raise ForcedInterrupt("interrupted a second time, while states were on the move")
+            raise ForcedInterrupt("interrupted a second time, while states were being transferred")
         self._waiting = True

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them: 67108864, "64MiB", "1.5GB", "2e9"."""
+"""Parses and formats sizes in bytes: 67108864, "64MiB", "1.5GB", "2e9"."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LARGEST = 2**63 - 1
 def parse_size(value: int | float | str) -> int:
     """Return `value` in bytes.
 
-    MB and its kind are powers of 1000, MiB and its kind powers of 1024; case does not matter.  Text is read exactly,
-    never through a float.  Zero is a size; whether it makes sense is for the caller to say.
+    Units such as MB are powers of 1000, units such as MiB powers of 1024, in any case. Text is parsed exactly, without
+    a float in between. Zero is valid.
 
-    Raises ValueError when `value` is no size, is negative, is no whole number of bytes, or does not fit 63 bits.
+    Raises ValueError if `value` is no size, is negative, is no whole number of bytes, or does not fit in 63 bits.
     """
     size = _exact(value)
     if size < 0:
-        raise ValueError(f"a size cannot be negative, and {value!r} is")
+        raise ValueError(f"a size cannot be negative, as {value!r} is")
     if size.denominator != 1:
         raise ValueError(f"{value!r} is {float(size):g} bytes, which is not a whole number of bytes")
     if size > _LARGEST:
@@ -45,12 +45,12 @@ def _exact(value: object) -> Fraction:
         raise ValueError(f"{value!r} is not a size; {_EXAMPLES}")
     factor = _FACTORS.get(match["suffix"].lower())
     if factor is None:
-        raise ValueError(f"{value!r} ends in {match['suffix']!r}, which is no unit of size; {_EXAMPLES}")
+        raise ValueError(f"{value!r} ends in {match['suffix']!r}, which is not a unit of size; {_EXAMPLES}")
     return Fraction(match["number"].replace("_", "")) * factor
 
 
 def format_size(nbytes: int) -> str:
-    """Return `nbytes` as text that `parse_size` reads back exactly: "64MiB" where a unit divides it, else digits."""
+    """Return `nbytes` as text that `parse_size` inverts exactly: "64MiB" if a binary unit divides it, else digits."""
     for suffix, factor in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor}{suffix}"

@@ -1,4 +1,4 @@
-"""Checks that all ranks save or load the same checkpoint; otherwise all of them raise."""
+"""Checks that all ranks save or load the same checkpoint, and raises on all of them otherwise."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _Call:
     does: str
     tag: str
     directory: str
-    """The path that the caller gave, made absolute."""
+    """The caller's path, made absolute."""
     resolved: str
     """The same path with symbolic links resolved. Ranks agree if either `directory` or this is equal on all of them."""
     content: int = 0
-    """CRC-32 of the index to load, which may differ between machines. 0: a save, or the index cannot be read."""
+    """CRC-32 of the index to load, which may differ between machines; 0 for a save or an unreadable index."""
     background: bool = False
     error: str = ""
     """Text of this rank's CheckpointError; empty if there is none."""
@@ -37,7 +37,7 @@ class _Call:
 
 
 def target_of(ranks: Communicator, directory: str | Path, tag: str, background: bool) -> Path:
-    """Return the folder to write, the same on all ranks. All ranks call it; nothing is changed.
+    """Return the folder to write, the same on all ranks. Collective; writes nothing.
 
     Raises RanksError if the ranks differ in directory, tag or `background`, and CheckpointError if directory or tag
     cannot name a checkpoint.
@@ -46,7 +46,7 @@ def target_of(ranks: Communicator, directory: str | Path, tag: str, background: 
 
 
 def folder_of(ranks: Communicator, directory: str | Path, tag: str | None) -> Path:
-    """Return the folder to read, the same on all ranks. All ranks call it. tag: None means the one `latest` names.
+    """Return the folder to read, the same on all ranks. Collective. tag: None selects the tag in `latest`.
 
     Raises RanksError if the ranks differ in directory, tag or index, and CheckpointError if there is no checkpoint.
     """
@@ -57,8 +57,8 @@ def _writable(directory: str | Path, tag: str) -> Path:
     _check_directory(directory)
     if not tag or tag != Path(tag).name or tag.startswith(".") or tag == LATEST or "\0" in tag:
         raise CheckpointError(
-            f"tag {tag!r} cannot be the name of a checkpoint's folder: not empty, no slashes, no dot at its beginning, "
-            f"and not {LATEST!r}, which is the file that names the last one"
+            f"tag {tag!r} cannot be the name of a checkpoint's folder. Use a name that is not empty, contains no "
+            f"slash or NUL, does not start with a dot, and is not {LATEST!r}, the file that stores the last tag."
         )
     return Path(directory) / tag
 
@@ -71,35 +71,36 @@ def _readable(directory: str | Path, tag: str | None) -> Path:
 def _check_directory(directory: str | Path) -> None:
     if not os.fspath(directory):
         raise CheckpointError(
-            'the directory of the checkpoint is "", which would be the current folder: name a folder, or "." for it'
+            'the checkpoint directory is "", which would be the current folder. Pass a path, or "." for the current '
+            "folder."
         )
 
 
 def _agreed(
     ranks: Communicator, does: str, directory: str | Path, tag: str | None, folder: Callable[[], Path], background: bool
 ) -> Path:
-    found, error = None, None
+    resolved, error = None, None
     try:
-        found = folder()
+        resolved = folder()
     except CheckpointError as caught:
         error = caught
-    called = os.fspath(directory)
-    mine = _Call(
+    path = os.fspath(directory)
+    call = _Call(
         does,
-        found.name if found is not None and tag is None else str(tag or ""),
-        os.path.abspath(called),
-        os.path.realpath(called),
-        _content(found) if does == _LOAD and found is not None else 0,
+        resolved.name if resolved is not None and tag is None else str(tag or ""),
+        os.path.abspath(path),
+        os.path.realpath(path),
+        _content(resolved) if does == _LOAD and resolved is not None else 0,
         background,
         str(error or ""),
     )
-    calls: list[_Call] = ranks.gather(mine)
+    calls: list[_Call] = ranks.gather(call)
     if (different := _difference(calls)) is not None:
         raise RanksError(different)
     if error is not None:
         raise error
-    assert found is not None
-    return found
+    assert resolved is not None
+    return resolved
 
 
 def _content(folder: Path) -> int:
@@ -110,19 +111,19 @@ def _content(folder: Path) -> int:
 
 
 def _difference(calls: list[_Call]) -> str | None:
-    """The error text if the calls of all ranks differ, identical on all of them; None if they agree."""
+    """Return the error text, the same on all ranks, if their calls differ; None if they agree."""
     one_place = len({call.directory for call in calls}) == 1 or len({call.resolved for call in calls}) == 1
     if not one_place or len({(call.does, call.tag, bool(call.error)) for call in calls}) > 1:
-        who = "; ".join(f"{ranks} {said}" for said, ranks in by_value([str(call) for call in calls]).items())
+        who = "; ".join(f"{ranks} {text}" for text, ranks in by_value([str(call) for call in calls]).items())
         return f"the ranks name different checkpoints. {who}. Pass the same directory and tag on all ranks."
     if len({call.background for call in calls}) > 1:
         sides = by_value([call.background for call in calls])
         return (
-            f"some ranks save in the background and others do not ({sides[True]} and {sides[False]}): pass the same "
-            "`background` on all"
+            f"some ranks save in the background and others do not ({sides[True]} and {sides[False]}). Pass the same "
+            "`background` on all ranks."
         )
     if len({call.content for call in calls}) > 1:
-        who = "; ".join(f"{ranks} crc32 {found:08x}" for found, ranks in by_value([c.content for c in calls]).items())
+        who = "; ".join(f"{ranks} crc32 {crc:08x}" for crc, ranks in by_value([c.content for c in calls]).items())
         return (
             f"the ranks find different checkpoints at {calls[0].directory}, tag {calls[0].tag!r}: {who} of {INDEX}. "
             "Copy one of them to all machines, or use a shared folder."

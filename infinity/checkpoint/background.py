@@ -1,9 +1,9 @@
-"""A save that goes on while training does.
+"""Saves a checkpoint while training continues.
 
-Its thread reads unit after unit and writes its file. What training writes to the tiers of a unit waits until this
-rank's shard of it has been read (`Unit.copied`): so the checkpoint is what the states were when it was asked for, and
-the only copy in memory is of the unit that is being written. The thread never waits for training, and refers to neither
-model nor engine.
+A thread reads the units one after another and writes one file for each. Training writes to the tiers of a unit only
+after this rank's shard of it has been read (`Unit.snapshot_read`). The checkpoint therefore holds the states as of the
+call of save, and only the unit being written is copied in memory. The thread never waits for training, and holds no
+reference to the model or the engine.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from infinity.tiers.transfer import Promised, Transfer
 
 
 class Saving:
-    """A checkpoint that is being written in the background; `path` is where it will be."""
+    """A checkpoint being written in the background. `path` is its final folder."""
 
     def __init__(self, path: Path, units: Iterable[int]) -> None:
         self.path = path
         self.reported = False
-        """Whether somebody knows how it ended."""
+        """True once the outcome has been returned or raised to the caller."""
         self._copied: dict[int, Future[None]] = {index: Future() for index in units}
         self._ended: Future[None] = Future()
         self._failure: BaseException | None = None
         self._stopped = False
 
     def done(self) -> bool:
-        """Whether it ended, well or not."""
+        """Return True once the save has finished or failed."""
         return self._ended.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole, on all ranks; returns its folder. CheckpointError if it could not be
-        written: then nothing is left of it, and the checkpoint before is still the last one.
+        """Wait until the checkpoint is complete on all ranks, and return its folder.
+
+        Raises CheckpointError if it could not be written. Its files are removed then, and `latest` is unchanged.
         """
         self._ended.result()
         self.reported = True
@@ -49,7 +50,7 @@ class Saving:
         return self.path
 
     def error(self) -> CheckpointError | None:
-        """Why it ended badly."""
+        """Return the error that ended the save, or None."""
         if self._failure is None:
             return None
         error = CheckpointError(f"the checkpoint {self.path} could not be written in the background: {self._failure}")
@@ -57,53 +58,53 @@ class Saving:
         return error
 
     def snapshot_read(self, unit: int) -> Transfer:
-        """Done when the unit's states have been read."""
+        """Return a transfer that is done once the unit's states have been read."""
         return Promised(self._copied[unit])
 
     def release_unit(self, unit: int) -> None:
-        """Training may write the unit's states."""
+        """Allow training to write the unit's states."""
         self._copied[unit].set_result(None)
 
     def stop(self) -> None:
-        """End it before it is whole, soon."""
+        """Request that the save ends after the unit it is reading."""
         self._stopped = True
 
     def check_stopped(self) -> None:
         if self._stopped:
-            raise CheckpointError("it was stopped before it was whole")
+            raise CheckpointError("it was stopped before it was complete")
 
     def end(self, failure: BaseException | None) -> None:
         for copied in self._copied.values():
             if not copied.done():
                 copied.set_result(None)
-        # Without its traceback, whose frames refer to what was being written.
+        # Without its traceback, whose frames reference the buffers of the save.
         self._failure = failure.with_traceback(None) if failure is not None else None
         self._ended.set_result(None)
 
 
 class Saver:
-    """The saves of one engine in the background, one at a time."""
+    """Runs an engine's background saves, one at a time."""
 
     def __init__(self) -> None:
         self.last: Saving | None = None
         self._open: Saving | None = None
-        """The last one, until all ranks know how it ended."""
+        """The last save, until all ranks have exchanged its outcome."""
         self._channel: SideChannel | None = None
         self._thread: threading.Thread | None = None
-        self._heard = False
-        """Whether somebody hears of what goes wrong at the end."""
+        self._can_raise = False
+        """True if `closing` can raise the error of a save; otherwise the error is logged."""
         self._working = False
         self._then: Callable[[], None] | None = None
-        """What is done when the thread has ended."""
+        """Called by the thread after its save, if set."""
 
     def channel(self, ranks: Communicator) -> SideChannel:
-        """What checkpoints are exchanged through. All ranks call it, from the thread that runs the model."""
+        """Return the channel for the collectives of checkpoints. Collective; called in the model's thread."""
         if self._channel is None:
             self._channel = SideChannel(ranks)
         return self._channel
 
     def start(self, saving: Saving, work: Callable[[Saving], None]) -> None:
-        """Carry out `work`, which lets go of units as it has read them, in a thread. None may be under way."""
+        """Run `work`, which releases each unit once it has read it, in a thread. No save may be under way."""
         self._thread = threading.Thread(target=self._run, args=(saving, work), name="infinity-save", daemon=True)
         self.last = self._open = saving
         self._working = True
@@ -118,53 +119,53 @@ class Saver:
         failure: BaseException | None = None
         try:
             work(saving)
-        except BaseException as error:  # noqa: BLE001 - raised where it is asked for
+        except BaseException as error:  # noqa: BLE001 - raised by wait()
             failure = error
         saving.end(failure)
         self._working = False
         if self._then is not None:
             self._close(self._then)
 
-    # -- where the model's thread meets it ---------------------------------------------------------------------------
+    # -- called by the model's thread --------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Wait until none is under way."""
+        """Wait until no save is under way."""
         if self._open is not None:
             self._open._ended.result()
 
     def poll_finished(self, ranks: Communicator) -> bool:
-        """Whether a save has ended since the last call of `failure`. All ranks call it, and get the same answer."""
+        """Return True if a save has ended since the last call of `failure`. Collective; same result on all ranks."""
         return self._open is not None and ranks.totals(float(self._open.done()))[0] > 0
 
     def failure(self, ranks: Communicator) -> CheckpointError | None:
-        """Wait for the save under way; why it ended badly, told once. All ranks call it, and all are told."""
+        """Wait for the save under way, and return its error or None. Collective; each error is returned once."""
         if self._open is None:
             return None
         self.join()
         saving = self._open
         error = saving.error()
-        (untold,) = ranks.totals(float(error is not None and not saving.reported))
+        (unreported,) = ranks.totals(float(error is not None and not saving.reported))
         self._open, saving.reported = None, True
-        return error if untold else None
+        return error if unreported else None
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Around the end of the engine on this rank: raises at last why a save ended badly, if nobody was told.
+        """Wrap the shutdown of the engine on this rank, and raise the last save's unreported error at its end.
 
-        It is logged where another error is being raised, which it must not replace.
+        If another exception is propagating, the error is logged instead.
         """
-        self._heard = sys.exc_info()[0] is None
+        self._can_raise = sys.exc_info()[0] is None
         try:
             yield
         except BaseException:
             self._log()
             raise
-        if (error := self._untold()) is not None:
+        if (error := self._unreported()) is not None:
             raise error
 
     def close(self, then: Callable[[], None]) -> None:
-        """Wait for the save under way, then do `then`. An interrupt stops it."""
-        if self._thread is threading.current_thread():  # an engine that nobody closed may be collected in any thread
+        """Wait for the save under way, then call `then`. An interrupt stops the save."""
+        if self._thread is threading.current_thread():  # garbage collection may close an engine in any thread
             if self._working:
                 self._then = then
             else:
@@ -183,13 +184,13 @@ class Saver:
 
     def _close(self, then: Callable[[], None]) -> None:
         self._open = self._then = None
-        if not self._heard:
+        if not self._can_raise:
             self._log()
         if self._channel is not None:
             self._channel.close()
         then()
 
-    def _untold(self) -> CheckpointError | None:
+    def _unreported(self) -> CheckpointError | None:
         saving = self.last
         if saving is None or saving.reported:
             return None
@@ -197,5 +198,5 @@ class Saver:
         return saving.error()
 
     def _log(self) -> None:
-        if (error := self._untold()) is not None:
+        if (error := self._unreported()) is not None:
             logger.error("%s", error)

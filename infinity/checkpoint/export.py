@@ -1,4 +1,4 @@
-"""Export: a checkpoint becomes the safetensors files that Hugging Face's `from_pretrained` reads, part by part."""
+"""Exports a checkpoint, part by part, as safetensors files that Hugging Face's `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from infinity.sizes import parse_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _METADATA = {"format": "pt"}
-"""Without it, readers refuse the file."""
+"""transformers refuses files without this entry."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 Step = Callable[[float, str], None]
-"""How much of the whole is done, from 0 to 1, and what goes on."""
+"""Progress callback: the fraction done, from 0 to 1, and the current activity."""
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Where a tensor lies in the checkpoint, and what it becomes."""
+    """Location of a tensor in the checkpoint, and the dtype and shape it is written with."""
 
     file: Path
     key: str
@@ -53,25 +53,24 @@ def export(
     verify: bool = True,
     step: Step = lambda done, what: None,
 ) -> Path:
-    """Write the parameters and persistent buffers of a checkpoint to the new folder `out`, as `from_pretrained` wants
-    them.
+    """Write the parameters and persistent buffers of a checkpoint to the new folder `out`, and return `out`.
 
-    checkpoint: what was passed to `save_checkpoint`, with `tag` or the last one saved; or the checkpoint's own folder.
-    dtype: "bf16", "fp16" or "fp32" for all parameters; by default what each computes in. Masters are rounded to bf16 as
-    the engine does it (half away from zero), else cast. Buffers and integers stay as they are.
-    config_from: a Hugging Face folder whose other files (config.json, the tokenizer's) are copied; config.json then
-    names the dtype of the weights. verify: read the whole checkpoint once before, to compare its checksums.
+    checkpoint: the directory passed to `save_checkpoint`, read at `tag` or at the last tag; or the checkpoint's own
+    folder. dtype: "bf16", "fp16" or "fp32" for all parameters; by default the dtype each computes in. Masters are
+    rounded to bf16 as in training (half away from zero), and cast to other dtypes. Buffers and integers are unchanged.
+    config_from: a Hugging Face folder whose other files (config.json, the tokenizer's) are copied; the dtype in the
+    copied config.json is set to that of the weights. verify: first read the whole checkpoint and compare its checksums.
 
-    Names are those of the model's state_dict; a parameter that modules share is written once, under the first of its
-    names. Host memory: a part of one parameter. `out` appears whole or not at all; CheckpointError, OutOfSpaceError or
-    UsageError come before anything is written.
+    Names are the keys of the model's state_dict; a shared parameter is written once, under its first name. Needs host
+    memory for a part of one parameter. `out` appears complete or not at all. Raises CheckpointError, OutOfSpaceError
+    or UsageError before anything is written.
     """
     out, checkpoint = Path(out), Path(checkpoint)
     folder = checkpoint if tag is None and (checkpoint / INDEX).is_file() else find(checkpoint, tag)
-    wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    target_dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
     index = read_index(folder)
     check_files(index, folder)
-    tensors = _tensors(index, folder, wanted)
+    tensors = _tensors(index, folder, target_dtype)
     shards = _shards(tensors, parse_size(max_shard_size))
     others = _others(Path(config_from)) if config_from is not None else []
     dtypes = {name: tensors[name].spec.dtype for name in index.parameters}
@@ -91,26 +90,27 @@ def export(
 
 
 def _tensors(index: Index, folder: Path, dtype: torch.dtype | None) -> _Shard:
-    """Parameters in the model's order, then buffers."""
-    found: _Shard = {}
+    """Return the parameters in the model's order, then the buffers."""
+    by_name: _Shard = {}
     for name, entry in index.parameters.items():
         own: torch.dtype = getattr(torch, entry.dtype)
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
         spec = Spec(dtype if dtype is not None and own.is_floating_point else own, entry.shape)
-        found[name] = _Tensor(folder / entry.file, key(kind.name, name), spec)
+        by_name[name] = _Tensor(folder / entry.file, key(kind.name, name), spec)
     path = folder / BUFFERS
     try:
         with safe_open(path, framework="pt") as tensors:
-            found |= {name: _Tensor(path, name, spec_of(tensors, name)) for name in tensors.keys()}  # noqa: SIM118 - it is no dict
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is not iterable
+                by_name[name] = _Tensor(path, name, spec_of(tensors, name))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged, use another one") from None
-    return found
+    return by_name
 
 
 def _shards(tensors: _Shard, limit: int) -> list[_Shard]:
-    """In order; a tensor that is larger than `limit` has a shard of its own."""
+    """Return shards of at most `limit` bytes, in order. A larger tensor gets a shard of its own."""
     if limit <= 0:
-        raise UsageError(f"max_shard_size is {limit}: give a size, as 5GB")
+        raise UsageError(f"max_shard_size is {limit}: pass a positive size, such as 5GB")
     shards: list[_Shard] = [{}]
     for name, tensor in tensors.items():
         if shards[-1] and _nbytes(shards[-1]) + tensor.spec.nbytes > limit:
@@ -124,24 +124,24 @@ def _nbytes(*shards: _Shard) -> int:
 
 
 def _others(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that hold no weights."""
+    """Return the files of a Hugging Face folder that hold no weights."""
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder: name one with the model's config.json")
+        raise UsageError(f"{folder} is not a folder: pass one with the model's config.json")
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES))
 
 
 def _check_out(out: Path, nbytes: int) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there already and not an empty folder: name a new one")
+        raise UsageError(f"{out} already exists and is not an empty folder: pass a new path")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(above).free
     if nbytes > free:
-        raise OutOfSpaceError(str(above), nbytes, free, "free some, or export to another drive")
+        raise OutOfSpaceError(str(above), nbytes, free, "free space, or export to another drive")
 
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` when the block ends, and is gone when the block fails."""
+    """Yield a folder beside `out` that is renamed to `out` after the block, or removed if the block fails."""
     partial = out.absolute().with_name(f".{out.absolute().name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -161,7 +161,7 @@ def _write(folder: Path, shards: Sequence[_Shard], step: Step) -> None:
         def parts(name: str, shard: _Shard = shard, file: str = file) -> Iterator[torch.Tensor]:
             nonlocal done
             tensor = shard[name]
-            # Opened for each tensor, since what was read of a file stays mapped until it is closed.
+            # Opened for each tensor, since pages that were read stay mapped until the file is closed.
             with safe_open(tensor.file, framework="pt") as tensors:
                 for part in parts_of(tensors, tensor.key):
                     converted = _convert(part, tensor.spec.dtype, name)
@@ -183,5 +183,5 @@ def _convert(part: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
         return split_master(part.float())[0]
     converted = part.to(dtype)
     if dtype == torch.float16 and not torch.equal(converted.isfinite(), part.isfinite()):
-        raise CheckpointError(f"{name} has values that fp16 does not reach: export it as bf16 or fp32")
+        raise CheckpointError(f"{name} has values outside the range of fp16: export it as bf16 or fp32")
     return converted

@@ -1,4 +1,4 @@
-"""The checkpoint format: names, versions, and the index that says which file holds which parameter."""
+"""The checkpoint format: file names, versions, and the index that maps each parameter to its file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from infinity.units.compiled import own_name
 FORMAT = "infinity-checkpoint"
 VERSION = 4
 _READ_TOO = (1, 2, 3)
-"""Versions before: 1 does not say that its moments are fp32, 2 has no checksums and no random-number states, 3 has no
-checksum of the index itself.
+"""Older versions that are readable. 1 does not record that its moments are fp32, 2 has no checksums and no RNG states,
+3 has no checksum of the index itself.
 """
 INDEX = "checkpoint.json"
 LATEST = "latest"
@@ -33,9 +33,7 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter: its shape, the dtype it computes in, whether it is trained, the file that holds its states,
-    and how often it was updated.
-    """
+    """Index entry of a parameter. dtype: the one it computes in. file: holds its states. step: number of updates."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,12 +44,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """What `checkpoint.json` says."""
+    """Content of `checkpoint.json`."""
 
     global_steps: int
     parameters: dict[str, Entry]
     file_bytes: dict[str, int]
-    """Of every file but the index itself."""
+    """Size of every file except the index itself."""
     optimizer: str
     param_groups: list[dict[str, Any]]
     lr_scheduler: dict[str, Any] | None
@@ -59,10 +57,10 @@ class Index:
     file_crc32: dict[str, int] = field(default_factory=dict)
     skipped_steps: int = 0
     loss_scale: dict[str, Any] | None = None
-    """Where `infinity.engine.loss_scale` stands; None: there is none."""
+    """State of `infinity.engine.loss_scale`; None without a loss scale."""
 
     def kinds(self, name: str) -> tuple[StateKind, ...]:
-        """The tensors of a parameter: trained ones are kept as fp32 master and moments, frozen ones as they are."""
+        """Return a parameter's saved tensors: fp32 master and moments if trained, else the parameter itself."""
         entry = self.parameters[name]
         if not entry.trainable:
             return (StateKind("param", getattr(torch, entry.dtype)),)
@@ -70,13 +68,13 @@ class Index:
         return (StateKind("master", torch.float32), *moment_kinds(rule, self.moments))
 
     def to_json(self) -> str:
-        said = json.loads(json.dumps(asdict(self)))  # as it will be read: keys are strings then
-        return json.dumps({"format": FORMAT, "version": VERSION, "crc32": _crc32(said), **said}, indent=1)
+        content = json.loads(json.dumps(asdict(self)))  # keys become strings, as they will be read
+        return json.dumps({"format": FORMAT, "version": VERSION, "crc32": _crc32(content), **content}, indent=1)
 
 
-def _crc32(said: dict[str, Any]) -> int:
-    """Of what an index says, however it is spaced and ordered."""
-    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
+def _crc32(content: dict[str, Any]) -> int:
+    """Return the CRC-32 of an index, independent of whitespace and key order."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -95,58 +93,58 @@ def reason(error: BaseException) -> str:
 
 
 def key(state: str, name: str) -> str:
-    """The name of a parameter's state in a safetensors file."""
+    """Return the name of a parameter's state in a safetensors file."""
     return f"{state}/{name}"
 
 
 def shape_of(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which a state of a parameter is saved: the parameter's, or (scales,)."""
+    """Return the shape in which a state is saved: the parameter's, or (scales,) for scales of a block format."""
     return shape if kind.per == 1 else (kind.length(prod(shape)),)
 
 
 def view(kind: StateKind, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-    """A parameter's values of a state in the unit's flat tensor, in the shape that they are saved in."""
+    """Return a view of a parameter's part of the unit's flat tensor, in its saved shape."""
     return flat[kind.part(slot.offset, slot.stop)].view(shape_of(kind, slot.shape))
 
 
 def read_index(folder: Path) -> Index:
-    """The index of the checkpoint in `folder`; CheckpointError that says what is wrong with it."""
+    """Return the index of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged."""
     path = folder / INDEX
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds no checkpoint ({INDEX} is missing): give the folder passed to save_checkpoint"
+            f"{folder} holds no checkpoint ({INDEX} is missing): pass the folder given to save_checkpoint"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged, use another one") from None
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
-    version = found.pop("version", None)
+    version = content.pop("version", None)
     if version not in (VERSION, *_READ_TOO):
         raise CheckpointError(
             f"{path} has format version {version}, this Infinity reads up to {VERSION}: use a newer Infinity"
         )
-    crc32 = found.pop("crc32", None)
-    if version == VERSION and crc32 != _crc32(found):
-        raise CheckpointError(f"{path} is not as it was saved (its checksum differs): use another checkpoint")
+    crc32 = content.pop("crc32", None)
+    if version == VERSION and crc32 != _crc32(content):
+        raise CheckpointError(f"{path} was altered since it was saved (its checksum differs): use another checkpoint")
     try:
-        found["parameters"] = {
+        content["parameters"] = {
             name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"], entry["step"])
-            for name, entry in found["parameters"].items()
+            for name, entry in content["parameters"].items()
         }
-        index = Index(**found)
+        index = Index(**content)
         for name in index.parameters:
             index.kinds(name)
         return index
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} lacks or misstates {error}: use another checkpoint, this one is damaged"
+            f"{path} lacks or misstates {error}: the checkpoint is damaged, use another one"
         ) from None
 
 
 def find(directory: Path, tag: str | None) -> Path:
-    """The folder of the checkpoint `tag`, or of the one that `latest` names."""
+    """Return the folder of the checkpoint `tag`; None selects the tag in `latest`."""
     if tag is None:
         try:
             tag = (directory / LATEST).read_text(encoding="utf-8").strip()
@@ -157,7 +155,7 @@ def find(directory: Path, tag: str | None) -> Path:
             raise CheckpointError(f"{directory} has no file {LATEST!r}: {fix}") from None
     folder = directory / tag
     if not folder.is_dir():
-        # A save of the same tag was killed between two renames: what it was to replace is still whole.
+        # A save of the same tag was killed between its two renames. The checkpoint it was replacing is intact.
         for former in sorted(directory.glob(f".{tag}.replaced-*")):
             return former
         raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")
@@ -165,11 +163,11 @@ def find(directory: Path, tag: str | None) -> Path:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name → buffer, for the buffers in a state_dict. Names leave out the wrappers that `torch.compile` adds."""
-    kept = {
+    """Return name → buffer for the buffers in a state_dict. Names omit the wrappers that `torch.compile` adds."""
+    persistent = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }
-    return {own_name(name): buffer for name, buffer in model.named_buffers() if name in kept}
+    return {own_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}

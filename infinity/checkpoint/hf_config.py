@@ -29,17 +29,17 @@ def with_dtype(file: Path, dtypes: Mapping[str, torch.dtype]) -> bytes:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read ({error}): name a folder with the model's config.json") from None
+        raise UsageError(f"{file} cannot be read ({error}): pass a folder with the model's config.json") from None
     if not isinstance(config, dict):
-        raise UsageError(f"{file} holds no JSON object: name a folder with the model's config.json")
+        raise UsageError(f"{file} holds no JSON object: pass a folder with the model's config.json")
     first_names: dict[torch.dtype, str] = {}
     for name, dtype in dtypes.items():
         first_names.setdefault(dtype, name)
     if len(first_names) > 1:
-        found = ", ".join(f"{name} is {_named(dtype)}" for dtype, name in first_names.items())
+        examples = ", ".join(f"{name} is {_named(dtype)}" for dtype, name in first_names.items())
         raise UsageError(
-            f"the parameters compute in several dtypes ({found}), and {CONFIG} names one, to which from_pretrained "
-            "casts all: choose it with --dtype (dtype=), or export without --config-from (config_from=)"
+            f"the parameters compute in several dtypes ({examples}), but {CONFIG} holds one, to which from_pretrained "
+            "casts all of them. Choose it with --dtype (dtype=), or export without --config-from (config_from=)."
         )
     for dtype in first_names:
         _set(config, _named(dtype))

@@ -1,6 +1,4 @@
-"""Load: everything is checked against the model before anything is changed, then streamed unit by unit into the
-tiers.
-"""
+"""Loads a checkpoint: compares it with the model before any change, then streams it into the tiers unit by unit."""
 
 from __future__ import annotations
 
@@ -38,11 +36,11 @@ from infinity.units.unit import Unit
 
 
 class Loading:
-    """A checkpoint of a training run that fits an engine. All ranks construct it, and apply it alike.
+    """A training checkpoint that has been checked against an engine. Constructor and `apply` are collective.
 
-    verify: first compare all files with their checksums. load_rng: read the random-number generators too, if the number
-    of ranks is the same as when it was saved. Units, tiers, tile size, number of ranks and the formats of master and
-    moments may differ. Raises RanksError or CheckpointError, before any change.
+    verify: first compare all files with their checksums. load_rng: also read the RNG states, if the number of ranks is
+    the same as at the save. Units, tiers, tile size, number of ranks and the formats of master and moments may differ.
+    Raises RanksError or CheckpointError before any change.
     """
 
     def __init__(
@@ -81,15 +79,15 @@ class Loading:
         parts.ranks.barrier()
 
     def restore_rng(self) -> None:
-        """Restore the random-number generators, if they were read."""
+        """Restore the RNG states, if they were read."""
         if self._generators is not None:
             rng.restore_states(self._generators, self._parts.device.torch_device)
 
 
 def load_parameters(parts: ModelParts, model: nn.Module, folder: Path, *, verify: bool) -> tuple[Path, dict[str, Any]]:
-    """Load parameters and buffers only, cast to the dtypes of the units. Returns folder and client_state.
+    """Load parameters and buffers only, cast to the dtypes of the units. Return (folder, client_state).
 
-    folder: from `folder_of`. verify: first compare all files with their checksums. Raises CheckpointError, before any
+    folder: from `folder_of`. verify: first compare all files with their checksums. Raises CheckpointError before any
     change.
     """
     index = read_index(folder)
@@ -110,15 +108,15 @@ def load_parameters(parts: ModelParts, model: nn.Module, folder: Path, *, verify
 
 
 def _check_parameters(units: Iterable[Unit], index: Index, folder: Path, *, trained: bool = True) -> None:
-    """trained: what is trained must be the same, too."""
-    wanted = {
+    """Raise CheckpointError if names or shapes differ. trained: also if other parameters are trained."""
+    expected = {
         slot.name: (tuple(parameter.shape), unit.layout.trainable)
         for unit in units
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
     }
-    problems = [f"{name} is in the model only" for name in wanted if name not in index.parameters]
-    problems += [f"{name} is in the checkpoint only" for name in index.parameters if name not in wanted]
-    for name, (shape, trainable) in wanted.items():
+    problems = [f"{name} is in the model only" for name in expected if name not in index.parameters]
+    problems += [f"{name} is in the checkpoint only" for name in index.parameters if name not in expected]
+    for name, (shape, trainable) in expected.items():
         entry = index.parameters.get(name)
         if entry is None:
             continue
@@ -138,21 +136,20 @@ def _check_optimizer(run: Run, index: Index, folder: Path) -> None:
     if (index.optimizer, len(index.param_groups)) != (kind, groups):
         raise CheckpointError(
             f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this engine "
-            f"has {kind} "
-            f"and {groups}: use the same optimizer and groups"
+            f"has {kind} and {groups}: use the same optimizer and groups"
         )
 
 
 def _read_buffers(model: nn.Module, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(the model's buffer, its saved value) pairs; CheckpointError if names or shapes differ."""
+    """Return pairs (buffer of the model, saved value). Raises CheckpointError if names or shapes differ."""
     try:
         saved = load_file(folder / BUFFERS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / BUFFERS} cannot be read ({error}): the checkpoint is damaged") from None
-    mine = persistent_buffers(model)
-    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
+    buffers = persistent_buffers(model)
+    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in buffers.items()}:
         raise CheckpointError(f"{folder} is a checkpoint of another model: its buffers have other names or shapes")
-    return [(mine[name], value) for name, value in saved.items()]
+    return [(buffers[name], value) for name, value in saved.items()]
 
 
 def _client_state(folder: Path) -> dict[str, Any]:
@@ -167,7 +164,7 @@ def _client_state(folder: Path) -> dict[str, Any]:
 
 
 def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit) -> Flats:
-    """The unit's states from whichever files hold its parameters, in the formats that the engine keeps them in."""
+    """Return the unit's states, read from the files of its parameters and converted to the engine's formats."""
     layout = unit.layout
     kinds = parts.states.kinds(layout)
     flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
@@ -175,20 +172,20 @@ def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit) -
         entry = index.parameters[slot.name]
         with safe_open(folder / entry.file, framework="pt") as tensors:
             saved = {kind.name: tensors.get_tensor(key(kind.name, slot.name)) for kind in index.kinds(slot.name)}
-        mine = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
-        whole = mine
+        local = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
+        whole = local
         if is_distributed(parameter):
             whole = {kind.name: torch.zeros(shape_of(kind, entry.shape), dtype=kind.dtype) for kind in kinds}
         first = layout.first + slot.offset
         _fill(run, index, saved, whole, as_it_is=not layout.trainable, step=entry.step, first=first)
-        if whole is not mine:
-            for name, target in mine.items():
+        if whole is not local:
+            for name, target in local.items():
                 target.copy_(parts.ranks.model.part(parameter, whole[name]))
     return flats
 
 
 def _read_parameters(parts: ModelParts, folder: Path, index: Index, unit: Unit) -> torch.Tensor:
-    """The unit's flat tensor (numel,) in its dtype: masters as training rounds them, frozen parameters cast."""
+    """Return the unit's flat tensor (numel,) in its dtype: masters rounded as in training, frozen parameters cast."""
     layout = unit.layout
     flat = flat_tensor(layout.numel, layout.dtype)
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
@@ -201,12 +198,12 @@ def _read_parameters(parts: ModelParts, folder: Path, index: Index, unit: Unit) 
     return flat
 
 
-def _fill(run: Run, index: Index, saved: Flats, mine: Flats, *, as_it_is: bool, step: int, first: int) -> None:
-    """A parameter's saved states, in the formats that `mine` keeps them in. first: its place in the model."""
-    if as_it_is or (saved.keys() == mine.keys() and index.moments == run.moments):
-        for name, target in mine.items():
+def _fill(run: Run, index: Index, saved: Flats, targets: Flats, *, as_it_is: bool, step: int, first: int) -> None:
+    """Convert a parameter's saved states into `targets`. first: number of its first element in the model."""
+    if as_it_is or (saved.keys() == targets.keys() and index.moments == run.moments):
+        for name, target in targets.items():
             target.copy_(saved[name])
         return
-    mine["master"].copy_(saved["master"])
+    targets["master"].copy_(saved["master"])
     rounding = rounding_key(run.seed, step)
-    convert_moments(run.rule, saved, mine, key=rounding, first=first)
+    convert_moments(run.rule, saved, targets, key=rounding, first=first)

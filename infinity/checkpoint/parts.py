@@ -1,4 +1,4 @@
-"""Parts and settings of an engine that a checkpoint reads and writes."""
+"""Parts and settings of an engine that checkpoints read and write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelParts(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Settings and progress of a training run. A load compares the settings and restores the progress."""
+    """Settings and progress of a training run. Loading compares the settings and restores the progress."""
 
     optimizer: str
     """Type of the optimizer, as in the config."""

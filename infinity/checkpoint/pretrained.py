@@ -1,4 +1,4 @@
-"""Pretrained weights from a Hugging Face folder, read unit by unit into the tiers when an engine is made."""
+"""Pretrained weights from a Hugging Face folder, read unit by unit into the tiers when an engine is constructed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 class Unmatched(NamedTuple):
-    """Names of the model that the folder lacks, and names of the folder that the model lacks."""
+    """Names missing in the folder, and names in the folder that the model lacks."""
 
     missing: list[str]
     unexpected: list[str]
@@ -41,9 +41,9 @@ class SavedTensor:
     spec: Spec
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of it flattened, (stop - start,), in the dtype it was saved in."""
+        """Return elements [start, stop) of the flattened tensor, (stop - start,), in its saved dtype."""
         try:
-            # Opened for each tensor, since what was read of a file stays mapped until it is closed.
+            # Opened for each tensor, since pages that were read stay mapped until the file is closed.
             with safe_open(self.file, framework="pt") as tensors:
                 return read_part(tensors, self.name, start, stop)
         except (OSError, SafetensorError) as error:
@@ -55,21 +55,22 @@ class SavedTensor:
 
 
 def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Unmatched:
-    """Give `model` the weights in `folder`, as `save_pretrained` or `infinity export` wrote them. Call it before
-    `infinity.initialize`, on every rank alike.
+    """Load the weights in `folder`, written by `save_pretrained` or `infinity export`, into `model`.
 
-    folder: holds model.safetensors, or its shards and model.safetensors.index.json. Parameters that are on the meta
-    device are read when an engine is made of the model, or of one that contains it: unit by unit, every rank its
-    shards; keep the folder till then. All others, and buffers, are read now. Names are those of the model's state_dict;
-    a parameter that modules share may be there under any of its names. Values are cast to the model's dtypes; the
-    masters of 16-bit parameters start as what is in the files.
+    Call it before `infinity.initialize`, on every rank. Returns the unmatched names.
 
-    strict: CheckpointError if a name is missing or unexpected. Otherwise, what is missing is initialised as usual (or
-    keeps the values that it has), and said. Wrong shapes, damaged files and shared parameters with several values are
-    errors in any case; nothing has been changed then.
+    folder: holds model.safetensors, or its shards and model.safetensors.index.json. Parameters on the meta device are
+    read when an engine of the model (or of a model that contains it) is constructed, unit by unit, on every rank its
+    shards; keep the folder until then. Other parameters, and buffers, are read now. Names are the keys of the model's
+    state_dict; a shared parameter may be stored under any of its names. Values are cast to the model's dtypes. Masters
+    of 16-bit parameters start with the values in the files.
+
+    strict: raise CheckpointError if a name is missing or unexpected. Otherwise missing parameters are initialised as
+    usual (or keep their values), and a warning lists them. Wrong shapes, damaged files and shared parameters with
+    several values always raise CheckpointError. The model is unchanged after an error.
     """
     if any(isinstance(module._parameters, UnitParameters) for module in model.modules()):
-        raise UsageError("the model belongs to an engine already: call load_pretrained before infinity.initialize")
+        raise UsageError("the model already belongs to an engine: call load_pretrained before infinity.initialize")
     folder = Path(folder)
     saved = _saved_tensors(folder)
     targets = _targets(model)
@@ -91,7 +92,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         elif target.is_meta:
             note_source(target, tensor)
         else:
-            tensor.copy_to(model.get_parameter(names[0]))  # read there, as infinity.Init keeps in memory what is used
+            # Through the module's attribute, since infinity.Init materializes parameters on access.
+            tensor.copy_to(model.get_parameter(names[0]))
     make_buffers(model)
     for what, names_left in unmatched._asdict().items():
         if names_left:
@@ -100,7 +102,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
 
 
 _Targets = dict[tuple[str, ...], torch.Tensor]
-"""All names of a parameter or buffer → it."""
+"""All names of a tensor → the parameter or buffer."""
 
 
 def _targets(model: nn.Module) -> _Targets:
@@ -112,7 +114,7 @@ def _targets(model: nn.Module) -> _Targets:
 
 
 def _load_buffer(model: nn.Module, name: str, buffer: torch.Tensor, tensor: SavedTensor) -> None:
-    """One on the meta device becomes a real one."""
+    """Load a buffer; one on the meta device is replaced by one on the CPU."""
     if buffer.is_meta:
         buffer = torch.empty_like(buffer, device="cpu")
         path, _, own = name.rpartition(".")
@@ -123,9 +125,8 @@ def _load_buffer(model: nn.Module, name: str, buffer: torch.Tensor, tensor: Save
 
 def _unmatched(model: nn.Module, targets: _Targets, saved: Mapping[str, SavedTensor]) -> Unmatched:
     known = {name for names in targets for name in names}
-    known |= {
-        own_name(name) for name, _ in model.named_buffers()
-    }  # some folders hold buffers that a state_dict leaves out
+    # Some folders hold buffers that are not in the state_dict.
+    known |= {own_name(name) for name, _ in model.named_buffers()}
     missing = [names[0] for names in targets if not any(name in saved for name in names)]
     return Unmatched(missing, [name for name in saved if name not in known])
 
@@ -133,16 +134,17 @@ def _unmatched(model: nn.Module, targets: _Targets, saved: Mapping[str, SavedTen
 def _misfits(targets: _Targets, saved: Mapping[str, SavedTensor]) -> list[str]:
     problems = []
     for names, target in targets.items():
-        there = [saved[name] for name in names if name in saved]
-        for tensor in there:
-            mine, theirs = Spec(target.dtype, tuple(target.shape)), tensor.spec
-            if mine.shape != theirs.shape:
-                shapes = f"{list(mine.shape)} in the model and {list(theirs.shape)} in the folder"
+        copies = [saved[name] for name in names if name in saved]
+        for tensor in copies:
+            expected, stored = Spec(target.dtype, tuple(target.shape)), tensor.spec
+            if expected.shape != stored.shape:
+                shapes = f"{list(expected.shape)} in the model and {list(stored.shape)} in the folder"
                 problems.append(f"{tensor.name} has shape {shapes}")
-            elif mine.dtype.is_floating_point != theirs.dtype.is_floating_point:
-                problems.append(f"{tensor.name} is {mine.dtype} in the model and {theirs.dtype} in the folder")
-        if len(there) > 1 and len({tensor.spec for tensor in there}) == 1 and not _same(there):
-            problems.append(f"{' and '.join(tensor.name for tensor in there)} differ, and are one in the model")
+            elif expected.dtype.is_floating_point != stored.dtype.is_floating_point:
+                problems.append(f"{tensor.name} is {expected.dtype} in the model and {stored.dtype} in the folder")
+        if len(copies) > 1 and len({tensor.spec for tensor in copies}) == 1 and not _same(copies):
+            names_of_copies = " and ".join(tensor.name for tensor in copies)
+            problems.append(f"{names_of_copies} differ, and are one parameter in the model")
     return problems
 
 
@@ -156,7 +158,7 @@ def _same(tensors: Sequence[SavedTensor]) -> bool:
 
 
 def _saved_tensors(folder: Path) -> dict[str, SavedTensor]:
-    """What the folder holds; only the heads of its files are read."""
+    """Return name → tensor of the folder. Only the headers of its files are read."""
     if (folder / WEIGHTS).is_file():
         return _tensors_of(folder / WEIGHTS)
     index = folder / WEIGHTS_INDEX
@@ -165,20 +167,20 @@ def _saved_tensors(folder: Path) -> dict[str, SavedTensor]:
         named = {str(name): str(file) for name, file in files.items()}
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: name a folder on this machine that "
+            f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: pass a folder on this machine that "
             "save_pretrained or `infinity export` wrote"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read ({error!r}): it is damaged") from None
-    found: dict[str, SavedTensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     for file in dict.fromkeys(named.values()):
         if Path(file).name != file:
-            raise CheckpointError(f"{index} names {file!r}, which is no file beside it")
-        found |= _tensors_of(folder / file)
-    lost = [name for name in named if name not in found]
+            raise CheckpointError(f"{index} refers to {file!r}, which is not a file in the same folder")
+        tensors |= _tensors_of(folder / file)
+    lost = [name for name in named if name not in tensors]
     if lost:
-        raise CheckpointError(f"{index} names {lost[0]}, which {named[lost[0]]} does not hold: the folder is damaged")
-    return found
+        raise CheckpointError(f"{index} lists {lost[0]}, which {named[lost[0]]} does not hold: the folder is damaged")
+    return tensors
 
 
 def _tensors_of(file: Path) -> dict[str, SavedTensor]:

@@ -1,4 +1,4 @@
-"""The random-number generators of every rank: torch's of host and device, Python's and numpy's."""
+"""RNG states of every rank: torch's for host and device, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ FILE = "rng.pt"
 
 
 def pack_states(channel: SideChannel, device: torch.device) -> bytes:
-    """The file's content, on every rank: the states of all of them. Every rank calls it."""
+    """Return the content of the file, the states of all ranks, on every rank. Collective."""
     packed = channel.gather(_packed(_states(device)))
     return _packed([torch.frombuffer(bytearray(own), dtype=torch.uint8) for own in packed])
 
 
 def read_states(file: Path, ranks: Communicator) -> dict[str, Any] | None:
-    """What this rank's generators were in; None if the file was saved before there were any, or by more or fewer
-    ranks.
-    """
+    """Return this rank's saved states; None if the checkpoint has none or was saved by another number of ranks."""
     try:
         packed = torch.load(file, weights_only=True)
         if len(packed) == ranks.size * ranks.model.size:
-            mine = packed[ranks.model.number * ranks.size + ranks.rank]
-            own: dict[str, Any] = torch.load(io.BytesIO(mine.numpy().tobytes()), weights_only=True)
+            content = packed[ranks.model.number * ranks.size + ranks.rank]
+            own: dict[str, Any] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
             return own
     except FileNotFoundError:
         return None
@@ -42,8 +40,8 @@ def read_states(file: Path, ranks: Communicator) -> dict[str, Any] | None:
             f"{file} cannot be read ({reason(error)}): the checkpoint is damaged, use another one"
         ) from None
     if ranks.is_main_rank:
-        here = ranks.size * ranks.model.size
-        logger.info("random-number states of %d ranks are not restored on %d", len(packed), here)
+        size = ranks.size * ranks.model.size
+        logger.info("RNG states were saved on %d ranks and are not restored on %d", len(packed), size)
     return None
 
 
@@ -58,7 +56,7 @@ def restore_states(states: dict[str, Any], device: torch.device) -> None:
 
 
 def _states(device: torch.device) -> dict[str, Any]:
-    """As tensors and numbers, which load without running code."""
+    """Return the states as tensors and numbers, which torch.load reads with weights_only."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     return {

@@ -1,5 +1,5 @@
-"""Save: one safetensors file per unit, written while no other unit is in memory; the checkpoint appears whole or
-not at all.
+"""Saves a checkpoint: one safetensors file per unit, with one unit in memory at a time. The checkpoint appears complete
+or not at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Divided:
-    """A parameter that tensor parallelism divides: its shape, and where the part of each rank is."""
+    """A parameter sharded by tensor parallelism: its global shape, and the place of each rank's part."""
 
     shape: tuple[int, ...]
     places: list[Place]
@@ -41,18 +41,18 @@ class _Divided:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """All of a checkpoint but the states of its units, as it is at one moment."""
+    """All of a checkpoint except the states of its units, captured at the call of save."""
 
     index: Index
-    """Without the files."""
+    """The index, without sizes and checksums of files."""
     raw: dict[str, bytes]
-    """File → its content."""
+    """File name → content."""
     buffers: dict[str, torch.Tensor]
-    """On the rank that writes."""
+    """Persistent buffers; empty on ranks that do not write."""
     layouts: list[UnitLayout]
-    """In the order in which they are saved."""
+    """Units in the order in which they are saved."""
     divided: dict[str, _Divided]
-    """Parameters of which this rank has a part."""
+    """Parameters that tensor parallelism shards."""
 
 
 def save(
@@ -66,12 +66,11 @@ def save(
     *,
     background: bool = False,
 ) -> Path:
-    """Write directory/tag. All ranks call it, with all states in their tiers; rank 0 writes. Peak memory: a few times
-    one unit's states.
+    """Write directory/tag and return its path. Collective; all states must be in their tiers, and rank 0 writes.
 
-    tag: "global_step<N>" where it is None. background: return as soon as everything but the states of units is
-    captured; `saver` completes it. Raises RanksError on every rank if they name different folders, and
-    CheckpointError on every rank if writing failed on the first; then the former checkpoint is untouched.
+    Peak memory is a few times one unit's states. tag: None means "global_step<N>". background: return once everything
+    except the states of units is captured; `saver` completes the save. Raises on every rank: RanksError if ranks pass
+    different folders, CheckpointError if writing failed on rank 0. The previous checkpoint is untouched then.
     """
     tag = f"global_step{run.global_steps}" if tag is None else tag
     target = target_of(parts.ranks, directory, tag, background)
@@ -86,7 +85,7 @@ def save(
         if background:
             saving = Saving(target, (unit.index for unit in parts.units))
             with uninterrupted():
-                # What would change a unit's states waits until they are read.
+                # Writes to a unit's states wait until the save has read them.
                 for unit in parts.units:
                     unit.snapshot_read = saving.snapshot_read(unit.index)
                 saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
@@ -122,7 +121,7 @@ def _capture(parts: ModelParts, model: nn.Module, run: Run, channel: SideChannel
 
 
 def _order(parts: ModelParts, channel: SideChannel) -> list[UnitLayout]:
-    """The units in the order in which training will update them, so that it waits for the save as little as it can."""
+    """Return the units in the order of their next update, so that training waits for the save as little as possible."""
     trace = parts.store.tracer.known("train")
     backwards = parts.plan.update == "during_backward"
     places = {unit: place for place, unit in enumerate(trace.by_last_use() if backwards else trace.by_first_use())}
@@ -132,7 +131,7 @@ def _order(parts: ModelParts, channel: SideChannel) -> list[UnitLayout]:
             key=lambda unit: (not parts.units[unit].layout.trainable, places.get(unit, len(places)), unit),
         )
     )
-    channel.agree(order)  # as they exchange shards in it
+    channel.agree(order)  # since ranks exchange shards in this order
     return [parts.units[unit].layout for unit in order.tolist()]
 
 
@@ -143,7 +142,7 @@ def _write(
     writer: Writer | None,
     release_unit: Callable[[int], None],
 ) -> None:
-    """Write everything, all ranks in step. let_go: called with a unit whose states are in memory here."""
+    """Write all files. Collective. release_unit: called with each unit once its states are in memory on this rank."""
     needed = channel.rank == 0 or channel.shards > 1
 
     def read(layout: UnitLayout) -> Flats:
@@ -175,7 +174,7 @@ def _write(
 def _tensors(
     snapshot: _Snapshot, layout: UnitLayout, flats: Flats, states: UnitStates, channel: SideChannel
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a unit's file, whole on the rank that writes."""
+    """Return the tensors of a unit's file, complete on the rank that writes."""
     tensors = {}
     for kind in states.kinds(layout):
         for slot in layout.slots:
@@ -188,7 +187,7 @@ def _tensors(
 def _write_beside(
     snapshot: _Snapshot, states: UnitStates, channel: SideChannel, writer: Writer | None, saving: Saving
 ) -> None:
-    """The same while training goes on. It refers to neither model nor engine, which may be dropped meanwhile."""
+    """Write all files while training continues. Holds no reference to model or engine, which may be freed meanwhile."""
 
     def release_unit(unit: int) -> None:
         saving.release_unit(unit)
@@ -197,7 +196,7 @@ def _write_beside(
     try:
         _write(snapshot, states, channel, writer, release_unit)
     except BaseException:
-        if writer is None or not writer.whole:  # else only another rank was lost, after the end
+        if writer is None or not writer.whole:  # otherwise another rank was lost after the checkpoint was complete
             raise
     finally:
         if writer is not None:
@@ -205,7 +204,7 @@ def _write_beside(
 
 
 def _together(channel: SideChannel, work: Callable[[], T]) -> T:
-    """`work()`; if it fails on one rank, all raise."""
+    """Return `work()`. Collective; if it fails on one rank, all ranks raise."""
     error: Exception | None = None
     try:
         done = work()
@@ -224,10 +223,10 @@ def _file(layout: UnitLayout) -> str:
 
 
 def _pack(client_state: dict[str, Any]) -> bytes:
-    """What `load` will read back, tried now: a checkpoint that cannot be loaded must not replace one that can."""
+    """Return the pickled client_state. Loads it once, so that no unreadable checkpoint replaces a readable one."""
     if not isinstance(client_state, dict):
         raise CheckpointError(
-            f"client_state is a {type(client_state).__name__}: pass a dict, as {{'epoch': 3}}, which "
+            f"client_state is a {type(client_state).__name__}: pass a dict, such as {{'epoch': 3}}, which "
             "load_checkpoint() returns."
         )
     packed = io.BytesIO()
@@ -236,8 +235,8 @@ def _pack(client_state: dict[str, Any]) -> bytes:
         torch.load(io.BytesIO(packed.getvalue()), weights_only=True)
     except Exception as error:  # noqa: BLE001 - pickling runs any class's code
         raise CheckpointError(
-            "client_state cannot be saved so that it loads safely: it may hold tensors, numbers, strings, and lists, "
-            f"tuples and dicts of them ({reason(error)})"
+            f"client_state cannot be saved for a safe load ({reason(error)}): use only tensors, numbers, strings, and "
+            "lists, tuples and dicts of them"
         ) from None
     return packed.getvalue()
 

@@ -1,4 +1,4 @@
-"""safetensors files, read and written in parts: memory holds a part of one tensor, however large it is."""
+"""Reads and writes safetensors files in parts, so that memory holds a part of one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from infinity.errors import CheckpointError
 _READ = 4 << 20
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-"""What a Hugging Face folder names its files."""
+"""File names in a Hugging Face folder."""
 
 PART = 1 << 24
-"""Elements that are read, converted and written at once."""
+"""Elements read, converted and written at once."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -43,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that is not there yet."""
+    """Dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,14 +55,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file is known by: its size in bytes, and the CRC-32 of its content."""
+    """Size of a file in bytes, and CRC-32 of its content."""
 
     nbytes: int
     crc32: int
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
-    """Write a new file, and sync it."""
+    """Write and sync a new file; return its size and checksum. Raises FileExistsError if it exists."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -71,7 +71,7 @@ def write_bytes(path: Path, content: bytes) -> FileRecord:
 
 
 def read_crc32(path: Path) -> int:
-    """The CRC-32 of a file's content."""
+    """Return the CRC-32 of a file's content."""
     crc = 0
     buffer = memoryview(bytearray(_READ))
     with path.open("rb", buffering=0) as file:
@@ -86,12 +86,12 @@ def write_tensors(
     parts: Callable[[str], Iterable[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
-    """Write the tensors `specs` to a new file, and sync it; returns its size and checksum.
+    """Write the tensors `specs` to a new file and sync it; return its size and checksum.
 
-    parts: name → the tensor's values in order, in one part or several of any shape, in its dtype. The library's own
-    `save_file` wants all of them in memory at once. The format: https://huggingface.co/docs/safetensors
+    parts: name → the tensor's values in order, in one or more parts of any shape, in its dtype. safetensors' own
+    `save_file` needs all tensors in memory at once. The format: https://huggingface.co/docs/safetensors
     """
-    # Wide ones first, as readers want each tensor aligned to its elements.
+    # Widest dtype first, since readers need each tensor aligned to its element size.
     order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -108,12 +108,12 @@ def write_tensors(
             before = file.tell()
             for part in parts(name):
                 if part.dtype != specs[name].dtype:
-                    raise TypeError(f"{name} is to be {specs[name].dtype} and came as {part.dtype}")
+                    raise TypeError(f"a part of {name} is {part.dtype}, expected {specs[name].dtype}")
                 content = part.contiguous().view(-1).view(torch.uint8).numpy().data
                 file.write(content)
                 crc = zlib.crc32(content, crc)
             if file.tell() - before != specs[name].nbytes:
-                raise ValueError(f"{name} is to have {specs[name].nbytes:,} bytes and came as {file.tell() - before:,}")
+                raise ValueError(f"{name} has {file.tell() - before:,} bytes, expected {specs[name].nbytes:,}")
         file.flush()
         os.fsync(file.fileno())
         return FileRecord(file.tell(), crc)
@@ -126,28 +126,28 @@ def _name(spec: Spec) -> str:
 
 
 def spec_of(tensors: Any, name: str) -> Spec:
-    """tensors: a file opened with `safe_open`."""
-    found = tensors.get_slice(name)
-    if found.get_dtype() not in DTYPES:
-        raise CheckpointError(f"{name} is saved as {found.get_dtype()}, which cannot be read here")
-    return Spec(DTYPES[found.get_dtype()], tuple(found.get_shape()))
+    """Return dtype and shape of a tensor. tensors: a file opened with `safe_open`."""
+    stored = tensors.get_slice(name)
+    if stored.get_dtype() not in DTYPES:
+        raise CheckpointError(f"{name} is saved as {stored.get_dtype()}, which Infinity cannot read")
+    return Spec(DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
 
 
 def read_part(tensors: Any, name: str, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a flattened tensor, (stop - start,); only the rows that they are in are read."""
-    found = tensors.get_slice(name)
-    shape = found.get_shape()
+    """Return elements [start, stop) of a flattened tensor, (stop - start,). Reads only the rows that hold them."""
+    stored = tensors.get_slice(name)
+    shape = stored.get_shape()
     if not shape or start >= stop:
         whole: torch.Tensor = tensors.get_tensor(name).view(-1)[start:stop]
         return whole
     width = prod(shape[1:])
     first, last = start // width, -(-stop // width)
-    rows: torch.Tensor = found[first:last].reshape(-1)
+    rows: torch.Tensor = stored[first:last].reshape(-1)
     return rows[start - first * width : stop - first * width]
 
 
 def parts_of(tensors: Any, name: str) -> Iterator[torch.Tensor]:
-    """A tensor's elements in order, `PART` of them at once."""
+    """Yield a tensor's elements in order, at most `PART` at once."""
     numel = prod(tensors.get_slice(name).get_shape())
     for start in range(0, numel, PART):
         yield read_part(tensors, name, start, min(start + PART, numel))

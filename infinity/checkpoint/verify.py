@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are what its index says, before anything is done with them."""
+"""Compares the files of a checkpoint with its index before they are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.errors import CheckpointError
 
 
 def check_files(index: Index, folder: Path) -> None:
-    """CheckpointError if a file is missing, has another size, or does not hold the tensors that it should."""
+    """Raise CheckpointError if a file is missing, has another size, or lacks tensors listed in the index."""
     for file, nbytes in index.file_bytes.items():
         path = folder / file
         size = path.stat().st_size if path.exists() else None
@@ -28,11 +28,13 @@ def check_files(index: Index, folder: Path) -> None:
             with safe_open(folder / file, framework="pt") as tensors:
                 for name in names:
                     for kind in index.kinds(name):
-                        found = spec_of(tensors, key(kind.name, name))
-                        if found != Spec(kind.dtype, shape_of(kind, index.parameters[name].shape)):
+                        stored = spec_of(tensors, key(kind.name, name))
+                        expected = Spec(kind.dtype, shape_of(kind, index.parameters[name].shape))
+                        if stored != expected:
                             raise CheckpointError(
-                                f"{folder / file}: {kind.name} of {name} is {found.dtype} {list(found.shape)}, not as "
-                                "the index says: the checkpoint is damaged, use another one"
+                                f"{folder / file}: {kind.name} of {name} is {stored.dtype} {list(stored.shape)}, but "
+                                f"{expected.dtype} {list(expected.shape)} in the index: the checkpoint is damaged, use "
+                                "another one"
                             )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -41,9 +43,9 @@ def check_files(index: Index, folder: Path) -> None:
 
 
 def check_contents(index: Index, folder: Path, ranks: Communicator | None = None) -> None:
-    """CheckpointError if a file's content is not what was written, as its checksum tells.
+    """Raise CheckpointError if a file's content differs from its checksum.
 
-    ranks: they share the work, and all of them raise; every rank calls it. Checkpoints before version 3 have no
+    ranks: share the work; the call is collective then, and all ranks raise. Checkpoints before version 3 have no
     checksums.
     """
     rank, size = (ranks.rank, ranks.size) if ranks is not None else (0, 1)
@@ -53,7 +55,7 @@ def check_contents(index: Index, folder: Path, ranks: Communicator | None = None
     if ranks is not None and ranks.sum(float(bool(problem))):
         problem = problem or f"files of {folder} are damaged: see the error of another rank"
     if problem:
-        raise CheckpointError(f"{problem}; use another checkpoint, or go on at your own risk with verify=False")
+        raise CheckpointError(f"{problem}. Use another checkpoint, or pass verify=False to load it at your own risk.")
 
 
 def _problem(index: Index, folder: Path, file: str) -> str:
@@ -61,4 +63,4 @@ def _problem(index: Index, folder: Path, file: str) -> str:
         same = read_crc32(folder / file) == index.file_crc32[file]
     except OSError as error:
         return f"{folder / file} cannot be read ({error.strerror})"
-    return "" if same else f"{folder / file} was altered since it was written: its checksum is another"
+    return "" if same else f"{folder / file} was altered since it was written: its checksum differs"

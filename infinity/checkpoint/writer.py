@@ -1,4 +1,4 @@
-"""The folder of a checkpoint while it is written: files appear in a hidden one, which then takes its name at once."""
+"""Writes the folder of a checkpoint: files go to a hidden folder, which is renamed once it is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.checkpoint.tensors import FileRecord, Spec, write_bytes, write_ten
 
 
 class Writer:
-    """Writes directory/tag. `finish` makes it appear; before that, `remove` leaves nothing of it."""
+    """Writes directory/tag. `finish` publishes it; until then, `remove` deletes all of it."""
 
     def __init__(self, directory: Path, tag: str) -> None:
         self.whole = False
@@ -24,7 +24,7 @@ class Writer:
         self._replaced = directory / f".{tag}.replaced-{os.getpid()}"
 
     def open(self) -> None:
-        """Make the hidden folder; take away what saves left that were killed."""
+        """Create the hidden folder, and remove leftovers of killed saves."""
         _remove_stale(self._target.parent)
         self.remove()
         self._partial.mkdir(parents=True)
@@ -37,11 +37,11 @@ class Writer:
         self._files[file] = write_bytes(self._partial / file, content)
 
     def remove(self) -> None:
-        """Leave nothing of a checkpoint that is not whole."""
+        """Delete an incomplete checkpoint."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def finish(self, index: Index) -> None:
-        """Add the files to the index, put the whole checkpoint in its place, then let `latest` name it."""
+        """Add the files to the index, rename the folder to its final name, then update `latest`."""
         files = sorted(self._files.items())
         index = replace(
             index,
@@ -58,7 +58,7 @@ class Writer:
         self.whole = True
 
     def _put_in_place(self) -> None:
-        """Two renames where the tag was saved before; `find` knows the former one by its name in between."""
+        """Rename the folder; if the tag exists, first rename the old one to a name that `find` also finds."""
         if self._target.exists():
             os.rename(self._target, self._replaced)
         try:
@@ -72,7 +72,7 @@ class Writer:
 
 
 def _remove_stale(directory: Path) -> None:
-    """Take away what saves left that were killed: partial folders, and replaced ones whose successor is in place."""
+    """Remove leftovers of killed saves: partial folders, and replaced folders whose successor is complete."""
     for kind in ("partial", "replaced"):
         for folder in directory.glob(f".*.{kind}-*"):
             tag, _, pid = folder.name[1:].rpartition(f".{kind}-")

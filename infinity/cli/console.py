@@ -1,4 +1,4 @@
-"""What the commands share: results go to stdout; progress, notes and the one line of an error to stderr."""
+"""Output of all commands: results go to stdout; progress, notes and one-line errors go to stderr."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ USAGE, FAILED, INTERRUPTED = 2, 1, 130
 _WIDEST = 10_000
 
 Step = Callable[[float, str], None]
-"""How much of the whole is done, from 0 to 1, and what goes on."""
+"""Progress callback: the fraction done, from 0 to 1, and the current activity."""
 
 
 def printable(text: object) -> str:
-    """A path or message as any terminal, file and font can take it: in one line, and "�" for what is no character."""
+    """Return `text` in one line, with "�" for unprintable characters, such as those of undecodable paths."""
     return "".join(letter if letter.isprintable() else "�" for letter in str(text))
 
 
 def note(text: object) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     typer.echo(f"note: {printable(text)}", err=True)
 
 
 def fail(message: object, code: int = FAILED) -> NoReturn:
-    """End the command with one line on stderr."""
+    """Print one line to stderr and exit with `code`."""
     text = " ".join(str(message).split()).replace("(nvme_path)", "(--path)")
     typer.echo(f"infinity: {printable(text)}", err=True)
     raise typer.Exit(code)
@@ -50,7 +50,7 @@ def fail(message: object, code: int = FAILED) -> NoReturn:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What goes wrong in the block ends the command with one line instead of a traceback; so does Ctrl-C."""
+    """Turn OSError, InfinityError and Ctrl-C in the block into one line on stderr and an exit code."""
     try:
         yield
     except OSError as error:
@@ -63,13 +63,13 @@ def one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """A warning in the block is one line on stderr, once. The package's log is silent: commands say it themselves."""
-    said: set[str] = set()
+    """Print each distinct warning in the block once, as a note. Silences the package's log, which would repeat them."""
+    shown: set[str] = set()
     log = logging.getLogger("infinity")
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if str(message) not in said:
-            said.add(str(message))
+        if str(message) not in shown:
+            shown.add(str(message))
             note(message)
 
     def silence(_: logging.LogRecord) -> bool:
@@ -86,9 +86,9 @@ def warnings_as_notes() -> Iterator[None]:
 
 
 def say(*results: str | RenderableType) -> None:
-    """Write to stdout, text as it is: paths are never taken for markup, and no figure is cut, however narrow it is.
+    """Print to stdout, without markup and without cutting columns on a narrow terminal.
 
-    Where it cannot be written, ends the command with one line; without any where a pipe was closed (`| head`)."""
+    If stdout cannot be written, exit with a one-line error, or silently if it is a closed pipe (`| head`)."""
     console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     shown = console.width
     try:
@@ -110,12 +110,12 @@ def say_json(facts: Any) -> None:
 
 
 def stdout_failed(error: OSError) -> NoReturn:
-    """End the command with one line, or without any where it was a pipe that was closed."""
-    # What is left in the buffer would fail once more when the interpreter ends.
+    """Exit with a one-line error, or silently if stdout is a closed pipe."""
+    # The interpreter would raise again at exit, when it flushes the rest of the buffer.
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
     if error.errno == errno.EPIPE:
         raise typer.Exit(FAILED)
     fail(f"the result cannot be written to stdout: {error.strerror or error}")
@@ -123,7 +123,7 @@ def stdout_failed(error: OSError) -> NoReturn:
 
 @contextmanager
 def progress(shown: bool) -> Iterator[Step]:
-    """A bar on a terminal; elsewhere a line for each new thing that goes on; nothing unless `shown`."""
+    """Yield a progress callback: a bar on a terminal, otherwise one line per activity; silent unless `shown`."""
     console = Console(stderr=True)
     if not shown:
         yield lambda done, what: None
@@ -133,19 +133,19 @@ def progress(shown: bool) -> Iterator[Step]:
             task = bar.add_task("", total=1.0)
             yield lambda done, what: bar.update(task, completed=done, description=what)
     else:
-        said: list[str] = []
+        printed: list[str] = []
 
-        def tell(done: float, what: str) -> None:
-            what = what.partition(";")[0]  # what follows a semicolon changes all the time
-            if what not in said[-1:]:
-                said.append(what)
+        def print_activity(done: float, what: str) -> None:
+            what = what.partition(";")[0]  # the part after the semicolon changes with every call
+            if what not in printed[-1:]:
+                printed.append(what)
                 typer.echo(what, err=True)
 
-        yield tell
+        yield print_activity
 
 
 def size_of(option: str, text: str) -> int:
-    """Bytes; ends the command where `text` is no size."""
+    """Return the size in bytes; exit with an error if `text` is not a size."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -153,7 +153,7 @@ def size_of(option: str, text: str) -> int:
 
 
 def check_range(option: str, value: float, least: float, most: float) -> None:
-    """Ends the command unless `value` lies between the bounds."""
+    """Exit with an error unless least <= value <= most."""
     if not least <= value <= most:
         fail(f"{option} must be between {least:g} and {most:g}, not {value:g}", USAGE)
 

@@ -1,4 +1,4 @@
-"""`infinity export`: a checkpoint as a Hugging Face folder."""
+"""`infinity export`: writes a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(
     config_from: Path | None,
     verify: bool,
 ) -> None:
-    """The command, as its help describes it."""
+    """Run the command; see its help."""
     limit = size_of("--max-shard-size", max_shard_size)
     if limit == 0:
         fail("--max-shard-size must be more than 0 bytes", USAGE)

@@ -1,7 +1,7 @@
 """The `infinity` command.
 
-Commands import what they need when they run, so that `infinity --help` is quick and `infinity report` runs where torch
-or a native part does not load.
+Commands import their modules when they run, so that `infinity --help` is fast and `infinity report` works even if torch
+or a native module fails to load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer.core
 
 
 class _Commands(typer.core.TyperGroup):
-    """Commands whose help cannot be written end with one line, too."""
+    """Command group that reports a failed write of the help text in one line."""
 
     def main(self, *arguments: Any, **how: Any) -> Any:
         try:
@@ -33,7 +33,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pre
 
 Paths = Annotated[
     list[Path],
-    typer.Option("--path", help="Folder on the drive; give it again for each further drive, to stripe over all."),
+    typer.Option("--path", help="Folder on the drive; repeat for further drives, to stripe over all of them."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object instead of a table.")]
 EngineName = Annotated[str, typer.Option("--engine", help="auto, libaio or io_uring.")]
@@ -60,11 +60,11 @@ def infinity(version: Version = False) -> None:
 def report(
     path: Annotated[
         list[Path] | None,
-        typer.Option("--path", help="Folder to look at; by default, the one for temporary files and the current one."),
+        typer.Option("--path", help="Folder to check; by default, the temporary folder and the current one."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what this installation finds: versions, native parts, limits, CUDA, folders (elsewhere: ds_report).
+    """Show versions, native modules, limits, CUDA and folders (DeepSpeed: ds_report).
 
     Exits with 1 if a part that training needs does not work.
     """
@@ -84,18 +84,18 @@ def report(
 def aio_bench(
     path: Paths,
     op: Annotated[str, typer.Option(help="read, write or mixed.")] = "read",
-    size: Annotated[str, typer.Option(help="Of the file, and of what a run moves.")] = "1GiB",
-    block_size: Annotated[str, typer.Option(help="Of one request to the drive, a multiple of 4096 bytes.")] = "1MiB",
-    queue_depth: Annotated[int, typer.Option(help="Blocks in flight, for each thread.")] = 32,
-    threads: Annotated[int, typer.Option(help="Threads that submit, for each folder.")] = 1,
+    size: Annotated[str, typer.Option(help="Bytes of the file, and of one run.")] = "1GiB",
+    block_size: Annotated[str, typer.Option(help="Bytes of one request to the drive, a multiple of 4096.")] = "1MiB",
+    queue_depth: Annotated[int, typer.Option(help="Blocks in flight per thread.")] = 32,
+    threads: Annotated[int, typer.Option(help="Submitting threads per folder.")] = 1,
     engine: EngineName = "auto",
-    runs: Annotated[int, typer.Option(help="How often it is measured.")] = 5,
+    runs: Annotated[int, typer.Option(help="Number of runs.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measure a drive through the engine that training uses, and check every byte read (elsewhere: ds_io).
+    """Measure a drive through training's I/O engine, and verify every byte read (DeepSpeed: ds_io).
 
-    A run moves whole requests, of a block or 2 MiB. The file is anonymous: nothing is left on disk,
-    however the command ends.
+    A run issues whole requests, of the larger of a block and 2 MiB. The file is anonymous, so nothing is left
+    on disk, even if the command is killed.
     """
     from infinity.cli.drive.bench import run
 
@@ -107,17 +107,17 @@ def tune(
     path: Paths,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the section aio to.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="PNG or other picture to draw the sweep to; needs matplotlib.")
+        Path | None, typer.Option(help="Picture file to draw the sweep to, such as a PNG; needs matplotlib.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure.")] = 60,
-    size: Annotated[str, typer.Option(help="Of the file that is measured with.")] = "1GiB",
+    seconds: Annotated[float, typer.Option(help="Duration of the search.")] = 60,
+    size: Annotated[str, typer.Option(help="Bytes of the file.")] = "1GiB",
     engine: EngineName = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find the section aio of the configuration that suits a drive (elsewhere: ds_nvme_tune).
+    """Find the best section aio of the configuration for a drive (DeepSpeed: ds_nvme_tune).
 
-    Sweeps block size, queue depth, threads and engine, and prefers the cheapest setting of those that are as fast as
-    the fastest. The file is anonymous: nothing is left on disk, however the command ends.
+    Sweeps block size, queue depth, threads and engine, and selects the cheapest of the settings within 3% of the
+    fastest. The file is anonymous, so nothing is left on disk, even if the command is killed.
     """
     from infinity.cli.drive.tune import run
 
@@ -126,21 +126,23 @@ def tune(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="The folder that checkpoints were saved to, or one of them.")],
-    out: Annotated[Path, typer.Argument(help="The new folder to write.")],
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint; by default the last one saved.")] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="Folder passed to save_checkpoint, or one checkpoint in it.")],
+    out: Annotated[Path, typer.Argument(help="New folder to write.")],
+    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint; by default the last one saved.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32; by default what each parameter computes in.")
+        str | None, typer.Option(help="bf16, fp16 or fp32; by default the dtype each parameter computes in.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file; a larger tensor has a file of its own.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of a file; a larger tensor gets a file of its own.")
+    ] = "5GB",
     config_from: Annotated[
         Path | None, typer.Option(help="Hugging Face folder to copy config.json, tokenizer and the like from.")
     ] = None,
-    verify: Annotated[bool, typer.Option(help="Read all of the checkpoint before, to compare its checksums.")] = True,
+    verify: Annotated[bool, typer.Option(help="First read the whole checkpoint and compare its checksums.")] = True,
 ) -> None:
-    """Write a checkpoint as safetensors that Hugging Face's from_pretrained reads (elsewhere: zero_to_fp32).
+    """Write a checkpoint as safetensors that Hugging Face's from_pretrained reads (DeepSpeed: zero_to_fp32).
 
-    Memory holds a part of one parameter, however large the model. OUT appears whole or not at all.
+    Memory holds a part of one parameter at a time. OUT appears complete or not at all.
     """
     from infinity.cli.export import run
 

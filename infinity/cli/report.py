@@ -1,6 +1,6 @@
-"""What `infinity report` shows: facts about this installation and machine, each asked of whom it concerns.
+"""Collects the facts that `infinity report` shows about this installation and machine.
 
-A part that does not load is reported with the error of the loader, not with a guess about it.
+Each fact is queried from the module that uses it. A part that does not load is reported with the loader's error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from infinity.observe.units import show_bytes
 from infinity.sizes import format_size
 
 Facts = dict[str, dict[str, Any]]
-"""Section → name → value, of JSON types. A section that failed has the key "error", or a value that has it."""
+"""Section → name → value, of JSON types. A failed section, or a failed value, is a dict with the key "error"."""
 
 _PACKAGES = ("numpy", "pydantic", "safetensors", "psutil", "typer", "rich")
 
 
 def collect(paths: Sequence[Path] | None = None) -> Facts:
-    """All sections, in the order in which they are shown.
+    """Return all sections, in the order in which they are shown.
 
-    `paths`: the folders to look at, of which each has to work; by default the one for temporary files and the current
-    one, which training need not use.
+    paths: folders that must work. By default the temporary folder and the current one are shown, which may fail.
     """
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "infinity": _versions,
@@ -48,13 +47,13 @@ def collect(paths: Sequence[Path] | None = None) -> Facts:
 
 
 def broken(facts: Facts) -> bool:
-    """Whether a part that training needs does not work."""
+    """Return True if a part that training needs does not work."""
     values = [value for section in facts.values() for value in (section, *section.values())]
     return any("error" in value for value in values if isinstance(value, dict))
 
 
 def lines(facts: Facts) -> Iterator[str]:
-    """`facts` for people: a line for each, never wrapped, so that paths and errors can be copied whole."""
+    """Yield one unwrapped line for each fact, so that paths and errors can be copied."""
     for name, section in facts.items():
         for row, (key, value) in enumerate(section.items()):
             yield printable(f"{'' if row else name:<10}{key:<12} {_text(value)}")
@@ -71,7 +70,7 @@ def _text(value: Any) -> str:
 def _guarded(section: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return section()
-    except Exception as error:  # noqa: BLE001 - whatever it is, this command is there to show it
+    except Exception as error:  # noqa: BLE001 - the report shows any error
         return {"error": " ← ".join(f"{type(e).__name__}: {e}" for e in _chain(error))}
 
 
@@ -83,14 +82,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _versions() -> dict[str, Any]:
-    found: dict[str, Any] = {"version": __version__, "folder": str(Path(__file__).parents[1])}
-    found["python"] = f"{platform.python_implementation()} {platform.python_version()}"
+    versions: dict[str, Any] = {"version": __version__, "folder": str(Path(__file__).parents[1])}
+    versions["python"] = f"{platform.python_implementation()} {platform.python_version()}"
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
+            versions[package] = "missing"
+    return versions
 
 
 def _machine() -> dict[str, Any]:
@@ -116,7 +115,7 @@ def _processor() -> str:
 
 
 def _memlock() -> str:
-    """How much memory this process may lock: the limit under which host memory is pinned."""
+    """Return the limit of locked memory, which bounds pinned host memory and io_uring's registered buffers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     uring = "all" if soft == resource.RLIM_INFINITY or _may_lock_all() else f"{soft:,} bytes"
     shown = ["unlimited" if limit == resource.RLIM_INFINITY else format_size(limit) for limit in (soft, hard)]
@@ -124,8 +123,8 @@ def _memlock() -> str:
 
 
 def _may_lock_all() -> bool:
-    """Whether this process has CAP_IPC_LOCK, and not just in a container of a user without it: then the kernel counts
-    nothing that io_uring registers."""
+    """Return True if the process has CAP_IPC_LOCK in the initial user namespace. The kernel then does not count
+    io_uring's registered buffers against the limit."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
         users = Path("/proc/self/uid_map").read_text(encoding="utf-8")
@@ -153,14 +152,14 @@ def _aio() -> dict[str, Any]:
 
     aio = Aio()
     depth = {"block_size": aio.block_size, "queue_depth": aio.queue_depth, "threads": aio.threads}
-    with open_engine(aio.engine, **depth) as engine:  # asks the kernel for its queues, as training does
-        found = {"in use": engine.backend, "queue_depth": f"{engine.queue_depth} granted"}
+    with open_engine(aio.engine, **depth) as engine:  # allocates the kernel's queues, as training does
+        facts = {"in use": engine.backend, "queue_depth": f"{engine.queue_depth} granted"}
     try:
         open_engine("libaio", **depth).close()
         libaio = "usable"
-    except StorageError as error:  # io_uring serves then
+    except StorageError as error:  # training uses io_uring then
         libaio = f"not usable: {error}"
-    return found | {
+    return facts | {
         "libaio": libaio,
         "io_uring": f"not usable: {reason}" if (reason := io_uring_state()) else "usable",
         "checksums": native.checksum_kind(),
@@ -174,8 +173,8 @@ def _torch() -> dict[str, Any]:
     import torch.distributed as dist
 
     backends: Mapping[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    found = [name for name, there in backends.items() if dist.is_available() and there()]
-    return {"version": torch.__version__, "threads": torch.get_num_threads(), "collectives": found}
+    available = [name for name, is_available in backends.items() if dist.is_available() and is_available()]
+    return {"version": torch.__version__, "threads": torch.get_num_threads(), "collectives": available}
 
 
 def _cuda() -> dict[str, Any]:
@@ -197,7 +196,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _cuda_kernels() -> str:
-    """What there is of our own, else why there is nothing, and what updates on a device then."""
+    """Return the toolkit and architectures of our CUDA kernels, or why they are missing and what replaces them."""
     from infinity.optim import cuda_adam
 
     reason = cuda_adam.why_not()
@@ -211,7 +210,7 @@ def _cuda_kernels() -> str:
 
 
 def _why_no_cuda() -> str:
-    """What CUDA itself says; `torch.cuda.is_available()` hides it."""
+    """Return CUDA's own error, which `torch.cuda.is_available()` hides."""
     import torch
 
     try:
@@ -227,12 +226,12 @@ def _folders(paths: Sequence[Path] | None) -> dict[str, Any]:
 
 
 def _folder(path: Path, *, needed: bool) -> dict[str, Any]:
-    """What a swap file in `path` would get, tried with one of a page; that there is none is an error if `needed`."""
+    """Return the properties of a swap file in `path`, from one of a page. needed: a failure is an error."""
     from infinity.tiers.files import open_swap_files
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it would say is in the facts
+            warnings.simplefilter("ignore")  # the facts contain the same information
             with open_swap_files([path], 1, name="report") as swap:
                 direct = swap.direct
         status, kind = os.statvfs(path), file_system(path)
@@ -249,7 +248,7 @@ def _folder(path: Path, *, needed: bool) -> dict[str, Any]:
 
 
 def _anonymous(path: Path) -> bool:
-    """Whether files there can be without a name; else they have one for a moment."""
+    """Return True if the file system supports O_TMPFILE; otherwise swap files have a name for a moment."""
     try:
         os.close(os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
     except OSError:

@@ -1,6 +1,6 @@
-"""The configuration: `Config.load(dict or path)`, validated whole, with one error that lists every problem.
+"""The configuration: `Config.load(dict or path)` validates all keys and raises one error that lists every problem.
 
-The keys are those that users of this field already write; docs/config.md lists them.
+The keys are DeepSpeed's, and one section `infinity`; docs/config.md lists them.
 """
 
 from infinity.config.batch import Batch

@@ -1,4 +1,4 @@
-"""`python -m infinity.config [FILE]`: write the reference of the configuration, by default to docs/config.md."""
+"""`python -m infinity.config [FILE]` writes the configuration reference, by default to docs/config.md."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The three batch sizes of a job, of which two (or one) give the rest."""
+"""The three batch sizes of a job, and their derivation from two or one of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Batch:
 
 
 def resolve_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> Batch:
-    """Derive the sizes that are None.  With one of train and micro alone, there is no accumulation.
+    """Derive the sizes that are None. With only one of train and micro, accumulation is 1.
 
-    Raises ConfigError when neither is given, or when no whole numbers multiply to what is given.
+    Raises ConfigError if train and micro are both None, or if no whole numbers satisfy the product.
     """
     if train is None and micro is None:
         raise ConfigError(
-            "no batch size: give train_micro_batch_size_per_gpu (samples of one forward pass of one rank) "
+            "no batch size: set train_micro_batch_size_per_gpu (samples of one forward pass of one rank) "
             "or train_batch_size (samples of one step, over all ranks)"
         )
     if accumulation is None:
@@ -41,6 +41,6 @@ def resolve_batch(train: int | None, micro: int | None, accumulation: int | None
         raise ConfigError(
             "the batch sizes do not multiply: train_batch_size must be train_micro_batch_size_per_gpu × "
             f"gradient_accumulation_steps × ranks, but {micro} × {accumulation} × {world_size} = {product}, and "
-            f"train_batch_size is {train}; change one of them, or leave one out to have it derived"
+            f"train_batch_size is {train}; change one of them, or omit one to derive it"
         )
     return Batch(train, micro, accumulation)

@@ -1,7 +1,7 @@
-"""The kinds of value that configuration keys hold, and the base of all sections.
+"""Types of configuration values, and the base class of all sections.
 
-JSON has few types and pydantic forgives much (true for 1, "3" for 3).  A key here takes what its name promises and
-nothing else, except that a whole number may be written as 5e8.
+JSON has few types, and pydantic's conversions are lax (true for 1, "3" for 3). Keys accept only values of their own
+type, except that a whole number may be written as 5e8.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _LONGEST_SHOWN = 60
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values never change, the docstring under a field documents it."""
+    """Base of all sections: unknown keys are errors, instances are frozen, docstrings under fields document them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def show(value: object) -> str:
-    """`value` as JSON would write it, cut where it is long."""
+    """Return `value` as JSON, truncated to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
@@ -37,11 +37,11 @@ def _number(value: object) -> object:
 
 
 def _size(value: object) -> int:
-    return parse_size(value)  # type: ignore[arg-type]  # refuses any other type itself
+    return parse_size(value)  # type: ignore[arg-type]  # raises for any other type
 
 
 def _dtype(value: object) -> object:
-    """The short name of a dtype."""
+    """Return the short name of a dtype."""
     return (
         {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
         if isinstance(value, str)
@@ -55,7 +55,7 @@ def _is_path(value: object) -> bool:
 
 
 def _folders(value: object) -> tuple[Path, ...]:
-    """One path or a list of them, each of another folder."""
+    """Validate one path or a list of paths of distinct folders."""
     if not isinstance(value, (list, tuple)):
         if not _is_path(value):
             raise ValueError(f"must be the path of a folder, or a list of such paths, not {show(value)}")
@@ -70,13 +70,13 @@ def _folders(value: object) -> tuple[Path, ...]:
         before = folders.setdefault(os.path.realpath(folder), folder)
         if before is not folder:
             raise ValueError(
-                f"names one folder twice, as {show(str(before))} and {show(str(folder))}; name each drive's folder once"
+                f"lists one folder twice, as {show(str(before))} and {show(str(folder))}; list each drive's folder once"
             )
     return tuple(folders.values())
 
 
 IN_BYTES = "in bytes"
-"""Marks a field that is read with `parse_size`."""
+"""Marks a field parsed by `parse_size`."""
 
 Switch: TypeAlias = Annotated[bool, Strict()]
 Count: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=1)]

@@ -1,4 +1,4 @@
-"""The keys of a configuration, listed from its models: what `problems` suggests and `reference` documents."""
+"""Lists the keys of a configuration from its models, for the suggestions of `problems` and for `reference`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 
 class Key(NamedTuple):
-    """One key: its full dotted name, the model that declares it, its field."""
+    """A key: its full dotted name, the model that declares it, and its field."""
 
     dotted: str
     model: type[BaseModel]
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models that `annotation` admits: itself, the members of a union, or none."""
+    """Return the models that `annotation` admits: itself, the members of a union, or none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = typing.get_origin(annotation)
@@ -36,7 +36,7 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def walk(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key of `model`, sections before the keys in them; a key of several models of a union once for each."""
+    """Yield every key of `model`, a section before its keys. A key of several union members comes once for each."""
     for name, field in model.model_fields.items():
         yield Key(prefix + name, model, field)
         for inner in models_in(field.annotation):

@@ -1,4 +1,4 @@
-"""From a dict or a JSON file to a validated configuration."""
+"""Reads and validates a configuration from a dict or a JSON file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 def load_config(model: type[ConfigT], source: Mapping[str, Any] | str | Path) -> ConfigT:
     """Validate `source`, a dict or the path of a JSON file, as `model`.
 
-    Raises ConfigError with one line for each problem; where `source` is a file, each begins with its name.
+    Raises ConfigError with one line for each problem; each line starts with the file's path, if `source` is a path.
     """
     if isinstance(source, Mapping):
-        given, prefix = dict(source), ""
+        content, prefix = dict(source), ""
     elif isinstance(source, (str, Path)):
-        given, prefix = _read(Path(source)), f"{source}: "
+        content, prefix = _read(Path(source)), f"{source}: "
     else:
         raise ConfigError(f"a configuration is a dict or the path of a JSON file, not {type(source).__name__}")
     try:
-        return model.model_validate(given)
+        return model.model_validate(content)
     except ValidationError as error:
-        lines = [prefix + line for line in problems(error, model, given)]
-    raise ConfigError(lines)  # outside the handler: pydantic's own text adds nothing
+        lines = [prefix + line for line in problems(error, model, content)]
+    raise ConfigError(lines)  # outside the handler, without pydantic's error as its context
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a folder: give the path of the JSON file in it") from None
+        raise ConfigError(f"{path}: is a folder: pass the path of the JSON file in it") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as configuration: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -50,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         ) from None
     try:
-        given = json.loads(text, object_pairs_hook=_without_duplicates)
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         if _is_yaml(path, text):
             raise ConfigError(
@@ -59,14 +59,14 @@ def _read(path: Path) -> dict[str, Any]:
             ) from None
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}") from None
     except _DuplicateKey as error:
-        raise ConfigError(f"{path}: the key {error} is there twice in one section; keep one") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: must hold one JSON object, {{ … }}, not a {type(given).__name__}")
-    return given
+        raise ConfigError(f"{path}: the key {error} is duplicated in one section; remove one") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold one JSON object, {{ … }}, not a {type(content).__name__}")
+    return content
 
 
 def _is_yaml(path: Path, text: str) -> bool:
-    """True if `path` ends in .yaml or .yml, or the first line of content in `text` is `key:` or `key: value`."""
+    """Return True if `path` ends in .yaml or .yml, or the first line of content in `text` is `key:` or `key: value`."""
     if path.suffix.lower() in (".yaml", ".yml"):
         return True
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---")))
@@ -78,7 +78,7 @@ class _DuplicateKey(Exception):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets the last of two equal keys win, silently."""
+    """Build a dict, and raise for duplicate keys, of which json would silently use the last."""
     section: dict[str, Any] = {}
     for key, value in pairs:
         if key in section:

@@ -46,14 +46,14 @@ class AdagradParams(Section):
     """The learning rate is divided by 1 + (step − 1) × this."""
 
     eps: Positive = 1e-10
-    """Added to the root of the sum of squares, which begins at 0."""
+    """Added to the root of the sum of squares, which starts at 0."""
 
     weight_decay: Number = 0.0
     """Weight decay: this × parameter is added to the gradient."""
 
 
 class LionParams(Section):
-    """Constants of Lion, defaulted as by its authors. Steps are signs: a tenth of AdamW's learning rate is usual."""
+    """Constants of Lion, with its authors' defaults. Updates are signs, so a tenth of AdamW's lr is usual."""
 
     lr: Number = 1e-4
     """Learning rate; a scheduler changes it from step to step."""
@@ -72,33 +72,33 @@ class SGDParams(Section):
     """Learning rate; a scheduler changes it from step to step."""
 
     momentum: Number = 0.0
-    """Decay of the sum of gradients that a step follows. The sum is kept, in `infinity.moments`, also with 0."""
+    """Decay of the momentum buffer. The buffer is stored in the format of `infinity.moments`, even if this is 0."""
 
     dampening: Number = 0.0
-    """Each gradient adds 1 − this of itself to the sum."""
+    """The gradient is multiplied by 1 − this before it is added to the momentum buffer."""
 
     weight_decay: Number = 0.0
     """Weight decay: this × parameter is added to the gradient."""
 
     nesterov: Switch = False
-    """Nesterov's momentum; it needs a momentum, and no dampening."""
+    """Nesterov momentum; requires momentum > 0 and no dampening."""
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> SGDParams:
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise ValueError("nesterov is true: give a momentum, and leave dampening out")
+            raise ValueError("nesterov is true: set momentum above 0, and leave dampening out")
         return self
 
 
 class _Optimizer(Section):
-    """Which optimizer. Its states live where `zero_optimization.offload_optimizer` says, in the formats that
-    `infinity.master` and `infinity.moments` name."""
+    """The optimizer. `zero_optimization.offload_optimizer` sets the tier of its states; `infinity.master` and
+    `infinity.moments` set their formats."""
 
     type: str
 
     @property
     def rule(self) -> Rule:
-        """What `infinity.optim` calls it."""
+        """The name of the update rule in `infinity.optim`."""
         return cast("Rule", self.type.lower())
 
 
@@ -106,7 +106,7 @@ class AdamW(_Optimizer):
     """Adam with decoupled weight decay."""
 
     type: Literal["AdamW"] = "AdamW"
-    """Adam with weight decay apart from the gradient (Loshchilov & Hutter 2019)."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     params: AdamWParams = AdamWParams()
     """The optimizer's constants."""
@@ -153,9 +153,7 @@ class SGD(_Optimizer):
 
 
 def _named(value: object) -> object:
-    """The section with its type as it is written here: as in other engines, case does not matter and AdamW is meant
-    where nothing is said.
-    """
+    """Normalise the case of `type`, and default it to AdamW, as DeepSpeed does."""
     if not isinstance(value, Mapping):
         return value
     kind = value.get("type", "AdamW")
@@ -169,7 +167,7 @@ Optimizer: TypeAlias = Annotated[
 
 
 class WarmupParams(Section):
-    """What every schedule that warms up has."""
+    """Keys of every schedule with a warm-up."""
 
     warmup_num_steps: CountOrZero = 1000
     """Optimizer steps until the highest learning rate is reached; 0 starts there."""
@@ -185,14 +183,14 @@ class WarmupLRParams(WarmupParams):
     """Learning rate at the first step."""
 
     warmup_max_lr: Number | None = None
-    """Learning rate after the warm-up; without it, that of the optimizer."""
+    """Learning rate after the warm-up; by default the optimizer's `lr`."""
 
 
 class TotalSteps(WarmupParams):
-    """What every schedule that ends has."""
+    """Keys of every schedule with an end."""
 
     total_num_steps: Count
-    """Optimizer steps until the lowest learning rate is reached; it stays there."""
+    """Optimizer steps until the lowest learning rate is reached; the rate is constant afterwards."""
 
     @model_validator(mode="after")
     def _warmup_ends_first(self) -> TotalSteps:
@@ -209,40 +207,40 @@ class WarmupDecayLRParams(WarmupLRParams, TotalSteps):
 
 
 class WarmupCosineLRParams(TotalSteps):
-    """Constants of WarmupCosineLR; ratios are parts of the optimizer's learning rate."""
+    """Constants of WarmupCosineLR. Ratios are fractions of the optimizer's learning rate."""
 
     warmup_min_ratio: Fraction = 0.0
-    """Learning rate at the first step."""
+    """Learning rate at the first step, as a fraction of the optimizer's `lr`."""
 
     cos_min_ratio: Fraction = 0.0001
-    """Learning rate at the end."""
+    """Learning rate at the end, as a fraction of the optimizer's `lr`."""
 
 
 class WarmupLR(Section):
-    """Rise, then stay."""
+    """Warm-up, then a constant rate."""
 
     type: Literal["WarmupLR"]
-    """Rise to the highest learning rate, then stay there."""
+    """Warm up to the highest learning rate, then keep it."""
 
     params: WarmupLRParams = WarmupLRParams()
     """The schedule's constants."""
 
 
 class WarmupDecayLR(Section):
-    """Rise, then fall linearly to 0."""
+    """Warm-up, then linear decay to 0."""
 
     type: Literal["WarmupDecayLR"]
-    """Rise to the highest learning rate, then fall linearly to 0 at `total_num_steps`."""
+    """Warm up to the highest learning rate, then decay linearly to 0 at `total_num_steps`."""
 
     params: WarmupDecayLRParams
     """The schedule's constants."""
 
 
 class WarmupCosineLR(Section):
-    """Rise, then fall along half a cosine."""
+    """Warm-up, then cosine decay."""
 
     type: Literal["WarmupCosineLR"]
-    """Rise to the optimizer's learning rate, then fall along half a cosine until `total_num_steps`."""
+    """Warm up to the optimizer's learning rate, then decay along half a cosine until `total_num_steps`."""
 
     params: WarmupCosineLRParams
     """The schedule's constants."""

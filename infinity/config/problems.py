@@ -1,4 +1,4 @@
-"""From pydantic's list of errors to lines that a person reads: the key by its full name, what is wrong, what to do."""
+"""Translates pydantic's errors into one line each: the full name of the key, the problem and the fix."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from infinity.config.keys import walk
 from infinity.config.rejected_keys import FOREIGN, VALUES
 
 
-def problems(error: ValidationError, model: type[BaseModel], given: Mapping[Any, Any]) -> list[str]:
-    """One line for each of `error`'s errors, in the order in which `model` declares its keys."""
+def problems(error: ValidationError, model: type[BaseModel], content: Mapping[Any, Any]) -> list[str]:
+    """Return one line for each error in `error`, in the order in which `model` declares its keys."""
     lines = []
     for detail in error.errors(include_url=False):
-        dotted = _dotted(detail["loc"], given)
+        dotted = _dotted(detail["loc"], content)
         if detail["type"].startswith("union_tag"):
             dotted += f".{detail['ctx']['discriminator'].strip(chr(39))}"
         if detail["type"] == "extra_forbidden":
             lines.append(unknown_key(dotted, model))
         else:
             text = _sentence(detail, dotted)
-            # An error of the whole configuration names its keys itself.
+            # The text of an error about several keys contains their names.
             lines.append(f"{dotted}: {text}" if dotted else text)
     return lines
 
 
 def unknown_key(dotted: str, model: type[BaseModel]) -> str:
-    """Why `dotted` is no key, and what the writer may have meant."""
+    """Return the error line for the unknown key `dotted`, with the most similar known keys."""
     if dotted in FOREIGN:
         return f"{dotted}: {FOREIGN[dotted]}"
     section, _, name = dotted.rpartition(".")
@@ -57,18 +57,18 @@ def _meant(name: str, siblings: Mapping[str, str], known: Sequence[str]) -> str:
     return f"known here: {', '.join(siblings)}"
 
 
-def _dotted(loc: Sequence[int | str], given: Any) -> str:
-    """The full name at `loc`, without the names of union members, which pydantic puts between the keys."""
+def _dotted(loc: Sequence[int | str], value: Any) -> str:
+    """Return the full name of the key at `loc`, without the names of union members that pydantic inserts."""
     name = ""
     for depth, part in enumerate(loc):
-        if isinstance(given, Mapping):
-            if part not in given and depth < len(loc) - 1:
+        if isinstance(value, Mapping):
+            if part not in value and depth < len(loc) - 1:
                 continue
             name += f".{part}"
-            given = given.get(part)
+            value = value.get(part)
         else:
             name += f"[{part}]"
-            given = None
+            value = None
     return name.removeprefix(".")
 
 
@@ -77,7 +77,7 @@ def _sentence(detail: Any, dotted: str) -> str:
     if kind == "union_tag_invalid":
         value = value[context["discriminator"].strip(chr(39))]
     if isinstance(value, str) and value == "auto":
-        return '"auto" is not supported; write a value, or leave the key out for the default'
+        return '"auto" is not supported; set a value, or omit the key for the default'
     if kind == "value_error":
         return str(context["error"])
     if kind in ("missing", "union_tag_not_found"):

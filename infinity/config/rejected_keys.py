@@ -1,7 +1,6 @@
-"""Keys that the JSON of this field knows and Infinity does not take, each with the reason.
+"""DeepSpeed keys that Infinity does not accept, each with the reason.
 
-Such a key is an error and never ignored: who writes it expects something of it.  Names and sections are those that
-users of other engines write.
+Such a key is an error rather than ignored, since its user expects an effect. Names and sections are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ _BUCKETS = _AUTOMATIC.format("each unit is one all-gather and one reduce-scatter
 _OVERLAP = _AUTOMATIC.format("transfers and collectives always overlap the computation")
 _PREFETCH = _AUTOMATIC.format("how much is fetched ahead is infinity.prefetch_bytes")
 _BUFFERS = _AUTOMATIC.format("buffers follow from the model and from infinity.tile_size")
-_EXPORT = _AUTOMATIC.format("checkpoints hold each parameter whole, under its own name")
-_OFFLOAD = _ELSEWHERE.format('write "offload_param" and "offload_optimizer" with their "device"')
-_COMPRESSED = _NOT_YET.format(": collectives carry the values as they are")
+_EXPORT = _AUTOMATIC.format("checkpoints hold each parameter unsharded, under its own name")
+_OFFLOAD = _ELSEWHERE.format('set "device" in "offload_param" and "offload_optimizer"')
+_COMPRESSED = _NOT_YET.format(": collectives transfer values uncompressed")
 _ONE_GROUP = _NOT_YET.format(": a unit is sharded over all ranks")
-_DIVIDED = _ELSEWHERE.format("use torch.distributed.tensor.parallel, and give initialize the process_group")
-_MODEL = _ELSEWHERE.format("it belongs to the model or the training loop, which stay the user's")
+_DIVIDED = _ELSEWHERE.format("use torch.distributed.tensor.parallel, and pass process_group to initialize")
+_MODEL = _ELSEWHERE.format("implement it in the model or the training loop")
 _WATCH = _NOT_YET.format(": progress and the ledger of bytes are always measured")
 _ADAM = _AUTOMATIC.format("there is one Adam per device, chosen by where the optimizer states live")
 
@@ -27,14 +26,14 @@ FOREIGN: dict[str, str] = {
     # Top level.
     "amp": 'not supported: use "bf16": {"enabled": true}; remove it',
     "torch_autocast": _ELSEWHERE.format(
-        'use torch.autocast around the model; "bf16" keeps the parameters themselves in it'
+        'use torch.autocast around the model; "bf16" stores the parameters themselves in bfloat16'
     ),
     "seq_parallel_communication_data_type": _NOT_YET.format(": there is no sequence parallelism"),
-    "prescale_gradients": _AUTOMATIC.format("gradients are averaged over ranks without a scale of their own"),
-    "gradient_predivide_factor": _AUTOMATIC.format("gradients are averaged over ranks without a scale of their own"),
+    "prescale_gradients": _AUTOMATIC.format("gradients are averaged over ranks without a predivide factor"),
+    "gradient_predivide_factor": _AUTOMATIC.format("gradients are averaged over ranks without a predivide factor"),
     "sparse_gradients": _NOT_YET.format(": gradients are dense"),
     "disable_allgather": _BUCKETS,
-    "zero_allow_untested_optimizer": _AUTOMATIC.format("the optimizers that work are those that optimizer.type takes"),
+    "zero_allow_untested_optimizer": _AUTOMATIC.format("every optimizer that optimizer.type accepts is supported"),
     "zero_force_ds_cpu_optimizer": _ADAM,
     "wall_clock_breakdown": _WATCH,
     "memory_breakdown": _WATCH,
@@ -46,9 +45,7 @@ FOREIGN: dict[str, str] = {
     "comet": _WATCH,
     "csv_monitor": _WATCH,
     "monitor_config": _WATCH,
-    "activation_checkpointing": _ELSEWHERE.format(
-        "call torch.utils.checkpoint in the model; it works without settings"
-    ),
+    "activation_checkpointing": _ELSEWHERE.format("call torch.utils.checkpoint in the model; no settings are needed"),
     "checkpoint": _EXPORT,
     "load_universal_checkpoint": _EXPORT,
     "dataloader_drop_last": _MODEL,
@@ -72,22 +69,22 @@ FOREIGN: dict[str, str] = {
     # fp16 and bf16.
     "fp16.auto_cast": _ELSEWHERE.format("cast float inputs to float16 in the training loop"),
     "fp16.fp16_master_weights_and_grads": _NOT_YET.format(": the master of float16 parameters is fp32"),
-    "bf16.immediate_grad_update": _AUTOMATIC.format("a unit's gradients leave as they arrive"),
-    "bf16.check_grad_overflow": "not a key here: infinity.check_nan does it",
+    "bf16.immediate_grad_update": _AUTOMATIC.format("gradients are reduced and offloaded unit by unit in backward"),
+    "bf16.check_grad_overflow": "not a key here: set infinity.check_nan",
     "bf16.loss_scale": _AUTOMATIC.format("bfloat16 has the range of fp32"),
-    "bf16.bf16_master_weights_and_grads": "not a key here: infinity.master says how the master is kept",
-    "bf16.bf16_optimizer_states": "not a key here: infinity.moments says how the moments are kept",
+    "bf16.bf16_master_weights_and_grads": "not a key here: infinity.master sets the format of the master",
+    "bf16.bf16_optimizer_states": "not a key here: infinity.moments sets the format of the moments",
     # optimizer.
     "optimizer.legacy_fusion": _ADAM,
     "optimizer.params.torch_adam": _ADAM,
     "optimizer.params.fused": _ADAM,
     "optimizer.params.foreach": _ADAM,
-    "optimizer.params.adam_w_mode": 'not a key here: optimizer.type says it, "AdamW" for true and "Adam" for false',
+    "optimizer.params.adam_w_mode": 'not a key here: set optimizer.type, "AdamW" for true and "Adam" for false',
     "optimizer.params.bias_correction": _AUTOMATIC.format("the bias is always corrected"),
     "optimizer.params.amsgrad": _NOT_YET.format(""),
     "optimizer.params.maximize": _NOT_YET.format(": negate the loss"),
-    "optimizer.params.initial_accumulator_value": _NOT_YET.format(": the sum begins at 0"),
-    "optimizer.params.max_grad_norm": "not a key here: gradient_clipping does it",
+    "optimizer.params.initial_accumulator_value": _NOT_YET.format(": the sum starts at 0"),
+    "optimizer.params.max_grad_norm": "not a key here: set gradient_clipping",
     "optimizer.params.freeze_step": _NOT_YET.format(": it belongs to optimizers with compressed communication"),
     "scheduler.params.last_batch_iteration": _AUTOMATIC.format("a checkpoint restores the step"),
     # zero_optimization.
@@ -112,12 +109,12 @@ FOREIGN: dict[str, str] = {
     "zero_optimization.max_live_parameters": _PREFETCH,
     "zero_optimization.max_reuse_distance": _PREFETCH,
     "zero_optimization.stage3_param_persistence_threshold": _AUTOMATIC.format(
-        "small parameters travel with their unit"
+        "small parameters are gathered with their unit"
     ),
     "zero_optimization.stage3_model_persistence_threshold": _AUTOMATIC.format(
-        "small parameters travel with their unit"
+        "small parameters are gathered with their unit"
     ),
-    "zero_optimization.param_persistence_threshold": _AUTOMATIC.format("small parameters travel with their unit"),
+    "zero_optimization.param_persistence_threshold": _AUTOMATIC.format("small parameters are gathered with their unit"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": _EXPORT,
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": _EXPORT,
     "zero_optimization.gather_16bit_weights_on_model_save": _EXPORT,
@@ -127,12 +124,12 @@ FOREIGN: dict[str, str] = {
     "zero_optimization.ignore_unused_parameters": _AUTOMATIC.format("a parameter without a gradient is always allowed"),
     "zero_optimization.legacy_stage1": _AUTOMATIC.format("all stages are one engine"),
     "zero_optimization.override_module_apply": _AUTOMATIC.format("Module.apply works on units"),
-    "zero_optimization.memory_efficient_linear": _AUTOMATIC.format("autograd saves references, whatever the module"),
-    "zero_optimization.leaf_module": _AUTOMATIC.format("a path that data decides is fetched on demand"),
+    "zero_optimization.memory_efficient_linear": _AUTOMATIC.format("autograd saves references for every module"),
+    "zero_optimization.leaf_module": _AUTOMATIC.format("units on data-dependent paths are fetched on demand"),
     "zero_optimization.log_trace_cache_warnings": _AUTOMATIC.format(
-        "the trace is a hint; a departure costs no warning"
+        "the trace is only a hint for prefetching, and deviations need no warning"
     ),
-    "zero_optimization.enable_sanity_checks": _AUTOMATIC.format("units check every transition"),
+    "zero_optimization.enable_sanity_checks": _AUTOMATIC.format("every state transition of a unit is checked"),
     "zero_optimization.zenflow": _NOT_YET.format(""),
     "zero_optimization.zero_hpz_partition_size": _ONE_GROUP,
     "zero_optimization.mics_shard_size": _ONE_GROUP,
@@ -146,7 +143,7 @@ FOREIGN: dict[str, str] = {
     "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
     "zero_optimization.offload_param.buffer_count": _BUFFERS,
     "zero_optimization.offload_param.buffer_size": _BUFFERS,
-    "zero_optimization.offload_param.max_in_cpu": _NOT_YET.format(": nothing is kept in host memory beside the tier"),
+    "zero_optimization.offload_param.max_in_cpu": _NOT_YET.format(": host memory holds no copies besides the tier"),
     "zero_optimization.offload_optimizer.buffer_count": _BUFFERS,
     "zero_optimization.offload_optimizer.pipeline": _OVERLAP,
     "zero_optimization.offload_optimizer.pipeline_read": _OVERLAP,
@@ -154,14 +151,14 @@ FOREIGN: dict[str, str] = {
     "zero_optimization.offload_optimizer.fast_init": _AUTOMATIC.format("states are laid out unit by unit at start"),
     "zero_optimization.offload_optimizer.ratio": _NOT_YET.format(": all optimizer states live on one tier"),
     "zero_optimization.offload_optimizer.super_offload": _NOT_YET.format(""),
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "not a key here: infinity.adam_threads does it",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "not a key here: set infinity.adam_threads",
     # aio.
     "aio.use_gds": _NOT_YET.format(": files are read into host memory"),
 }
-"""What is wrong with the key, by its full dotted name."""
+"""Full dotted name of a key → its error text."""
 
 VALUES: dict[str, str] = {
     "optimizer.type": "other optimizers are not supported yet",
-    "scheduler.type": "for any other schedule, give torch's schedulers the optimizer that initialize() returns",
+    "scheduler.type": "for any other schedule, pass the optimizer that initialize() returns to a scheduler of torch",
 }
-"""Why a key takes no other values than the message lists, by its full dotted name."""
+"""Full dotted name of a key → text appended to the error about an unsupported value."""

@@ -62,7 +62,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _on_forward(self) -> None:
-        """Called when an outermost forward of the root begins, outside of any backward."""
+        """Called when an outermost forward of the root module begins, outside of any backward."""
 
     def _on_entry(self) -> None:
         """Called when an outermost forward of any module that holds units begins, outside of any backward."""
@@ -89,8 +89,8 @@ class BaseEngine(ABC):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate`, as in transformers.
 
-        In stage 3 with several ranks every rank must call it, and all continue until the last text is finished
-        (transformers' `synced_gpus`, which a call of `engine.module.generate` must pass itself). Raises UsageError if
+        In stage 3 with several ranks it is collective, and all ranks continue until the last sequence is finished
+        (transformers' `synced_gpus`, which direct calls of `engine.module.generate` must pass). Raises UsageError if
         the model has no `generate`.
         """
         generate = getattr(self.module, "generate", None)
@@ -116,7 +116,7 @@ class BaseEngine(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device that the model computes on; move batches there."""
+        """The device that the model computes on; move batches there."""
         return self.parts.device.torch_device
 
     @property
@@ -145,10 +145,10 @@ class BaseEngine(ABC):
             self.parts.store.release_all()
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, value) of every parameter and persistent buffer, one unit at a time. All ranks call it.
+        """Yield (name, value) of every parameter and persistent buffer, one unit at a time. Collective.
 
-        Names are those of the model's `state_dict()`. Values are whole on every rank, in host memory, in the dtype that
-        the model computes in.
+        Names are the keys of the model's `state_dict()`. Values are unsharded on every rank, in host memory, in the
+        dtype that the model computes in.
         """
         self.settle()
         names: dict[int, list[str]] = {}
@@ -157,8 +157,8 @@ class BaseEngine(ABC):
         for unit in self.units:
             flat = self.parts.states.read_param(unit.layout)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                mine = flat[slot.offset : slot.stop].view(slot.shape).clone()
-                value = self.ranks.model.whole(parameter, mine)
+                local = flat[slot.offset : slot.stop].view(slot.shape).clone()
+                value = self.ranks.model.whole(parameter, local)
                 yield from ((name, value) for name in names.get(id(parameter), [slot.name]))
         for name, buffer in persistent_buffers(self.module).items():
             yield name, buffer.detach().cpu().clone()
@@ -167,16 +167,16 @@ class BaseEngine(ABC):
         """Return `stream_state_dict()` as a dict. Needs host memory for the whole model on every rank."""
         return dict(self.stream_state_dict())
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
         """Finish pending work, remove hooks, release threads, memory and disk. Idempotent; any thread may call it.
 
-        The model keeps its parameters' values if they were whole in this rank's memory (`offload_param.device` none or
-        cpu; one rank or a stage below 3) and a copy fits. Otherwise any use of a parameter raises UsageError.
+        The model keeps its parameters' values if they are unsharded in this rank's memory (`offload_param.device` none
+        or cpu; one rank or a stage below 3) and a copy fits. Otherwise any use of a parameter raises UsageError.
 
-        restore: return all values to the model; every rank must call `close` then. Raises OutOfMemoryError if they do
-        not fit, after everything is released. Raises UsageError if an earlier `close` did not keep them.
+        restore: return all values to the model; the call is collective then. Raises OutOfMemoryError if they do not
+        fit, after everything is released. Raises UsageError if an earlier `close` discarded them.
         """
         if os.getpid() != self._process:  # a forked child has nothing to release
             return
@@ -184,7 +184,7 @@ class BaseEngine(ABC):
             if restore and any(map(is_released, self.module.parameters())):
                 raise UsageError(
                     "engine.close(restore=True) was called on an engine that is closed already, and the parameters' "
-                    "values are gone. Load a checkpoint into a new engine, and close that one with restore=True."
+                    "values are gone. Load a checkpoint into a new engine, and close that with restore=True."
                 )
             return
         self._closed = True
@@ -225,14 +225,14 @@ class BaseEngine(ABC):
     def _check_open(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
-                f"this engine belongs to process {self._process}, whose memory and threads this forked child "
-                f"({os.getpid()}) does not have: make an engine in the process that uses it"
+                f"this engine belongs to process {self._process}, whose memory and threads do not exist in this forked "
+                f"child ({os.getpid()}): construct the engine in the process that uses it"
             )
         if self._closed:
             raise UsageError(f"the engine is closed: make a new one with {self._maker}")
         self._broken = self._broken or str(self.parts.store.failure or "")
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")
-        if self.parts.ranks.error:  # found by the thread of collectives, with no caller to raise it
+        if self.parts.ranks.error:  # set by the thread of collectives, which has no caller to raise it
             self._broken = self.parts.ranks.error
             raise RanksError(self._broken)

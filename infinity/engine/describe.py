@@ -17,7 +17,7 @@ _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+)
 
 
 def human(nbytes: float) -> str:
-    """Return bytes in decimal units, as "12.6 MB"."""
+    """Return bytes in decimal units, such as "12.6 MB"."""
     for suffix, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.4g} {suffix}"
@@ -33,7 +33,7 @@ def describe(plan: Plan) -> str:
     total = sum(layout.parameter_numel for layout in plan.units)
     ranks = f", stage {plan.stage} over {plan.ranks.size} ranks" if plan.ranks.size > 1 else ""
     if plan.ranks.model_parallel > 1:
-        ranks = f" of a model that {plan.ranks.model_parallel} ranks hold together{ranks}"
+        ranks = f", tensor parallel over {plan.ranks.model_parallel} ranks{ranks}"
     purpose = f"update {plan.update.replace('_', ' ')}" if plan.update else "for inference"
     held = plan.nbytes()
     return "\n".join(
@@ -48,7 +48,7 @@ def describe(plan: Plan) -> str:
 
 @dataclass
 class _Row:
-    """Units of one block that are alike in dtype and tiers. nbytes: by state."""
+    """Units of one block with the same dtype and tiers. nbytes: by state."""
 
     numel: int = 0
     nbytes: dict[State, int] = field(default_factory=dict)
@@ -97,14 +97,14 @@ def _blocks(plan: Plan) -> Iterator[_Block]:
 
 
 def _place(layout: UnitLayout) -> tuple[str, str]:
-    """Return (path before the number, number) of a unit's block; (name, "") for a unit that is in none."""
-    found = _BLOCK.match(_path(layout))
-    return (found["before"], found["number"]) if found else (layout.name, "")
+    """Return (path before the number, number) of a unit's block; (name, "") for a unit outside of blocks."""
+    match = _BLOCK.match(_path(layout))
+    return (match["before"], match["number"]) if match else (layout.name, "")
 
 
 def _inner(layout: UnitLayout) -> str:
-    found = _BLOCK.match(_path(layout))
-    return found["inner"] or "" if found else ""
+    match = _BLOCK.match(_path(layout))
+    return match["inner"] or "" if match else ""
 
 
 def _path(layout: UnitLayout) -> str:
@@ -137,5 +137,5 @@ def _kind(plan: Plan, layout: UnitLayout) -> _Kind:
 
 
 def _passes(plan: Plan, layout: UnitLayout, state: State) -> bool:
-    """Return whether the update takes the state as it arrives, so that its extent is rarely used."""
+    """Return True for gradients that the update consumes as they arrive, so that their extent is rarely used."""
     return state is State.GRAD and layout.trainable and plan.update == "during_backward"

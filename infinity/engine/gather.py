@@ -7,8 +7,8 @@
     master = infinity.get_full_fp32_param(model.head.weight)
     infinity.set_full_optimizer_state(model.head.weight, "exp_avg", torch.zeros_like(master))
 
-A read of an attribute (`model.head.weight`) fetches the parameter too. These functions also hold it, edit it on all
-ranks alike, and reach the exact fp32 values behind 16-bit parameters. All ranks call them in the same order.
+Reading an attribute (`model.head.weight`) also gathers the parameter. These functions keep it gathered, apply edits on
+all ranks, and give access to the fp32 masters of 16-bit parameters. They are collective.
 """
 
 from __future__ import annotations
@@ -42,25 +42,24 @@ __all__ = [
 
 
 class GatheredParameters:
-    """Gather parameters and hold them whole on the device of the model until the block ends.
+    """Gather parameters and hold them unsharded on the device of the model until the block ends.
 
     params: one or more parameters of an open engine; other parameters are ignored.
-    modifier_rank: the rank whose edits in the block are broadcast at its end. Without it, edits must be the same on all
-        ranks.
+    modifier_rank: rank whose edits are broadcast at the end of the block. By default, all ranks must make the same
+        edits.
 
-    Raises InfinityError if too few buffers are free: gather fewer parameters at a time.
+    Raises InfinityError if too few buffers are free; gather fewer parameters at a time then.
     """
 
     def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
-        found = [_find(param) for param in given]
-        self._units = list(dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, found)))
+        owners = map(_find, [params] if isinstance(params, torch.Tensor) else params)
+        self._units = list(dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, owners)))
         self._units.sort(key=lambda pair: pair[1].index)
         self._held: list[tuple[BaseEngine, Unit]] = []
         self._modifier = modifier_rank
         for engine, _ in self._units:
             if modifier_rank is not None and not 0 <= modifier_rank < engine.ranks.size:
-                raise UsageError(f"modifier_rank is {modifier_rank}: give a rank from 0 to {engine.ranks.size - 1}")
+                raise UsageError(f"modifier_rank is {modifier_rank}: pass a rank from 0 to {engine.ranks.size - 1}")
 
     def __enter__(self) -> GatheredParameters:
         try:
@@ -86,14 +85,14 @@ class GatheredParameters:
 
 
 def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return the exact value: fp32 in the parameter's shape, in host memory. For a trained parameter, its master."""
+    """Return the master, or a frozen parameter's value: fp32 in the parameter's shape, in host memory."""
     engine, unit, slot = _owner(param)
     values = _read(engine, unit)[_param_kind(engine, unit), slot].float().clone()
     return engine.ranks.model.whole(param, values)
 
 
 def set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the exact value to `value`, in the parameter's shape. A 16-bit parameter becomes `value` rounded."""
+    """Set the master to `value`, in the parameter's shape. A 16-bit parameter is set to `value` rounded."""
     engine, unit, slot = _owner(param)
     _check(value, param, unit, slot)
     states = _read(engine, unit)
@@ -112,29 +111,29 @@ def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
 
 
 def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-    """Set a moment to `value`, in the parameter's shape. Moments kept in 16 or 8 bits are rounded as in an update."""
+    """Set a moment to `value`, in the parameter's shape. Moments in bf16 or 8bit are rounded as in an update."""
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
     _check(value, param, unit, slot)
     states = _read(engine, unit)
     rule, layout = engine.config.optimizer.rule, unit.layout
     key, first = rounding_key(engine.config.infinity.seed, unit.steps[slot]), layout.first + layout.slots[slot].offset
-    given = {name: engine.ranks.model.part(param, value.detach().cpu().float())}
-    convert_moment(rule, name, given, states.of_slot(slot), key=key, first=first)
+    moment = {name: engine.ranks.model.part(param, value.detach().cpu().float())}
+    convert_moment(rule, name, moment, states.of_slot(slot), key=key, first=first)
     states.write()
 
 
 def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient of the present step: fp32 in the parameter's shape, in host memory; None if there is none.
+    """Return the gradient of the present step: fp32 in the parameter's shape, in host memory; None if it has none.
 
     It is the mean over ranks and micro-batches, without the loss scale, before clipping. Call it between the last
-    `backward` of a step and `step`. Raises UsageError if the update has consumed it: set infinity.update to
-    "next_forward" or "after_backward".
+    `backward` of a step and `step`. Raises UsageError if the update has consumed it; set infinity.update to
+    "next_forward" or "after_backward" then.
     """
-    found = _with_grad(param)
-    if found is None:
+    owner = _with_grad(param)
+    if owner is None:
         return None
-    engine, unit, slot = found
+    engine, unit, slot = owner
     flat = engine.updates.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
@@ -143,24 +142,27 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the gradient by `value`, in the parameter's shape; see `get_full_grad`. Raises UsageError without one."""
+    """Replace the gradient by `value`, in the parameter's shape; see `get_full_grad`.
+
+    Raises UsageError if the parameter has no gradient in this step.
+    """
     _, unit, slot = _owner(param)
     _check(value, param, unit, slot)
-    found = _with_grad(param)
-    if found is None:
+    owner = _with_grad(param)
+    if owner is None:
         name = unit.layout.slots[slot].name
-        raise UsageError(f"{name} has no gradient in this step: set it between backward and step")
-    engine = found[0]
+        raise UsageError(f"{name} has no gradient in this step: call set_full_grad between backward and step")
+    engine = owner[0]
     flat = engine.updates.gradients.read(unit)
     place = unit.layout.slots[slot]
     factor = engine.ranks.size * engine.loss_scale.value
-    mine = engine.ranks.model.part(param, value)
-    flat[place.offset : place.stop].view(place.shape).copy_(mine * factor)
+    local = engine.ranks.model.part(param, value)
+    flat[place.offset : place.stop].view(place.shape).copy_(local * factor)
     engine.updates.gradients.write(unit, flat)
 
 
 class _States:
-    """States of one unit, whole on every rank, by kind and slot."""
+    """States of one unit, unsharded on every rank, by kind and slot."""
 
     def __init__(self, engine: BaseEngine, unit: Unit) -> None:
         self._engine, self._unit = engine, unit
@@ -197,14 +199,14 @@ def _find(param: Any) -> tuple[BaseEngine, Unit, int] | None:
 
 
 def _owner(param: Any) -> tuple[BaseEngine, Unit, int]:
-    found = _find(param)
-    if found is None:
+    owner = _find(param)
+    if owner is None:
         raise UsageError("param is no parameter of an open engine: pass one of its model, such as model.head.weight")
-    return found
+    return owner
 
 
 def _param_kind(engine: BaseEngine, unit: Unit) -> StateKind:
-    """Return the kind of its exact value: the master, or `param` for a frozen unit."""
+    """Return the kind of the most precise value: the master, or `param` for a frozen unit."""
     return engine.parts.states.kinds(unit.layout)[0]
 
 
@@ -222,8 +224,8 @@ def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> N
 def _check_moment(engine: BaseEngine, unit: Unit, name: str) -> None:
     names = MOMENT_NAMES[engine.config.optimizer.rule]
     if not unit.layout.trainable or name not in names:
-        kept = f"the optimizer keeps {', '.join(names)}" if unit.layout.trainable else "the parameter is frozen"
-        raise UsageError(f"there is no state {name!r}: {kept}")
+        reason = f"the optimizer keeps {', '.join(names)}" if unit.layout.trainable else "the parameter is frozen"
+        raise UsageError(f"there is no state {name!r}: {reason}")
 
 
 def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
@@ -239,7 +241,7 @@ def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
         return (engine, unit, slot) if slot in gradients.slots[unit.index] else None
     if collector.is_updating(unit):
         raise UsageError(
-            f"the gradient of unit {unit.name} is gone: it was updated during backward. Set infinity.update to "
-            '"next_forward" or "after_backward"'
+            f"the gradient of unit {unit.name} is gone, since the unit was updated during backward: set "
+            'infinity.update to "next_forward" or "after_backward"'
         )
     return None

@@ -1,4 +1,4 @@
-"""The inference engine: a model larger than memory runs, with nothing kept but its parameters."""
+"""The inference engine: runs a model larger than memory, and stores only its parameters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from infinity.units.compiled import uncompiled
 
 
 class InferenceEngine(BaseEngine):
-    """Runs `model`: `engine(inputs)`, `engine.generate(tokens, …)`. Made by `infinity.init_inference`.
+    """Runs `model`: `engine(inputs)`, `engine.generate(tokens, …)`. Constructed by `infinity.init_inference`.
 
-    There are no optimizer states and no gradients of parameters: memory is the device buffers of a few units. Gradients
-    with respect to inputs are computed as usual.
+    It has no optimizer states and no gradients of parameters, and needs device memory for a few units. Gradients with
+    respect to inputs are computed as usual.
     """
 
     _maker = "infinity.init_inference()"
@@ -42,7 +42,7 @@ class InferenceEngine(BaseEngine):
     ) -> None:
         seam = device or default_device()
         called, model = model, uncompiled(model)
-        # What is not sharded is whole on every rank, and nothing is exchanged.
+        # Unsharded parameters are replicated, and ranks exchange nothing.
         ranks = Communicator(seam, sharded=Sharding.of(config.zero_optimization.stage).params, group=process_group)
         with ranks.construction(), ExitStack() as undo:
             for parameter in model.parameters():
@@ -50,11 +50,11 @@ class InferenceEngine(BaseEngine):
                     parameter.requires_grad_(False)
                     undo.callback(parameter.requires_grad_, True)
             if next(model.parameters(), None) is None:
-                raise ModelError("the model has no parameters: call it as it is")
+                raise ModelError("the model has no parameters: call the model directly, without an engine")
             plan, units = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
             parts = assemble(model, config, [], plan, units, seam, ranks)
             undo.callback(parts.closer())
-            ranks.barrier()  # where all hear of what failed on one
+            ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()
         model.eval()
         super().__init__(called, config, parts)
@@ -68,33 +68,33 @@ class InferenceEngine(BaseEngine):
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
-        """Load the parameters and buffers of directory/tag (default: the one that `latest` names), which a training
-        engine saved with any ranks, tiers or units; what else it holds is left alone.
+        """Load the parameters and buffers of directory/tag (default: the checkpoint named by `latest`), saved by a
+        training engine with any ranks, tiers or units. Optimizer states and progress are ignored.
 
-        Masters are rounded to bf16 half away from zero, as in training, and else cast. verify: read all files once
-        before, to compare their checksums. Returns the checkpoint's path and client_state. CheckpointError, before
-        anything is changed, if it is missing, damaged or another model's.
+        Masters are rounded to bf16 half away from zero, as in training, and cast to other dtypes. verify: first read
+        all files once to compare their checksums. Returns the checkpoint's path and its client_state. Raises
+        CheckpointError, before any change, if it is missing, damaged or of another model.
         """
         self.settle()
-        folder = folder_of(self.ranks, directory, tag)  # before anything that could stop the engine
+        folder = folder_of(self.ranks, directory, tag)  # outside of _failing, since its errors change nothing
         with self._failing():
             return load_parameters(self.parts, self.module, folder, verify=verify)
 
-    # -- what a user of training engines might try --------------------------------------------------------------------
+    # -- calls of training engines -------------------------------------------------------------------------------------
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError: this engine does not train."""
+        """Raise UsageError, since this engine does not train."""
         self._refuse("backward()")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError: this engine does not train."""
+        """Raise UsageError, since this engine does not train."""
         self._refuse("step()")
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """UsageError: there is nothing to resume."""
+        """Raise UsageError, since there is no training to resume."""
         raise UsageError(
-            "an engine for inference has no training to resume, so it saves no checkpoint: stream_state_dict() reads "
-            "its parameters out, and `infinity export` turns a checkpoint of training into safetensors"
+            "an engine for inference has no training to resume, so it saves no checkpoint: read its parameters with "
+            "stream_state_dict(), or turn a checkpoint of training into safetensors with `infinity export`"
         )
 
     def _refuse(self, what: str) -> NoReturn:

@@ -1,5 +1,5 @@
-"""`infinity.initialize`: from a model and a config to an engine, its optimizer, a dataloader and an lr scheduler;
-`infinity.init_inference`: to an engine that only runs the model.
+"""`infinity.initialize` constructs a training engine, its optimizer, dataloader and lr scheduler from a model and a
+config. `infinity.init_inference` constructs an engine that only runs the model.
 """
 
 from __future__ import annotations
@@ -36,24 +36,27 @@ def initialize(
     process_group: Group | None = None,
     dist_init_required: bool | None = None,
 ) -> tuple[Engine, UnitOptimizer, DataLoader[Any] | None, torch.optim.lr_scheduler.LRScheduler | None]:
-    """Make an engine that trains `model`, an unmodified `nn.Module`, on the cpu or on the meta device.
+    """Construct an engine that trains `model`, an unmodified `nn.Module` on the CPU or on the meta device.
 
-    config: a dict, a path of a JSON file, or a Config; see docs/config.md. model_parameters: what to train, as for a
-    torch optimizer (parameters, named parameters or groups); by default all that require gradients. training_data: a
-    Dataset, for which a dataloader of micro-batches of this rank is made. device: where to compute; by default the
-    CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units are sharded, as a
-    ProcessGroup or a DeviceMesh of one dimension; by default all ranks.
+    Returns (engine, optimizer, dataloader, lr scheduler); the last two are None without `training_data` and without a
+    scheduler in the config.
+
+    config: a dict, the path of a JSON file, or a Config; see docs/config.md. model_parameters: the parameters to train,
+    as for a torch optimizer (parameters, named parameters or groups); by default all that require gradients.
+    training_data: a Dataset, from which the dataloader draws this rank's micro-batches. device: the device to compute
+    on; by default the CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units
+    are sharded, as a ProcessGroup or a DeviceMesh of one dimension; by default all ranks.
 
     dist_init_required: None: call torch.distributed.init_process_group (NCCL with CUDA, else gloo) if torchrun started
-    several ranks and the script has not called it; True: call it for one rank too; False: never. The group stays open
-    when the engine is closed.
+    several ranks and the script has not called it; True: call it for one rank, too; False: never call it. The process
+    group stays open when the engine is closed.
 
-    Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError before
-    anything is trained; nothing is left behind then.
+    Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError. Threads,
+    memory and files are released then.
     """
     _check_device(device)
     join_process_group(dist_init_required, device)
-    with _telling(process_group):
+    with _reporting_errors(process_group):
         config = config if isinstance(config, Config) else Config.load(config)
         _check(model, "infinity.initialize")
         model_parameters = _parameters(model_parameters)
@@ -76,24 +79,24 @@ def init_inference(
     process_group: Group | None = None,
     dist_init_required: bool | None = None,
 ) -> InferenceEngine:
-    """Make an engine that runs `model`, an unmodified `nn.Module`, on the cpu or on the meta device, and keeps nothing
-    but its parameters.
+    """Construct an engine that runs `model`, an unmodified `nn.Module` on the CPU or on the meta device.
 
-    config: as for `initialize`, of which only where parameters live (`zero_optimization`), their dtype, `aio` and
-    `infinity` are read; that of a training job will do. dtype: what floating parameters are kept and computed in; by
-    default what the config says (`bf16`, `fp16`), else what each is. Buffers stay as they are. device: where to
-    compute; by default the CUDA device of this rank, else the CPU. process_group: the ranks that share the parameters,
-    and dist_init_required: whether to join them, as for `initialize`.
+    The engine stores only parameters.
 
-    The model is put in eval mode, and its parameters no longer require gradients. With several ranks in stage 3 every
-    rank holds a shard and has inputs of its own, and all run as many forwards.
+    config: as for `initialize`, such as that of the training job; only `zero_optimization`, `bf16`, `fp16`, `aio` and
+    `infinity` are used. dtype: the dtype in which floating-point parameters are stored and computed; by default the
+    config's (`bf16`, `fp16`), else each parameter's own. Buffers are unchanged. device, dist_init_required: as for
+    `initialize`. process_group: the ranks over which parameters are sharded; by default all ranks.
 
-    Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError; nothing
-    is left behind then.
+    The model is put in eval mode, and its parameters no longer require gradients. In stage 3 with several ranks, every
+    rank holds a shard and has inputs of its own, and all ranks must run equally many forwards.
+
+    Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError. Threads,
+    memory and files are released then.
     """
     _check_device(device)
     join_process_group(dist_init_required, device)
-    with _telling(process_group):
+    with _reporting_errors(process_group):
         config = Config.load(config if config is not None else {})
         _check(model, "infinity.init_inference")
     with _host():
@@ -101,7 +104,7 @@ def init_inference(
 
 
 @contextmanager
-def _telling(group: Group | None) -> Iterator[None]:
+def _reporting_errors(group: Group | None) -> Iterator[None]:
     """Report an error in the block to the other ranks, which are constructing their engines already."""
     try:
         yield
@@ -114,55 +117,56 @@ def _check_device(device: Any) -> None:
     if device is not None and not isinstance(device, Device):
         raise UsageError(
             f"device is {device!r}: leave it out. An engine computes on the CUDA device of this rank (LOCAL_RANK, else "
-            "torch.cuda.set_device()), or on the CPU where there is none; CUDA_VISIBLE_DEVICES='' hides CUDA devices"
+            "torch.cuda.set_device()), or on the CPU without CUDA. Set CUDA_VISIBLE_DEVICES='' to hide CUDA devices."
         )
 
 
 def _check(model: nn.Module, maker: str) -> None:
     if isinstance(model, BaseEngine):
         raise ModelError(
-            f"model is an engine already: {maker} takes the nn.Module. Use the engine as it is, or close it with "
-            "engine.close(restore=True) and pass engine.module"
+            f"model is already an engine, and {maker} takes an nn.Module. Use that engine, or close it with "
+            "engine.close(restore=True) and pass engine.module."
         )
     check_model(model)
 
 
-def _parameters(given: ParamGroups | None) -> ParamGroups | None:
+def _parameters(parameters: ParamGroups | None) -> ParamGroups | None:
     """Return `model_parameters` with iterators read into lists. Raises ConfigError for a wrong type or no entries."""
-    if given is None:
+    if parameters is None:
         return None
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(parameters, torch.optim.Optimizer):
         raise ConfigError(
-            f"model_parameters is an optimizer ({type(given).__name__}): pass model_parameters=model.parameters(), or "
-            "groups of them. The optimizer is made from the config's optimizer section"
+            f"model_parameters is an optimizer ({type(parameters).__name__}): pass "
+            "model_parameters=model.parameters(), or groups of them. The optimizer is constructed from the config's "
+            "optimizer section."
         )
-    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+    if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
         raise ConfigError(
-            f"model_parameters is a {type(given).__name__}: pass model.parameters(), or groups of them, as for a torch "
-            "optimizer"
+            f"model_parameters is a {type(parameters).__name__}: pass model.parameters(), or groups of them, as for a "
+            "torch optimizer"
         )
-    if isinstance(given, Mapping):
+    if isinstance(parameters, Mapping):
         raise ConfigError("model_parameters is one group: pass a list of groups, [{'params': …, 'lr': …}]")
-    entries: list[Any] = list(given)
+    entries: list[Any] = list(parameters)
     if not entries:
         raise ConfigError(
-            "model_parameters is empty: a generator, as model.parameters() gives, can be read only once. Pass a fresh "
-            "one or a list, or leave it out to train all that require gradients"
+            "model_parameters is empty: a generator, such as model.parameters(), can be read only once. Pass a new "
+            "one or a list, or leave it out to train all parameters that require gradients."
         )
     for number, entry in enumerate(entries):
         if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
             members = list(entry["params"])
             if not members:
                 raise ConfigError(
-                    f"model_parameters[{number}] has no params: its generator can be read only once. Pass a fresh one "
-                    "or a list"
+                    f"model_parameters[{number}] has no params: its generator can be read only once. Pass a new one "
+                    "or a list."
                 )
             entries[number] = {**entry, "params": members}
     return entries
 
 
 def _host() -> torch.device:
-    """Whatever default device the code around has set: values are made and kept on the host before they are placed."""
+    """Return a context with the CPU as default device, since values are created in host memory before placement."""
     return torch.device("cpu")
 
 
@@ -170,7 +174,7 @@ def _check_data(data: Dataset[Any], engine: Engine) -> None:
     if not isinstance(data, Sized):
         raise ConfigError(
             f"training_data ({type(data).__name__}) has no length: pass a Dataset with __len__ and __getitem__, or "
-            "make a DataLoader of your own"
+            "construct a DataLoader of your own"
         )
     needed = engine.batch.micro * engine.ranks.size
     if len(data) < needed:
@@ -181,7 +185,7 @@ def _check_data(data: Dataset[Any], engine: Engine) -> None:
 
 
 def _loader(data: Dataset[Any], engine: Engine) -> DataLoader[Any]:
-    """Micro-batches of this rank; every rank draws from its own part of the data, the same number of batches."""
+    """Return a loader of this rank's micro-batches. Ranks draw equally many batches from disjoint parts of the data."""
     _check_data(data, engine)
     ranks = engine.ranks
     sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=True)

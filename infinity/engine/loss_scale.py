@@ -16,14 +16,14 @@ from infinity.errors import NonFiniteError
 
 _FACTOR = 2.0
 _MOST_SKIPPED = 20
-"""Largest number of consecutive skipped steps at the smallest scale; more have another cause than the scale."""
+"""Number of consecutive skipped steps at the smallest scale after which training stops."""
 
 
 @dataclass
 class LossScale:
     """The present loss scale. The engine reports each step's outcome, which is the same on all ranks.
 
-    `window` steps without overflow double the scale, `hysteresis` overflows halve it. A window of 0 fixes it.
+    `window` steps without overflow double the scale, `hysteresis` overflows halve it. A window of 0 makes it constant.
     """
 
     value: float
@@ -40,14 +40,20 @@ class LossScale:
 
     @classmethod
     def of(cls, config: FP16) -> LossScale:
-        """Construct the scale of the config section `fp16`; a fixed scale of 1 if it is disabled."""
+        """Return the scale for the config section `fp16`; a constant 1 if it is disabled."""
         if not config.enabled:
             return cls(1.0)
         if config.loss_scale > 0:
             return cls(config.loss_scale, least=config.loss_scale)
         start = max(_FACTOR**config.initial_scale_power, config.min_loss_scale)
-        many = config.hysteresis
-        return cls(start, config.loss_scale_window, many, config.consecutive_hysteresis, config.min_loss_scale, many)
+        return cls(
+            start,
+            window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+            consecutive=config.consecutive_hysteresis,
+            least=config.min_loss_scale,
+            tolerance=config.hysteresis,
+        )
 
     def passed(self) -> None:
         """Record a step without overflow."""
@@ -61,8 +67,9 @@ class LossScale:
             self.value *= _FACTOR
 
     def overflowed(self) -> None:
-        """Record a skipped step, whose gradients were not finite. Raises NonFiniteError after 20 in a row at the least
-        scale.
+        """Record a skipped step, whose gradients were not finite.
+
+        Raises NonFiniteError after 20 in a row at the smallest scale.
         """
         self.good = 0
         if self.value > self.least and self.window:
@@ -85,7 +92,7 @@ class LossScale:
         return {name: value for name, value in asdict(self).items() if name in _PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the progress, unless the config fixes the scale."""
+        """Restore the progress, unless the scale is constant."""
         if self.window:
             for name in _PROGRESS:
                 setattr(self, name, state[name])
@@ -94,8 +101,8 @@ class LossScale:
 class ScaledBackwards:
     """Counts the backwards of a step that did not start from a scaled loss.
 
-    A hook on the scaled loss runs in the backward that passes through it. So a scaled loss without a backward, or a
-    `zero_grad` between the two, does not change the count.
+    A hook on the scaled loss runs in the backward that passes through it. A scaled loss without a backward, or a
+    `zero_grad` between the two, therefore does not change the count.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ Factor = Callable[[int], float]
 
 
 def _rise(num_steps: int, kind: str) -> Factor:
-    """Return a warmup factor: 0 at step 0, 1 from num_steps on.
+    """Return a warm-up factor: 0 at step 0, 1 from step num_steps on.
 
     kind: "linear", or "log" for log(step + 1) / log(num_steps).
     """

@@ -27,7 +27,7 @@ ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple
 
 
 _OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
-"""Keys of a param_group that have a meaning for some rule or in torch.optim."""
+"""Keys of a param_group that some rule or torch.optim reads."""
 
 
 class _NoStates(dict[Any, Any]):
@@ -35,7 +35,7 @@ class _NoStates(dict[Any, Any]):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
-            "optimizer.state was used, which is empty: an engine keeps the optimizer's states in their tiers. Use "
+            "optimizer.state was used, but it is empty: an engine keeps the optimizer's states in their tiers. Use "
             'infinity.get_full_optimizer_state(parameter, "exp_avg") and set_full_optimizer_state() for one parameter, '
             "optimizer.state_dict() and load_state_dict() for all."
         )
@@ -60,7 +60,8 @@ class UnitOptimizer(torch.optim.Optimizer):
         known = HYPER_KEYS[hyper.rule]
         for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
             raise ConfigError(
-                f"a param_group has {name!r}, which {hyper.rule} does not read: {', '.join(known)} may differ"
+                f"a param_group has {name!r}, which {hyper.rule} does not use: only {', '.join(known)} may differ by "
+                "group"
             )
         super().__init__(groups, {name: getattr(hyper, name) for name in known})
         self._lists = [list(group["params"]) for group in self.param_groups]
@@ -80,11 +81,11 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update with the gradients collected since the last step, of any number of micro-batches. Does nothing without
-        gradients. `engine.step()` calls it after the last micro-batch of a step.
+        """Update with the gradients collected since the last step, of any number of micro-batches. Return the value of
+        `closure`, or None. Does nothing without gradients. `engine.step()` calls it after a step's last micro-batch.
 
         closure: called first, with gradients enabled, as in torch.optim; it computes a loss and calls backward, and
-            may call zero_grad before. Its value is returned.
+            may call zero_grad before.
         """
         value = None
         if closure is not None:
@@ -96,9 +97,9 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients collected since the last step. After `step` there are none, since it consumes them.
+        """Drop the gradients collected since the last step. No-op after `step`, which consumes them.
 
-        Raises UsageError within the micro-batches of a step, and if backward has updated units with the gradients.
+        Raises UsageError between the micro-batches of a step, and if backward has updated units with the gradients.
         """
         self._drop()
 
@@ -113,17 +114,17 @@ class UnitOptimizer(torch.optim.Optimizer):
         """Raise UsageError once the engine is constructed, since all states have been placed by then."""
         if self._step is not None:
             raise UsageError(
-                "optimizer.add_param_group() was called on an engine's optimizer, which trains the parameters that "
-                "initialize() was given: close the engine with engine.close(restore=True), which returns the "
-                "values to the model, and pass all groups as model_parameters to a new infinity.initialize()"
+                "optimizer.add_param_group() was called on an engine's optimizer, whose parameters are fixed by "
+                "initialize(): close the engine with engine.close(restore=True), which returns the values to the "
+                "model, and pass all groups as model_parameters to a new infinity.initialize()"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's layout, which torch.optim's optimizer of the same rule loads.
+        """Return a state dict in torch's layout, which torch.optim's optimizer of the same rule loads.
 
-        Moments are fp32 in host memory and whole on every rank, even if the engine keeps them in 16 or 8 bits. All
-        ranks call it, between two steps. Raises UsageError between backward and step.
+        Moments are fp32 in host memory and unsharded on every rank, even if the engine stores them in 16 or 8 bits.
+        Collective; call it between two steps. Raises UsageError between backward and step.
 
         Needs host memory for the moments of the whole model on every rank, 8 bytes per parameter with Adam.
         `engine.save_checkpoint` writes them unit by unit instead.
@@ -143,20 +144,20 @@ class UnitOptimizer(torch.optim.Optimizer):
         """Load moments, step counts and hyper-parameters from `state_dict()`, or from torch.optim's optimizer of the
         same rule. Parameters are matched by their position in the groups.
 
-        Moments kept in 16 or 8 bits are rounded as in an update. Parameters, schedulers and the engine's step count do
-        not change. All ranks call it with the same dict, between two steps.
+        Moments stored in 16 or 8 bits are rounded as in an update. Parameters, schedulers and the engine's step count
+        are unchanged. Collective; call it with the same dict on all ranks, between two steps.
 
         Raises, before any change: ModelError for a dict of other parameters or another rule, ConfigError for amsgrad,
         maximize and values out of range, UsageError between backward and step, RanksError if ranks differ.
         """
 
-        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        def take(_: torch.optim.Optimizer, saved_dict: dict[str, Any]) -> dict[str, Any]:
             assert self._states is not None
-            saved = self._states.load(self.param_groups, given)
-            kept = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-            numbers = [list(group["params"]) for group in given["param_groups"]]
+            saved = self._states.load(self.param_groups, saved_dict)
+            present = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+            numbers = [list(group["params"]) for group in saved_dict["param_groups"]]
             groups = [
-                {**mine, **theirs, "params": params} for mine, theirs, params in zip(kept, saved, numbers, strict=True)
+                {**old, **new, "params": params} for old, new, params in zip(present, saved, numbers, strict=True)
             ]
             return {"state": {}, "param_groups": groups}  # torch loads the groups and calls the hooks
 
@@ -169,27 +170,27 @@ class UnitOptimizer(torch.optim.Optimizer):
     def hypers(self) -> list[Hyper]:
         """Return the present hyper-parameters of each param_group.
 
-        Raises ConfigError for values out of range, UsageError for changes that torch.optim supports and an engine does
-        not: other parameters in the groups, amsgrad, maximize.
+        Raises ConfigError for values out of range. Raises UsageError for changes that torch.optim supports and an
+        engine does not: other parameters in the groups, amsgrad, maximize.
         """
         groups = self.param_groups
         lists = [group["params"] for group in groups]
         if [*map(len, lists)] != [*map(len, self._lists)] or not all(map(is_, chain(*lists), chain(*self._lists))):
             raise UsageError(
-                "the parameters of optimizer.param_groups were changed, and an engine trains those that initialize() "
-                "was given, in their groups: undo it. To leave a parameter out, call requires_grad_(False) on it; for "
-                "other groups, save a checkpoint, close the engine, and pass them as model_parameters."
+                "the parameters of optimizer.param_groups were changed, but an engine trains those passed to "
+                "initialize(), in their groups: undo the change. To leave a parameter out, call requires_grad_(False) "
+                "on it; for other groups, save a checkpoint, close the engine, and pass them as model_parameters."
             )
         for name in ("maximize", "amsgrad"):
             if name in torch_keys(self.rule) and any(group.get(name) for group in groups):
-                raise UsageError(f"{name} of a param_group was set, which an engine does not support: undo it")
+                raise UsageError(f"{name} of a param_group was set, which an engine does not support: unset it")
         return [hyper_of(self.rule, group) for group in self.param_groups]
 
 
 def watch_other_optimizers() -> RemovableHandle:
-    """Refuse steps of other optimizers over parameters of an engine, until the returned handle is removed.
+    """Raise UsageError in steps of other optimizers over parameters of an engine. Return the handle of the hook.
 
-    Their `.grad` is None, and torch.optim silently skips parameters without a gradient.
+    The `.grad` of such parameters is None, and torch.optim silently skips parameters without a gradient.
     """
     return register_optimizer_step_pre_hook(_refuse_managed)
 
@@ -201,20 +202,21 @@ def _refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         owner = owner_of(parameter)
         if owner is not None and owner.unit.layout.trainable and parameter.requires_grad:
             raise UsageError(
-                f"a separate {type(optimizer).__name__} was to update {owner.unit.layout.slots[owner.slot].name}, "
-                "whose gradients an engine collects, so it would change nothing. Use the optimizer that "
-                "infinity.initialize() returns, and pass parameters with other hyper-parameters as a group of "
-                "model_parameters."
+                f"a separate {type(optimizer).__name__} was called to update "
+                f"{owner.unit.layout.slots[owner.slot].name}, whose gradients an engine collects, so the call would "
+                "change nothing. Use the optimizer that infinity.initialize() returns, and pass parameters with other "
+                "hyper-parameters as a group of model_parameters."
             )
 
 
-def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, Any]]:
-    """Return `model_parameters` as a validated list of groups. given: None stands for all trainable parameters.
+def param_groups(model: nn.Module, model_parameters: ParamGroups | None) -> list[dict[str, Any]]:
+    """Return `model_parameters` as a validated list of groups. None stands for all trainable parameters.
 
-    Raises ConfigError for parameters of another model or listed twice, ModelError if none is trainable. Frozen
-    parameters and empty groups keep their positions, as in torch.
+    Frozen parameters and empty groups keep their positions, as in torch. Raises ConfigError for parameters of another
+    model or listed twice, and ModelError if none is trainable.
     """
-    entries: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    trainable = (p for p in model.parameters() if p.requires_grad)
+    entries: list[Any] = list(model_parameters if model_parameters is not None else trainable)
     if entries and isinstance(entries[0], dict):
         groups = [{**group, "params": _plain(group.get("params"))} for group in entries]
     else:
@@ -226,21 +228,21 @@ def param_groups(model: nn.Module, given: ParamGroups | None) -> list[dict[str, 
             if id(parameter) not in names:
                 raise ConfigError(
                     f"model_parameters holds a parameter of shape {list(parameter.shape)} that is not the model's: "
-                    "pass model.parameters(), or groups of them, of the model given to initialize()."
+                    "pass model.parameters(), or groups of them, of the model passed to initialize()."
                 )
             if id(parameter) in seen:
                 raise ConfigError(f"model_parameters holds {names[id(parameter)]} twice: put it in one group")
             seen.add(id(parameter))
     if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ModelError(
-            "the model has no trainable parameters: set requires_grad on those to be trained, or run it with "
+            "the model has no trainable parameters: set requires_grad on the parameters to train, or run it with "
             "infinity.init_inference()"
         )
     return groups
 
 
 def _plain(parameters: Any) -> list[nn.Parameter]:
-    """Return parameters from a parameter, parameters or (name, parameter) pairs. Raises ConfigError for others."""
+    """Return a list of parameters from one, several, or (name, parameter) pairs. Raises ConfigError for other types."""
     entries: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters or [])
     plain = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     for entry in plain:
@@ -257,8 +259,8 @@ def unit_optimizer(
 ) -> UnitOptimizer:
     """Return the config's optimizer over `groups`, with the model's present parameters in the order of `groups`.
 
-    Parameters built on the meta device have been replaced since. names: a parameter's name → id of the parameter in
-    `groups` that had this name before the engine was made.
+    Parameters on the meta device have been replaced since `groups` was made. names: name → id of the original
+    parameter in `groups`.
     """
     hyper = Hyper(config.rule, **config.params.model_dump())
     now = {

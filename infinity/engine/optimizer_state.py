@@ -4,7 +4,7 @@
      "param_groups": [{"params": [0, …], "lr": …}, …]}
 
 Parameters are numbered through all groups, in the user's order, frozen ones included. Moments are fp32 in the
-parameter's whole shape. A parameter that was never updated has no entry, as in torch.
+parameter's global shape. A parameter that was never updated has no entry, as in torch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ RULE_KEYS = {name for names in HYPER_KEYS.values() for name in names}
 """Keys of a param_group that some rule reads."""
 _UNSUPPORTED = ("amsgrad", "maximize")
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
-"""Keys of torch's groups that select an implementation, or only have an effect before the first step."""
+"""Keys of torch's groups that select an implementation, or have an effect only before the first step."""
 _ADAM = ("adam", "adamw")
 
 SavedGroup = dict[str, Any]
-"""A validated param_group of a state dict, without `params` and the keys that have no effect here."""
+"""A validated param_group of a state dict, without `params` and the keys that an engine ignores."""
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """One parameter's state: its number of updates, and its moments by name in the parameter's whole shape."""
+    """State of one parameter. step: number of updates. moments: by name, in the parameter's global shape."""
 
     step: int
     moments: dict[str, torch.Tensor]
 
 
 def torch_keys(rule: Rule) -> dict[str, Any]:
-    """Return the additional keys of a param_group in torch's optimizer of this rule, with their values here."""
+    """Return the additional keys of a param_group in torch's optimizer of this rule, with an engine's values."""
     if rule == "lion":
         return {}
     keys: dict[str, Any] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
@@ -71,47 +71,47 @@ def check_state_dict(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
     trained: Container[int],
-    given: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
 ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
-    """Return the states by parameter and the param_groups of `given`, for an optimizer with `groups`.
+    """Return the states by parameter and the param_groups of `state_dict`, for an optimizer with `groups`.
 
     names: id(parameter) → its name. trained: ids of the trained parameters.
 
-    Raises ModelError if `given` belongs to other parameters or another rule, and ConfigError for options that this rule
-    lacks and for hyper-parameters out of range.
+    Raises ModelError if `state_dict` belongs to other parameters or another rule, and ConfigError for options that this
+    rule lacks and for hyper-parameters out of range.
     """
-    if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
+    if not (isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()):
         raise ModelError(
             "the dict lacks state or param_groups, so it is no optimizer's state dict: pass optimizer.state_dict()"
         )
-    saved_groups = given["param_groups"]
+    saved_groups = state_dict["param_groups"]
     ours = [len(group["params"]) for group in groups]
     theirs = [len(group["params"]) for group in saved_groups]
     if ours != theirs:
         raise ModelError(
             f"the state dict has {_counts(theirs)} and this optimizer {_counts(ours)}: pass infinity.initialize() the "
-            "model_parameters that the other optimizer was made with, in the same groups and order"
+            "model_parameters of the other optimizer, in the same groups and order"
         )
     cleaned = [_check_group(rule, number, group) for number, group in enumerate(saved_groups)]
     params = [param for group in groups for param in group["params"]]
     _check_names([name for group in saved_groups for name in group.get("param_names", ())], params, names)
     numbers = [number for group in saved_groups for number in group["params"]]
-    state = given["state"]
+    state = state_dict["state"]
     unknown = sorted(map(str, set(state) - set(numbers)))
     if unknown:
-        raise ModelError(f"the state dict has a state {unknown[0]} that is in no group: pass a whole state dict")
+        raise ModelError(f"the state dict has a state {unknown[0]} that is in no group: pass a complete state dict")
     states = {}
     for number, param in zip(numbers, params, strict=True):
-        found = _check_state(rule, names[id(param)], number, param, state.get(number))
-        if found is not None and id(param) not in trained:
-            if found.step == 0:
+        saved = _check_state(rule, names[id(param)], number, param, state.get(number))
+        if saved is not None and id(param) not in trained:
+            if saved.step == 0:
                 continue  # torch's Adagrad has states of frozen parameters too
             raise ModelError(
-                f"the state dict has a state of parameter {number} ({names[id(param)]}), which is not trained here: "
-                "set requires_grad on it before infinity.initialize(), or drop its state"
+                f"the state dict has a state of parameter {number} ({names[id(param)]}), which this engine does not "
+                "train: set requires_grad on it before infinity.initialize(), or remove its state"
             )
-        if found is not None:
-            states[param] = found
+        if saved is not None:
+            states[param] = saved
     return states, cleaned
 
 
@@ -125,7 +125,7 @@ def _check_group(rule: Rule, number: int, group: Mapping[str, Any]) -> SavedGrou
     where, known = f"group {number} of the state dict", HYPER_KEYS[rule]
     for name in _UNSUPPORTED:
         if group.get(name):
-            raise ConfigError(f"{where} has {name}={group[name]}, which {rule} does not have here: train without it")
+            raise ConfigError(f"{where} has {name}={group[name]}, which {rule} does not support: train without it")
     lacks = [name for name in known if name not in group]
     alien = [name for name in group if name in RULE_KEYS and name not in known]
     decoupled = group.get("decoupled_weight_decay")
@@ -139,16 +139,16 @@ def _check_group(rule: Rule, number: int, group: Mapping[str, Any]) -> SavedGrou
     return {name: value for name, value in group.items() if name not in drop}
 
 
-def _check_names(given: Sequence[str], params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
+def _check_names(saved: Sequence[str], params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
     """Raise ModelError for the same names in another order, since matching by position would swap their states."""
     ours = [names[id(param)] for param in params]
-    if len(given) != len(ours) or set(given) != set(ours):
+    if len(saved) != len(ours) or set(saved) != set(ours):
         return  # a wrapper may rename parameters
-    for number, (there, here) in enumerate(zip(given, ours, strict=True)):
-        if there != here:
+    for number, (theirs, own) in enumerate(zip(saved, ours, strict=True)):
+        if theirs != own:
             raise ModelError(
-                f"parameter {number} is {there} in the state dict and {here} in this optimizer: pass "
-                "infinity.initialize() model_parameters in the order that the other optimizer was made with"
+                f"parameter {number} is {theirs} in the state dict and {own} in this optimizer: pass "
+                "infinity.initialize() model_parameters in the order of the other optimizer"
             )
 
 
@@ -173,7 +173,7 @@ def _check_state(rule: Rule, name: str, number: int, param: nn.Parameter, state:
 
 def _check_moment(what: str, value: Any, param: nn.Parameter) -> None:
     if not isinstance(value, torch.Tensor) or is_distributed(value):
-        raise ModelError(f"{what} is a {type(value).__name__}: pass a whole tensor, as DTensor.full_tensor() gives it")
+        raise ModelError(f"{what} is a {type(value).__name__}: pass an unsharded tensor (DTensor.full_tensor())")
     if not value.is_floating_point() or value.layout is not torch.strided or value.is_meta:
         raise ModelError(
             f"{what} is {value.dtype}, {value.layout}, on {value.device}: pass dense floating-point values"
@@ -187,23 +187,23 @@ def _check_moment(what: str, value: Any, param: nn.Parameter) -> None:
 
 def _check_step(rule: Rule, where: str, value: Any) -> int:
     if value is None and rule == "sgd":
-        return 1  # torch's SGD counts no steps: with a momentum_buffer, the next one is not the first
+        return 1  # torch's SGD counts no steps; with a momentum_buffer, the next step is not the first
     try:
         step = float(value)
     except (TypeError, ValueError, RuntimeError):
         step = -1.0
     if not (step >= 0 and step.is_integer()):
-        raise ModelError(f"{where} has step {value!r}: a whole number of updates, 0 or more, is needed")
+        raise ModelError(f"{where} has step {value!r}: pass a whole number of updates, 0 or more")
     return int(step)
 
 
 def digest(states: Iterable[SavedState], groups: Sequence[SavedGroup]) -> int:
     """Return a 32-bit checksum of states and hyper-parameters, which ranks compare before they load them."""
     hypers = [sorted((k, _plain_number(v)) for k, v in group.items() if k in RULE_KEYS) for group in groups]
-    found = zlib.crc32(repr(hypers).encode())
+    crc = zlib.crc32(repr(hypers).encode())
     for state in states:
-        found = zlib.crc32(str(state.step).encode(), found)
+        crc = zlib.crc32(str(state.step).encode(), crc)
         for moment in state.moments.values():
             values: Any = moment.detach().cpu().float().reshape(-1).numpy()
-            found = zlib.crc32(values, found)
-    return found
+            crc = zlib.crc32(values, crc)
+    return crc

@@ -1,4 +1,4 @@
-"""Parts of an engine: dataclasses that `infinity.engine.wiring` fills."""
+"""Dataclasses for the parts of an engine, built by `infinity.engine.wiring`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.update.pipeline import UpdatePipeline
 
 @dataclass(kw_only=True)
 class UpdateParts:
-    """Parts that a training engine has besides: gradients, and the update of units."""
+    """Additional parts of a training engine: gradients, and the update of units."""
 
     step: Step
     collector: GradCollector
@@ -37,7 +37,7 @@ class UpdateParts:
     saver: Saver = field(default_factory=Saver)
 
     def closer(self, then: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that ends the threads of updates and saves, and then calls `then`."""
+        """Return a function that joins the threads of saves and updates, and then calls `then`."""
         saver, pipeline, gradients = self.saver, self.pipeline, self.gradients
 
         def release() -> None:
@@ -45,12 +45,12 @@ class UpdateParts:
             gradients.close()
             then()
 
-        return lambda: saver.close(then=release)  # first, since updates may wait for a save
+        return lambda: saver.close(then=release)  # saves first, since updates may wait for them
 
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """Parts of every engine. training: those of a training engine; None for inference."""
+    """Parts of every engine. training: None for inference."""
 
     plan: Plan
     device: Device
@@ -61,7 +61,7 @@ class EngineParts:
     backward: BackwardTracker
     units_of_module: dict[nn.Module, list[Unit]]
     unit_of: Mapping[int, Unit]
-    """id(parameter) → its unit."""
+    """id(parameter) → unit."""
     states: UnitStates
     training: UpdateParts | None
 
@@ -70,7 +70,7 @@ class EngineParts:
         return self.store.units
 
     def tier_bytes(self) -> dict[str, int]:
-        """Return tier → allocated bytes, pools included. `Plan.nbytes` says the same before anything is allocated."""
+        """Return tier → allocated bytes, pools included. `Plan.nbytes` returns the same before allocation."""
         held = {"device": 0, "host": self.ranks.nbytes, "nvme": 0}
         for name, tier in self.tiers.items():
             held[name] += tier.nbytes
@@ -80,7 +80,7 @@ class EngineParts:
         return held
 
     def counters(self) -> dict[str, Any]:
-        """Return what has been moved and waited for so far; see `infinity.observe.ledger.Snapshot`."""
+        """Return the bytes moved and the seconds waited so far; see `infinity.observe.ledger.Snapshot`."""
         nvme, traffic, training = self.tiers.get("nvme"), self.ranks.traffic, self.training
         return {
             "wait_seconds": self.store.wait_seconds + (training.collector.wait_seconds if training else 0.0),
@@ -94,7 +94,7 @@ class EngineParts:
         }
 
     def closer(self) -> Callable[[], None]:
-        """Return a function that releases threads, memory and disk. It keeps neither model nor engine alive."""
+        """Return a function that releases threads, memory and disk. It holds no reference to model or engine."""
         tiers = list(self.tiers.values())
 
         def close() -> None:

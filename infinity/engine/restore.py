@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
-    """Read the parameters from their tiers. The returned function assigns them; call it after the engine has removed
-    its hooks and buffers.
+    """Read the parameters from their tiers, and return a function that assigns them. Call that after the engine has
+    removed its hooks and buffers.
 
     everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
-    memory; all ranks must call it then. Otherwise parameters are assigned only if they are neither and fit.
+    memory; the call is collective then. Otherwise restore nothing if parameters are on nvme, sharded or do not fit.
     """
-    kept = parts.plan.policy.param_tier != "nvme" and parts.ranks.shards == 1
-    if not (everything or kept):
+    in_memory = parts.plan.policy.param_tier != "nvme" and parts.ranks.shards == 1
+    if not (everything or in_memory):
         return lambda: None
     needed, available = sum(unit.layout.nbytes for unit in parts.units), available_memory()
     if needed > available:
         if everything:
-            hint = "save a checkpoint before, and load it in parts"
+            hint = "save a checkpoint before closing the engine, and load it in parts"
             raise OutOfMemoryError("host memory, for the parameters of the closed engine", needed, available, hint)
         return lambda: None
     device = parts.device.torch_device

@@ -1,7 +1,7 @@
-"""The state of one training step: micro-batches, updated units, and the calls that are legal.
+"""The state of one training step: micro-batches, updated units, and the legal calls.
 
-A step begins with its first backward and ends with `engine.step()`. `Step` is the only place that counts micro-batches;
-the collector of gradients, the hooks and the engine ask it.
+A step begins with its first backward and ends with `engine.step()`. Only `Step` counts micro-batches; the gradient
+collector, the hooks and the engine read it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from infinity.errors import UsageError
 
 
 class Phase(Enum):
-    """How far a step is."""
+    """Phase of a step."""
 
     IDLE = "between two steps: no gradients"
-    ACCUMULATING = "some of the step's micro-batches are in"
-    COLLECTED = "all micro-batches are in, and nothing has been updated"
+    ACCUMULATING = "gradients of some of the step's micro-batches are collected"
+    COLLECTED = "gradients of all micro-batches are collected, and nothing has been updated"
     UPDATED = "backward has updated units with the step's gradients"
 
 
 class Call(Enum):
-    """Calls of users that depend on the phase."""
+    """User calls that are legal only in some phases."""
 
     READ = auto()  # a forward, or a read of parameters
     BACKWARD = auto()
@@ -32,7 +32,7 @@ class Call(Enum):
     OPTIMIZER_STEP = auto()
     ZERO_GRAD = auto()
     DROP_GRADIENTS = auto()
-    STATES = auto()  # a checkpoint or a state_dict, which hold no gradients
+    STATES = auto()  # a checkpoint or an optimizer state_dict, which contain no gradients
 
 
 LEGAL: Mapping[Phase, frozenset[Call]] = {
@@ -41,18 +41,18 @@ LEGAL: Mapping[Phase, frozenset[Call]] = {
     Phase.COLLECTED: frozenset(Call) - {Call.STATES},
     Phase.UPDATED: frozenset({Call.STEP, Call.OPTIMIZER_STEP}),
 }
-"""Phase → calls that may be made in it."""
+"""Phase → legal calls."""
 
 
 class Step:
-    """The present step of one engine. accumulation: micro-batches of a step. early: backward updates units."""
+    """The present step of one engine. accumulation: micro-batches per step. early: backward updates units."""
 
     def __init__(self, accumulation: int, *, early: bool) -> None:
         self.accumulation = accumulation
         self.micro_steps = 0
-        """Number of backwards that left gradients in this step."""
+        """Number of backwards in this step that produced gradients."""
         self.updated: set[int] = set()
-        """Units that were updated with gradients of this step, or are due; they accept no more gradients."""
+        """Units whose update with this step's gradients is done or pending; they accept no more gradients."""
         self.is_last_micro_step = False
         """True if the running backward is the last of its step."""
         self.is_complete = False
@@ -72,7 +72,7 @@ class Step:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check(self, call: Call, what: str = "") -> None:
-        """Raise UsageError, with the fix, if `call` is not legal now. what: a clause or noun that begins the text."""
+        """Raise UsageError if `call` is not legal now. what: first words of its text, for some calls."""
         if self._unsynced and call in (Call.STEP, Call.OPTIMIZER_STEP):
             raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
         if call is Call.BACKWARD and self._early and self.is_complete:
@@ -96,11 +96,12 @@ class Step:
         if self.phase is Phase.UPDATED:
             return UsageError(
                 f"{what} cannot drop the gradients of this step: backward has already updated units with them. Call "
-                'engine.step() first, or set infinity.update to "next_forward", so that backward updates nothing'
+                'engine.step() first, or set infinity.update to "next_forward", so that backward updates nothing.'
             )
         return UsageError(
             f"{what} was called after {self.micro_steps} of {self.accumulation} micro-batches of a step, whose "
-            "gradients are being summed; the step clears them itself. To drop them, call engine.drop_gradients()"
+            "gradients are being accumulated. Remove the call, since engine.step() clears the gradients itself. To "
+            "drop them, call engine.drop_gradients()."
         )
 
     def _too_many_backwards(self) -> UsageError:
@@ -114,12 +115,13 @@ class Step:
     def _without_gradients(self, what: str) -> UsageError:
         if self.phase is Phase.ACCUMULATING:
             return UsageError(
-                f"{what} holds no gradients, and {self.micro_steps} of {self.accumulation} micro-batches are in: call "
-                "backward for the others and engine.step() first, or drop them with engine.drop_gradients()"
+                f"{what} holds no gradients, but those of {self.micro_steps} of {self.accumulation} micro-batches are "
+                "collected: call backward for the others and engine.step() first, or drop them with "
+                "engine.drop_gradients()"
             )
         return UsageError(f"{what} holds no gradients: make it after engine.step(), not between backward and step")
 
-    # -- moves -------------------------------------------------------------------------------------------------------
+    # -- transitions -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -134,7 +136,7 @@ class Step:
         self.is_last_micro_step = self.micro_steps + 1 >= self.accumulation and not self._unsynced
 
     def end_backward(self, *, counts: bool) -> None:
-        """Count a backward that ended. counts: it left gradients; `torch.autograd.grad` leaves none."""
+        """Count a backward that ended. counts: it produced gradients; `torch.autograd.grad` produces none."""
         self.micro_steps += counts
         self.is_complete = self.is_complete or (counts and self.is_last_micro_step)
         self.scaled.end(counts=counts)
@@ -143,7 +145,7 @@ class Step:
         self.updated.update(units)
 
     def end(self) -> None:
-        """End the step: its gradients were passed to updates, or dropped."""
+        """Reset the state after the step's gradients were passed to updates or dropped."""
         self.micro_steps = 0
         self.updated = set()
         self.is_complete = False
@@ -154,8 +156,8 @@ def changed_during_update(group: int, names: str) -> UsageError:
     """Return the error for hyper-parameters `names` of a param_group that changed after backward had updated units."""
     return UsageError(
         f"{names} of param_group {group} changed between backward and engine.step(), and backward has already updated "
-        "units with the values before. Change them before backward or after engine.step(), or set infinity.update to "
-        '"next_forward", which changes nothing before engine.step(). To go on, set them back.'
+        "units with the old values. Change them before backward or after engine.step(), or set infinity.update to "
+        '"next_forward", which changes nothing before engine.step(). To continue, restore the old values.'
     )
 
 
@@ -163,13 +165,13 @@ def unscaled_loss(unscaled: int, micro_steps: int, scale: float) -> UsageError:
     """Return the error for gradients without the loss scale of fp16."""
     return UsageError(
         f"{unscaled} of {micro_steps} backwards of this step started from a loss that was not scaled by {scale:g}, as "
-        "fp16 needs; the gradients were dropped. Call engine.backward(loss), or engine.scale(loss).backward()"
+        "fp16 requires, and the gradients were dropped. Call engine.backward(loss) or engine.scale(loss).backward()."
     )
 
 
 def after_a_failed_backward() -> UsageError:
     """Return the error for `optimizer.step()` after a backward that an exception cut short."""
     return UsageError(
-        "optimizer.step() was called after a backward that failed: its gradients are incomplete. Call the model again, "
-        "which drops them, then backward and step"
+        "optimizer.step() was called after a backward that failed, so its gradients are incomplete. Call the model "
+        "again, which drops them, then backward and step."
     )

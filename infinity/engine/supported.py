@@ -1,4 +1,4 @@
-"""Rejects models that an engine cannot train: wrappers, scripts, lazy modules, and objects that are no nn.Module."""
+"""Rejects models that an engine cannot manage: wrappers, TorchScript, lazy modules, and objects of other types."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_model(model: Any) -> None:
             owner = model.get_submodule(name.rpartition(".")[0])
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ModelError(
-                f"{kind} {name} of a {type(owner).__name__} has no shape before the first forward: run one on the "
-                "model, as model(*batch), before the engine takes it"
+                f"{kind} {name} of a {type(owner).__name__} has no shape before the first forward: run one, "
+                "model(*batch), before you pass the model to the engine"
             )
 
 
@@ -64,14 +64,14 @@ _INSTEAD = "An engine reduces gradients over ranks and shards states itself"
 _REFUSED: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
     (
         _is_script,
-        "TorchScript reads its parameters without Python, where an engine brings them in. Pass the module that was "
-        "scripted or traced.",
+        "TorchScript reads its parameters without the Python hooks in which an engine fetches them. Pass the module "
+        "that was scripted or traced.",
     ),
     (_is_wrapper, f"{_INSTEAD}: pass the module that it wraps (.module)."),
     (
         _is_fsdp,
-        f"{_INSTEAD} (zero_optimization.stage): pass the model as it was before FullyShardedDataParallel or "
+        f"{_INSTEAD} (zero_optimization.stage): pass the original model, without FullyShardedDataParallel or "
         "fully_shard.",
     ),
-    (_is_replicate, f"{_INSTEAD}: pass the model as it was before replicate()."),
+    (_is_replicate, f"{_INSTEAD}: pass the original model, without replicate()."),
 )

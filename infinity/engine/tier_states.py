@@ -24,7 +24,7 @@ _HALF = 1 << 16
 
 
 class TierStates:
-    """Moments and step counts of one engine. All ranks call its methods, between two steps."""
+    """Moments and step counts of one engine. Methods are collective, and called between two steps."""
 
     def __init__(
         self,
@@ -33,8 +33,9 @@ class TierStates:
         settle: Callable[[str], None],
         changing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """settle: brings all states to their tiers between two steps; its argument names what needs them. changing:
-        context manager that stops the engine if a transfer in it fails, since states are half replaced.
+        """settle: writes all states to their tiers, or raises if a step is incomplete; its argument begins the error's
+        text. changing: context manager that stops the engine if a transfer in it fails, since only some states are
+        replaced then.
         """
         self._parts = parts
         self._settle = settle
@@ -43,21 +44,23 @@ class TierStates:
         self._seed = config.infinity.seed
 
     def read(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Return parameter → `step` and moments, fp32 in host memory, whole on every rank; only those with states."""
+        """Return parameter → `step` and moments, fp32 in host memory, unsharded on every rank. Parameters without
+        states are left out.
+        """
         self._settle("a state_dict of the optimizer")
-        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        by_parameter: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for unit in self._trained():
-            found.update(self._read(unit))
+            by_parameter.update(self._read(unit))
             return_freed_memory()
-        return found
+        return by_parameter
 
-    def load(self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[SavedGroup]:
+    def load(self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> list[SavedGroup]:
         """Validate a state dict for an optimizer with `groups`, load its states into the engine, and return its groups.
 
         Raises errors on all ranks, before any change.
         """
         self._settle("a state_dict of the optimizer")
-        states, saved_groups = self._checked(groups, given)
+        states, saved_groups = self._checked(groups, state_dict)
         with self._changing():
             for unit in self._trained():
                 self._write(unit, states)
@@ -73,22 +76,22 @@ class TierStates:
         flats = states.read_shards(unit.layout)
         del flats["master"]  # part of the parameter, not in torch's state dicts
         states.complete(flats)
-        found = {}
+        by_parameter = {}
         for number, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.parameters, strict=True)):
-            kept = {kind.name: view(kind, slot, flats[kind.name]) for kind in states.kinds(unit.layout)[1:]}
-            moments = {name: model.whole(parameter, fp32_moment(name, kept)) for name in MOMENT_NAMES[self._rule]}
+            stored = {kind.name: view(kind, slot, flats[kind.name]) for kind in states.kinds(unit.layout)[1:]}
+            moments = {name: model.whole(parameter, fp32_moment(name, stored)) for name in MOMENT_NAMES[self._rule]}
             # torch's Adagrad creates its states at construction, other optimizers at the first update.
             if unit.steps[number] or self._rule == "adagrad" or any(moment.any() for moment in moments.values()):
-                found[parameter] = {"step": torch.tensor(float(unit.steps[number])), **moments}
-        return found
+                by_parameter[parameter] = {"step": torch.tensor(float(unit.steps[number])), **moments}
+        return by_parameter
 
-    def _write(self, unit: Unit, given: Mapping[nn.Parameter, SavedState]) -> None:
+    def _write(self, unit: Unit, saved_states: Mapping[nn.Parameter, SavedState]) -> None:
         states, layout = self._parts.states, unit.layout
         kinds = states.kinds(layout)[1:]
         flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
         steps = [0] * len(unit.parameters)
         for number, (slot, parameter) in enumerate(zip(layout.slots, unit.parameters, strict=True)):
-            saved = given.get(parameter)
+            saved = saved_states.get(parameter)
             if saved is None:
                 continue
             steps[number] = saved.step
@@ -103,9 +106,9 @@ class TierStates:
         unit.steps = steps
 
     def _checked(
-        self, groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]
+        self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
     ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
-        """Call `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank rejects its own."""
+        """Return `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank raises."""
         pairs = [pair for unit in self._parts.units for pair in zip(unit.parameters, unit.layout.slots, strict=True)]
         names = {id(parameter): slot.name for parameter, slot in pairs}
         trained = {id(parameter) for unit in self._trained() for parameter in unit.parameters}
@@ -114,19 +117,19 @@ class TierStates:
         states: dict[nn.Parameter, SavedState] = {}
         saved_groups: list[SavedGroup] = []
         try:
-            states, saved_groups = check_state_dict(self._rule, groups, names, trained, given)
+            states, saved_groups = check_state_dict(self._rule, groups, names, trained, state_dict)
         except Exception as caught:  # noqa: BLE001 - raised below, after the exchange with all ranks
             error = caught
         size = ranks.size * ranks.model.size
         if size > 1:
-            mine = 0 if error is not None else digest(states.values(), saved_groups)
-            halves = float(mine % _HALF), float(mine // _HALF)
+            checksum = 0 if error is not None else digest(states.values(), saved_groups)
+            halves = float(checksum % _HALF), float(checksum // _HALF)
             failed, *sums = ranks.totals(float(error is not None), *halves, *(half**2 for half in halves))
             if failed and error is None:
-                raise RanksError("another rank refuses the state dict of the optimizer: see its error")
+                raise RanksError("another rank rejected the optimizer's state dict: see that rank's error")
             # Cauchy-Schwarz: (Σx)² = n Σx² only if all ranks have the same x.
             if error is None and any(sums[k] ** 2 != size * sums[2 + k] for k in range(2)):
-                raise RanksError("ranks load different state dicts of the optimizer: pass the same one on every rank")
+                raise RanksError("ranks load different optimizer state dicts: pass the same one on every rank")
         if error is not None:
             raise error
         return states, saved_groups

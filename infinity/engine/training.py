@@ -100,8 +100,8 @@ class Engine(BaseEngine):
 
     @eager
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward on `loss` (a scalar) divided by gradient_accumulation_steps. A step's gradient is then the mean
-        over its micro-batches. A plain `loss.backward()` sums over them in every dtype, as in PyTorch; see `scale`.
+        """Run backward on `loss` (a scalar) divided by gradient_accumulation_steps, so that a step's gradient is the
+        mean over its micro-batches. A plain `loss.backward()` sums over them, as in PyTorch; see `scale`.
 
         Raises NonFiniteError on all ranks, before any change, if the loss is NaN or infinite. In fp16 such a loss
         counts as an overflow, and the step is skipped.
@@ -123,7 +123,7 @@ class Engine(BaseEngine):
     @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` × the fp16 loss scale / gradient_accumulation_steps, for loops that call `backward()`
-        themselves. `engine.scale(loss).backward()` leaves the gradients that `engine.backward(loss)` does.
+        themselves. `engine.scale(loss).backward()` produces the same gradients as `engine.backward(loss)`.
 
         Without it a plain `loss.backward()` sums the gradients of micro-batches, as in PyTorch. fp16 requires it:
         `step` raises UsageError for gradients that lack the loss scale. To sum in fp16, pass
@@ -138,8 +138,8 @@ class Engine(BaseEngine):
     def step(self) -> None:
         """Update the parameters and advance the lr scheduler if this was the last micro-batch of the step.
 
-        A step whose gradients overflowed (fp16) is skipped, and the scheduler does not advance. Raises UsageError
-        without a backward before it, or in a `no_sync` block.
+        A step whose gradients overflowed (fp16) is skipped, and the scheduler does not advance. Raises UsageError if no
+        backward preceded it, and in a `no_sync` block.
         """
         self._check_open()
         self._conclude_backward()
@@ -159,21 +159,20 @@ class Engine(BaseEngine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of all backwards in the block, without an update.
+        """Accumulate the gradients of all backwards in the block, without an update.
 
-        The first `step()` after the block with gradient_accumulation_steps micro-batches or more makes the update.
-        Losses are divided by gradient_accumulation_steps, regardless of the number of micro-batches.
+        The first `step()` after the block with at least gradient_accumulation_steps micro-batches updates. Losses are
+        divided by gradient_accumulation_steps, regardless of the number of micro-batches.
 
-        In stages 0 and 1 ranks exchange no gradients in the block; they exchange the sum with the next last micro-batch
-        of a step, or in `step()`. In stages 2 and 3 a rank stores only its shard of the sum, so each micro-batch is
-        reduced.
+        In stages 0 and 1 gradients are not reduced in the block; the sum is reduced with the last micro-batch of the
+        step, or in `step()`. In stages 2 and 3 a rank stores only its shard of the sum, so each micro-batch is reduced.
 
         Raises UsageError if gradient_accumulation_steps is 1, since no buffers for sums are allocated then.
         """
         if self.batch.accumulation == 1:
             raise UsageError(
-                "engine.no_sync() sums gradients over micro-batches, for which there is room only with accumulation: "
-                "set gradient_accumulation_steps to the number of micro-batches of a step"
+                "engine.no_sync() accumulates gradients over micro-batches, for which buffers are allocated only with "
+                "accumulation: set gradient_accumulation_steps to the number of micro-batches of a step"
             )
         with self._step.no_sync():
             yield
@@ -185,7 +184,7 @@ class Engine(BaseEngine):
             raise unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
 
     def _zero_grad(self) -> None:
-        """Action of `optimizer.zero_grad`: drop unused gradients. Raises UsageError within a step."""
+        """Drop unused gradients, for `optimizer.zero_grad`. Raises UsageError within a step."""
         if self.micro_steps == 0:
             return
         self._step.check(Call.ZERO_GRAD, "optimizer.zero_grad()")
@@ -199,7 +198,7 @@ class Engine(BaseEngine):
 
     @uninterrupted()
     def _update(self) -> None:
-        """Action of `optimizer.step`: turn the step's stored gradients into pending updates and end the step."""
+        """Turn the step's stored gradients into pending updates and end the step, for `optimizer.step`."""
         self._check_open()
         self._step.check(Call.OPTIMIZER_STEP)
         if self.parts.backward.conclude():
@@ -222,8 +221,8 @@ class Engine(BaseEngine):
             parts.store.prefetch()
 
     def _step_hypers(self) -> list[Hyper]:
-        """Return the present hyper-parameters. Raises UsageError if backward has updated units with other values, since
-        the result would differ from a plain loop.
+        """Return the present hyper-parameters. Raises UsageError if backward has updated units with other values, which
+        would differ from a plain loop.
         """
         present = self.optimizer.hypers()
         if self._step.updated:
@@ -234,8 +233,8 @@ class Engine(BaseEngine):
         return present
 
     def _make_due(self) -> bool:
-        """Turn stored gradients into pending updates, and start those of units in a buffer. Returns False if they
-        overflowed and the step is skipped.
+        """Turn stored gradients into pending updates, and start those of units that are in a buffer. Return False if
+        the gradients overflowed and the step is skipped.
         """
         parts = self.parts
         gradients, store = self.updates.gradients, parts.store
@@ -266,7 +265,7 @@ class Engine(BaseEngine):
         return True
 
     def _skip(self) -> None:
-        """Drop the step's gradients, which overflowed in fp16. Changes only the loss scale and the counters."""
+        """Drop the step's gradients, which overflowed in fp16, and adjust the loss scale and the counters."""
         self.updates.gradients.settle()
         self._end_step()
         self.global_steps += 1
@@ -290,9 +289,9 @@ class Engine(BaseEngine):
             ranks = self.ranks.size * self.ranks.model.size
             raise NonFiniteError(
                 f"the loss is {loss.item()} in step {self.global_steps + 1} (on {bad:.0f} of {ranks} ranks). "
-                "Nothing was updated by this step: lower the learning rate, set gradient_clipping, or look at this "
-                "batch. Code that bypasses __torch_function__ (torch.vmap, torch.tensor, TorchScript) reads NaN from "
-                "weights: give it weight.clone()."
+                "This step updated nothing: lower the learning rate, set gradient_clipping, or inspect this batch. "
+                "Code that bypasses __torch_function__ (torch.vmap, torch.tensor, TorchScript) reads NaN from weights: "
+                "pass weight.clone() to it."
             )
 
     def _check_norm(self, norm: float) -> None:
@@ -305,21 +304,21 @@ class Engine(BaseEngine):
         if spent:
             self._refuse()
         raise NonFiniteError(
-            f"the gradient norm is {norm} in step {self.global_steps + 1}. Nothing was updated by this step: lower the "
-            "learning rate, or look at this batch."
+            f"the gradient norm is {norm} in step {self.global_steps + 1}. This step updated nothing: lower the "
+            "learning rate, or inspect this batch."
         )
 
     def _check_refused(self, refused: float) -> None:
-        """Raise NonFiniteError if updates during backward skipped units. refused: their number over all ranks."""
+        """Raise NonFiniteError if updates during backward skipped units. refused: number of them over all ranks."""
         if refused:
             self._refuse()
 
     def _refuse(self) -> None:
-        names = ", ".join(self.updates.pipeline.refused) or "of another rank"
-        self._broken = f"a gradient was NaN or infinite, found while its step's other units were updated ({names})"
+        names = ", ".join(self.updates.pipeline.refused) or "on another rank"
+        self._broken = f"a gradient was NaN or infinite ({names}) after other units were updated in the same step"
         raise NonFiniteError(
-            f"{self._broken}. Load the last checkpoint; lower the learning rate, set gradient_clipping, or set "
-            'infinity.update to "next_forward", which looks at all gradients first.'
+            f"{self._broken}. Load the last checkpoint, and lower the learning rate, set gradient_clipping, or set "
+            'infinity.update to "next_forward", which checks all gradients before the first update.'
         )
 
     # -- callbacks of the hooks --------------------------------------------------------------------------------------
@@ -396,14 +395,14 @@ class Engine(BaseEngine):
         *,
         background: bool = False,
     ) -> Path:
-        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit. Returns its folder.
+        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit, and return its folder.
 
-        `latest` names the checkpoint once it is complete. All ranks call it, between two steps.
+        The file `latest` is updated once the checkpoint is complete. Collective; call it between two steps.
 
-        background: return at once and write the present states while training continues. Updates of units not yet read
-        wait for the read. `engine.saving` reports completion. The next save, a load and `close` wait for it. If it
-        fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
-        `close`; training may continue.
+        background: return at once, and write the present states while training continues. Updates of a unit wait until
+        its states have been read. `engine.saving` reports completion; the next save, a load and `close` wait for it.
+        If it fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
+        `close`. Training may continue then.
         """
         self._check_between_steps("a checkpoint")
         self._check_open()
@@ -414,7 +413,7 @@ class Engine(BaseEngine):
 
     @property
     def saving(self) -> Saving | None:
-        """The last checkpoint started with `background=True`: `done()`, and `wait()`, which all ranks call."""
+        """The last save started with `background=True`, or None. Its `wait()` is collective."""
         return self.updates.saver.last
 
     def _finish_saving(self) -> None:
@@ -428,9 +427,9 @@ class Engine(BaseEngine):
     ) -> tuple[Path, dict[str, Any]]:
         """Load directory/tag (default: the checkpoint named by `latest`), saved with any ranks, tiers or units.
 
-        verify: first read all files once to compare their checksums. load_rng: also restore the random-number
-        generators of torch, Python and numpy, if the number of ranks is the same. Returns the checkpoint's path and its
-        client_state. Raises CheckpointError, before any change, if it is missing, damaged or of another model.
+        Returns the checkpoint's path and its client_state. verify: first read all files once to compare their
+        checksums. load_rng: also restore the RNG states of torch, Python and numpy, if the number of ranks is the same.
+        Raises CheckpointError, before any change, if the checkpoint is missing, damaged or of another model.
         """
         self.updates.saver.join()
         self._check_open()
@@ -466,7 +465,7 @@ class Engine(BaseEngine):
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Drop the step's gradients, even if units were updated with them. The caller must then replace every state or
+        """Drop the step's gradients, even if units were updated with them; the caller must then replace all states or
         stop the engine.
         """
         self.updates.collector.discard()
@@ -479,7 +478,7 @@ class Engine(BaseEngine):
         self.settle()
 
     def _check_between_steps(self, what: str) -> None:
-        """Raise UsageError between backward and step. what: a noun that begins the error's text."""
+        """Raise UsageError between backward and step. what: first words of the error's text."""
         self._step.check(Call.STATES, what)
 
     def _restore(self, index: Index) -> None:
@@ -492,10 +491,10 @@ class Engine(BaseEngine):
         if index.loss_scale is not None:
             self.loss_scale.load_state_dict(index.loss_scale)
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
-        """Finish a background checkpoint, then close as `BaseEngine.close` describes."""
+        """Finish a background save, then close; see `BaseEngine.close`."""
         if os.getpid() != self._process:
             return
         for handle in self._watches:

@@ -1,4 +1,4 @@
-"""Makes the jobs that update units, and starts them during backward."""
+"""Creates the jobs that update units, and starts them during backward."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from infinity.update.job import Gradient, UpdateJob
 
 
 class Updater:
-    """Updates of one engine's units. check_nan: refuse non-finite gradients during backward."""
+    """Creates the updates of one engine's units. check_nan: skip units with non-finite gradients during backward."""
 
     def __init__(self, store: UnitStore, gradients: GradStore, ranks: Communicator, *, check_nan: bool) -> None:
         self.hypers: Sequence[Hyper] = ()
-        """Hyper-parameters, by param_group, of the present backward."""
+        """Hyper-parameters of the present backward, one entry per param_group."""
         self._store = store
         self._gradients = gradients
         self._ranks = ranks
         self._check_nan = check_nan
 
     def job(self, unit: Unit, hypers: Sequence[Hyper], scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
-        """Return a unit's update of this step. gradient: None if it is read from its tier."""
+        """Return the job that updates `unit` in this step. gradient: None to read it from its tier."""
         slots, rank = self._gradients.slots, self._ranks.shard_rank
         return UpdateJob(
             unit.layout,

@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from a plan: opens tiers, streams the values in, and connects the parts."""
+"""Builds the parts of an engine from a plan: opens tiers, streams values in, and connects the parts."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def plan_model(
     train: bool = True,
     dtype: torch.dtype | None = None,
 ) -> tuple[Plan, ModelUnits]:
-    """Discover the units of `model` and plan an engine. Arguments as of `make_plan`; groups: param_groups."""
+    """Discover the units of `model`, and return the engine's plan and the units. Other arguments: see `make_plan`."""
     ranks.model = TensorParallelMesh.of(model, ranks.replicas)
     if train and ranks.model.size > 1 and config.infinity.moments == "8bit":
         raise ConfigError(
-            'infinity.moments is "8bit", whose blocks of 256 would not be those of the whole parameter, which tensor '
-            'parallelism divides: use "bf16" or "fp32"'
+            'infinity.moments is "8bit", whose blocks of 256 elements would straddle the shards of tensor parallelism: '
+            'use "bf16" or "fp32"'
         )
     units = discover_model(
         model,
@@ -72,13 +72,13 @@ def assemble(
     config: Config,
     groups: Sequence[dict[str, object]],
     plan: Plan,
-    found: ModelUnits,
+    model_units: ModelUnits,
     device: Device,
     ranks: Communicator,
 ) -> EngineParts:
-    """Build the parts for `model`, and move its values to their tiers. Nothing stays allocated after an error.
+    """Build the parts for `model`, and move its values to their tiers. Releases everything after an error.
 
-    Ranks compare their configs, plans and groups before anything is allocated.
+    Collective: ranks compare their configs, plans and groups before anything is allocated.
     """
     check_aliases(model)
     make_buffers(model)
@@ -93,10 +93,11 @@ def assemble(
     tiers = open_tiers(plan, device, ranks.rank)
     try:
         states = UnitStates(plan.placement, tiers, plan.policy.states, plan.policy.tile_size, ranks, device)
-        units = stream_in(model, found.in_order(plan.units), plan.units, states, ranks, device.torch_device)
+        in_order = model_units.in_order(plan.units)
+        units = stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         share_buffers(model, ranks)
         move_buffers(model, device.torch_device)
-        return wire(plan, config, units, found, tiers, states, device, ranks)
+        return wire(plan, config, units, model_units, tiers, states, device, ranks)
     except BaseException:
         for tier in tiers.values():
             tier.close()
@@ -107,13 +108,13 @@ def wire(
     plan: Plan,
     config: Config,
     units: Sequence[Unit],
-    found: ModelUnits,
+    model_units: ModelUnits,
     tiers: dict[str, Tier],
     states: UnitStates,
     device: Device,
     ranks: Communicator,
 ) -> EngineParts:
-    """Connect the parts of an engine. The only place where one part is given to another."""
+    """Connect the parts of an engine. This is the only function that passes one part to another."""
     pools = Pools(plan.own_pools, device, tiers.values(), debug=config.infinity.debug)
     backward = BackwardTracker()
     scope = Scope(SavedTensors(backward.notice))
@@ -137,7 +138,7 @@ def wire(
         gradients = GradStore(ranks, buffers)
         kernel = partial(update_run, seed=config.infinity.seed, threads=config.infinity.adam_threads)
         pipeline = UpdatePipeline(_update_buffers(plan, tiers, pools, device), kernel)
-        collector: GradCollector  # bound below: the store reports to it, and it passes gradients on to the store
+        collector: GradCollector  # assigned below, since store and collector refer to each other
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
         updater = Updater(store, gradients, ranks, check_nan=config.infinity.check_nan)
         early = updater if plan.update == "during_backward" else None
@@ -152,7 +153,7 @@ def wire(
         pools=pools,
         store=store,
         backward=backward,
-        units_of_module={module: [units[i] for i in indices] for module, indices in found.needed.items()},
+        units_of_module={module: [units[i] for i in indices] for module, indices in model_units.needed.items()},
         unit_of={id(p): unit for unit in units for p in unit.parameters},
         states=states,
         training=training,

@@ -1,1 +1,1 @@
-"""Compiled modules: asynchronous file I/O, Adam and CUDA kernels."""
+"""Compiled modules: asynchronous file I/O, and optimizer steps on CPU and CUDA."""

@@ -1,12 +1,12 @@
-"""Optimizer steps over flat arrays in a CUDA device's memory (native, `csrc/adam/cuda/`). Built where nvcc is found.
+"""Optimizer steps over flat arrays in a CUDA device's memory (native, `csrc/adam/cuda/`). Built if nvcc is found.
 
-The functions of `infinity.native._adam`, with the same arguments, definitions and bits, but: arrays are given by their
-address on the device, `device` is its number and `stream` a cudaStream_t of it as an integer (0: the default stream).
-Kernels are put on the stream and nothing is waited for, so the memory has to stay as it is until they are done;
-whether an address is one of the device's is not checked. Nothing is allocated.
+The functions are those of `infinity.native._adam`, with the same arguments, definitions and bits, except: arrays are
+passed as device addresses, `device` is the device's number, and `stream` is its cudaStream_t as an integer (0: the
+default stream). Functions launch kernels and return without synchronization, so the memory must stay valid and
+unchanged until the kernels are done. They allocate nothing, and do not check that addresses are on the device.
 
-Arguments that cannot be right raise ValueError and touch nothing, what CUDA refuses raises RuntimeError in CUDA's
-words. Importing asks nothing of CUDA and works without a device, a driver and a toolkit.
+Invalid arguments raise ValueError before any launch. Errors of CUDA raise RuntimeError with CUDA's text. Importing the
+module does not initialize CUDA, and works without a device, a driver and a toolkit.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from collections.abc import Sequence
 from infinity.native._adam import DType, Format, MomentFormat, Rule
 
 ARCHITECTURES: list[str]
-"""What is in the file, oldest first: machine code ("sm_80", for every 8.x from it on) and PTX ("compute_90", for
+"""Compiled architectures, oldest first: machine code ("sm_80", for 8.x devices from it on) and PTX ("compute_90", for
 every later device)."""
 TOOLKIT: str
-"""The version of nvcc that compiled it."""
+"""Version of the nvcc that compiled the module."""
 SUM_TILE: int
 """Elements per tile of a sum of squares: 4096."""
 
 def device_count() -> int:
-    """Devices of this process; 0 without a driver."""
+    """Return the number of devices of this process; 0 without a driver."""
 
 def refusal() -> str:
-    """What CUDA says if there is no device, else nothing."""
+    """Return CUDA's error if there is no device; "" otherwise."""
 
 def compute_capability(device: int) -> int:
-    """10 * major + minor."""
+    """Return 10 * major + minor."""
 
 def update(
     rule: Rule,
@@ -58,9 +58,9 @@ def update(
     device: int,
     stream: int,
 ) -> None:
-    """One step of `rule` on n elements, in place: see `_adam.update`.
+    """Perform one step of `rule` on n elements, in place; see `_adam.update`.
 
-    Fastest if all addresses but those of scales are multiples of four elements.
+    Fastest if all addresses except those of scales are aligned to four elements.
     """
 
 def sum_of_squares(
@@ -76,10 +76,10 @@ def sum_of_squares(
     device: int,
     stream: int,
 ) -> None:
-    """initial + sum of (scale * x)^2, to the double at `out`: see `_adam.sum_of_squares`.
+    """Write initial + sum of (scale * x)^2 to the double at `out`; see `_adam.sum_of_squares`.
 
-    tiles: memory for ceil(n / SUM_TILE) doubles. initial_at: the address of a double that is taken for `initial`,
-    which may be `out`.
+    tiles: address of ceil(n / SUM_TILE) doubles of scratch memory. initial_at: address of a double used in place of
+    `initial`; may be `out`.
     """
 
 def split(master: int, param: int, remainder: int, n: int, *, device: int, stream: int) -> None:

@@ -1,1 +1,1 @@
-"""Models and the pieces of models."""
+"""Layers and losses."""

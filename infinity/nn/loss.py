@@ -1,4 +1,4 @@
-"""Cross entropy of tokens that needs little memory beside the logits."""
+"""Cross entropy of tokens, with little memory in addition to the logits."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 22
-"""Logits converted to fp32 at a time: 16 MiB."""
+"""Logits converted to fp32 at a time, 16 MiB."""
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """Keeps the logits and one number a row; their fp32 copy and the softmax exist for one chunk of rows only.
+    """Saves the logits and one number per row; computes the fp32 copy and the softmax in chunks of rows.
 
-    For logits of n bytes in bf16, `F.cross_entropy(logits.float(), ...)` needs 7 n more at its peak (an fp32 copy, its
-    log-softmax, the gradient in fp32 and in bf16); this needs n, the gradient.
+    For bf16 logits of n bytes, `F.cross_entropy(logits.float(), ...)` allocates 7 n more at its peak (an fp32 copy, its
+    log-softmax, the gradient in fp32 and in bf16). This allocates n, for the gradient.
     """
 
     @staticmethod
@@ -54,12 +54,13 @@ def _rows(logits: Tensor) -> int:
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Mean cross entropy in nats, fp32, of `logits` (..., V) in any float dtype against `targets` (...) int64.
+    """Return the mean cross entropy in nats, fp32 (), of `logits` (..., V) and int64 `targets` (...).
 
-    A target equal to `ignore_index` is not counted; the mean over no target at all is NaN, as in torch.
+    `logits` may have any float dtype. Targets equal to `ignore_index` are not counted. The mean over
+    no targets is NaN, as in torch.
     """
     flat_logits, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    if logits.dtype == torch.float32 and flat_logits.numel() <= CHUNK_ELEMENTS:  # nothing to save
+    if logits.dtype == torch.float32 and flat_logits.numel() <= CHUNK_ELEMENTS:  # one chunk
         return F.cross_entropy(flat_logits, flat_targets, ignore_index=ignore_index)
     loss: Tensor = _TokenCrossEntropy.apply(flat_logits, flat_targets, ignore_index)  # type: ignore[no-untyped-call]
     return loss

@@ -1,7 +1,7 @@
 """The trace: the order in which a step uses units, recorded while it runs.
 
-It is a hint, never a contract: a step that departs from it is served on demand and recorded anew. Each use and each
-query for the next use takes constant time, whatever the length of the trace and the number of units.
+The trace is only a hint: if a step deviates from it, units are fetched on demand and the trace is recorded again. Each
+use and each query for the next use takes constant time, independent of the length of the trace and the number of units.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PARTS = "parts"
 """Kind of a cycle without a forward of the root: the loop called parts of the model directly."""
 
 LONGEST = 1 << 18
-"""Most uses recorded in a cycle. A longer cycle leaves no trace, since its memory would grow with its length."""
+"""Largest number of uses recorded in a cycle, which bounds its memory. A longer cycle leaves no trace."""
 
 AHEAD = 32
-"""Most units that `upcoming` returns, however small they are."""
+"""Largest number of units that `upcoming` returns."""
 
 _HEAD = -1
 
@@ -32,7 +32,7 @@ class Trace:
         self.following = [0] * len(uses)
         """Position of a use → position of the next use of the same unit; from `len(uses)` on, in the next cycle."""
         self.behind = [_HEAD] * len(uses)
-        """Position of a use → the unit that precedes the used one in the order of next uses; `_HEAD`: none."""
+        """Position of a use → the unit that precedes the used unit in the order of next uses; `_HEAD` if none does."""
         self.first: dict[int, int] = {}
         """unit → position of its first use in the cycle, in ascending order."""
         self._last: dict[int, int] = {}
@@ -43,7 +43,7 @@ class Trace:
 
     def _link(self) -> None:
         """Fill `following` and `behind`, backwards through the cycle. Before a use, its unit is first in the order of
-        next uses; after it, the unit is at the place recorded here.
+        next uses; after it, the unit follows the recorded unit.
         """
         order = _Order(self.first)
         later = {unit: len(self.uses) + position for unit, position in self.first.items()}
@@ -72,7 +72,7 @@ class _Order:
         self.after[last], self._before[_HEAD] = _HEAD, last
 
     def to_front(self, unit: int) -> int:
-        """Move `unit` to the front. Returns the unit that was before it."""
+        """Move `unit` to the front, and return the unit that preceded it."""
         before, after = self._before[unit], self.after[unit]
         self.after[before], self._before[after] = after, before
         self._insert(unit, _HEAD)
@@ -111,7 +111,7 @@ class Walk:
         return self.position == len(self.trace.uses)
 
     def follow(self, unit: int) -> bool:
-        """Advance if the trace uses `unit` here. Returns False if it does not."""
+        """Advance and return True if the trace uses `unit` at this position; otherwise return False."""
         position, trace = self.position, self.trace
         if position == len(trace.uses) or trace.uses[position] != unit:
             return False
@@ -121,15 +121,15 @@ class Walk:
         return True
 
     def next_use(self, unit: int) -> float:
-        """Number of uses from here until `unit` is used, continuing into the next cycle; inf if it never is."""
+        """Return the number of uses until `unit` is used, continuing into the next cycle; inf if it never is."""
         return self._next.get(unit, inf) - self.position
 
     def uses_again(self, unit: int) -> bool:
-        """True if this cycle uses `unit` here or later."""
+        """Return True if this cycle uses `unit` at this position or later."""
         return self._next.get(unit, inf) < len(self.trace.uses)
 
     def upcoming(self) -> Iterator[int]:
-        """The distinct units that follow, nearest first, going round once."""
+        """Return the distinct units in the order of their next uses, wrapping into the next cycle."""
         return iter(self._order)
 
 
@@ -149,19 +149,20 @@ class Tracer:
         self.recency: dict[int, int] = {}
 
     def begin(self, kind: str) -> None:
-        """A new cycle starts; the one before becomes the trace of its kind if it departed from what was known."""
+        """Start a new cycle. The previous one becomes the trace of its kind if it deviated from the known trace."""
         self._settle()
         self._begun = True
         self._start(kind)
 
     def end_step(self) -> None:
-        """Note the end of a step. It counts as a cycle if none began in it: the loop called parts of the model only."""
+        """Record the end of a step. It counts as a cycle if none began in it, since the loop called only parts of the
+        model."""
         if not self._begun:
             self.begin(PARTS)
         self._begun = False
 
     def forget(self) -> None:
-        """The cycle was cut short by an exception: what it recorded is no trace."""
+        """Discard the recorded uses of a cycle that an exception cut short."""
         self._start("")
 
     def _start(self, kind: str) -> None:
@@ -179,7 +180,7 @@ class Tracer:
             self._traces[self._kind] = Trace(self._recorded, self._counts)
 
     def touch(self, unit: int) -> bool:
-        """`unit` is used now. Returns whether that is news, False for one more use of the last unit."""
+        """Record a use of `unit`. Return False for a consecutive repeat."""
         self._counts[unit] = self._counts.get(unit, 0) + 1
         if unit == self.last:
             return False
@@ -193,7 +194,7 @@ class Tracer:
         return True
 
     def known(self, kind: str) -> Trace:
-        """The trace of that kind, or what of it has been recorded; empty if there is neither."""
+        """Return the trace of `kind`, or the uses recorded so far of its first cycle; may be empty."""
         for name in (kind, PARTS):
             if name in self._traces:
                 return self._traces[name]
@@ -201,17 +202,17 @@ class Tracer:
 
     @property
     def follows(self) -> bool:
-        """Whether a trace is known and this cycle has kept to it so far."""
+        """True if a trace is known and this cycle has followed it so far."""
         return self._walk is not None
 
     def next_use(self, unit: int) -> float:
-        """How far the next use is; without a trace, the longest unused counts as the furthest."""
+        """Return the number of uses until the next use of `unit`; without a trace, the number since its last (LRU)."""
         if self._walk is not None:
             return self._walk.next_use(unit)
         return self.clock - self.recency.get(unit, 0)
 
     def finished_with(self, unit: int) -> bool:
-        """Whether this cycle has used `unit` exactly as often as the trace did, consecutive repeats included.
+        """Return True if this cycle has used `unit` exactly as often as the trace, consecutive repeats included.
 
         False without a trace.
         """
@@ -221,9 +222,9 @@ class Tracer:
         return self._counts.get(unit, 0) == walk.trace.counts.get(unit, 0)
 
     def passed(self, unit: int) -> bool:
-        """Whether this cycle uses `unit` no more, by the trace. False without a trace."""
+        """Return True if the trace has no further use of `unit` in this cycle. False without a trace."""
         return self._walk is not None and not self._walk.uses_again(unit)
 
     def upcoming(self) -> Iterator[int]:
-        """The next `AHEAD` distinct units, nearest first."""
+        """Return the next `AHEAD` distinct units, nearest first."""
         return iter(()) if self._walk is None else islice(self._walk.upcoming(), AHEAD)

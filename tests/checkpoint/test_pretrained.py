@@ -144,7 +144,9 @@ def test_a_shared_parameter_may_have_any_of_its_names(tmp_path: Path) -> None:
     with engine_of(model) as engine:
         assert same(engine.state_dict(), full)
     written(disturbed(lambda: Stack(tied=True)), tmp_path, head__weight=torch.zeros_like(full["head.weight"]))
-    with pytest.raises(CheckpointError, match=r"embedding\.weight and head\.weight differ, and are one in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"embedding\.weight and head\.weight differ, and are one parameter in the model"
+    ):
         infinity.load_pretrained(on_meta(lambda: Stack(tied=True)), tmp_path)
 
 

@@ -35,9 +35,9 @@ def test_the_queue_depth_that_was_granted_is_shown(folder: Path) -> None:
     result = run(*bench, "--json")
     facts = json.loads(result.stdout)
     assert (facts["queue_depth"], facts["queue_depth_asked"]) == (2, 4)
-    assert [line for line in result.stderr.splitlines() if "granted a queue depth of 2, not 4" in line]
+    assert [line for line in result.stderr.splitlines() if "granted a queue depth of 2 instead of 4" in line]
     assert len(result.stderr.splitlines()) == 1
-    assert "2 in flight (4 asked for) on 1 thread" in run(*bench).stdout
+    assert "2 in flight (4 requested) on 1 thread" in run(*bench).stdout
 
 
 @pytest.mark.usefixtures("short_of_slots")
@@ -85,7 +85,7 @@ def test_pictures_are_checked_before_the_sweep(folder: Path, tmp_path: Path, mon
     refused(2, "sweep.foo must end in one of .", *tune, "--plot", tmp_path / "sweep.foo")
     refused(2, "sweep must end in one of .", *tune, "--plot", tmp_path / "sweep")
     same = tmp_path / "same.png"
-    refused(2, "name two files", *tune, "--plot", same, "--out", f"{tmp_path}/./same.png")
+    refused(2, "pass two different files", *tune, "--plot", same, "--out", f"{tmp_path}/./same.png")
 
 
 @pytest.mark.usefixtures("small_space")
@@ -142,7 +142,7 @@ def test_no_figure_is_cut(
 def test_memory_is_no_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.cli.paths.file_system", lambda path: "tmpfs")
     result = run("aio-bench", "--path", folder, *SMALL, "--runs", "1", "--json")
-    assert f"note: {folder} is on tmpfs: that is memory, not a drive" in result.stderr.splitlines()[0]
+    assert f"note: {folder} is on tmpfs, which is memory" in result.stderr.splitlines()[0]
 
 
 @pytest.mark.parametrize(

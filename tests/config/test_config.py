@@ -155,7 +155,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"train_batch_size": "auto"}, 'train_batch_size: "auto" is not supported; write a value'),
+        ({"train_batch_size": "auto"}, 'train_batch_size: "auto" is not supported; set a value'),
         ({"train_batch_size": 0}, "train_batch_size: must be at least 1, not 0"),
         ({"train_batch_size": 1.5}, "train_batch_size: must be a whole number, not 1.5"),
         ({"train_batch_size": True}, "train_batch_size: must be a number, not true"),
@@ -175,7 +175,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ),
         (
             {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
-            "optimizer.params: nesterov is true: give a momentum, and leave dampening out",
+            "optimizer.params: nesterov is true: set momentum above 0, and leave dampening out",
         ),
         ({"infinity": {"moments": "8-bit"}}, 'infinity.moments: must be "fp32", "bf16" or "8bit", not "8-bit"'),
         ({"optimizer": {"params": {"lr": "1e-3"}}}, 'optimizer.params.lr: must be a number, not "1e-3"'),
@@ -213,7 +213,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ),
         (
             {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ["/a/b", "/c", "/a/../a/b/"]}}},
-            'nvme_path: names one folder twice, as "/a/b" and "/a/../a/b"; name each drive\'s folder once',
+            'nvme_path: lists one folder twice, as "/a/b" and "/a/../a/b"; list each drive\'s folder once',
         ),
         ({"scheduler": {"type": "Cosine"}}, 'scheduler.type: must be "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR"'),
         ({"scheduler": {"params": {}}}, "scheduler.type: is missing"),
@@ -222,13 +222,13 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
             {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 9}}},
             "scheduler.params: warmup_num_steps (9) is more than total_num_steps (5)",
         ),
-        ({"aio": {"block_size": "1M"}}, "aio.block_size: '1M' ends in 'M', which is no unit of size"),
+        ({"aio": {"block_size": "1M"}}, "aio.block_size: '1M' ends in 'M', which is not a unit of size"),
         ({"aio": {"block_size": 5000}}, "aio.block_size: must be a multiple of 4096 bytes, such as 4096"),
         ({"aio": {"queue_depth": 0}}, "aio.queue_depth: must be at least 1, not 0"),
         ({"aio": {"thread_count": 65}}, "aio.thread_count: must be at most 64, not 65"),
         (
             {"aio": {"thread_count": 4, "intra_op_parallelism": 1}},
-            "aio: thread_count (4) is another name of intra_op_parallelism (1), and they differ: give one of them",
+            "aio: thread_count (4) is an alias of intra_op_parallelism (1), and they differ: set only one of them",
         ),
         (
             {"aio": {"single_submit": True}},
@@ -251,9 +251,12 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"data_types": {"grad_accum_dtype": None}}, "data_types.grad_accum_dtype: must be"),
         (
             {"bf16": {"enabled": True}, "communication_data_type": "float16"},
-            'communication_data_type is "fp16", in which gradients without a loss scale vanish below 6e-8',
+            'communication_data_type is "fp16", in which unscaled gradients underflow below 6e-8',
         ),
-        ({"data_types": {"grad_accum_dtype": "fp16"}}, 'data_types.grad_accum_dtype is "fp16", in which gradients'),
+        (
+            {"data_types": {"grad_accum_dtype": "fp16"}},
+            'data_types.grad_accum_dtype is "fp16", in which unscaled gradients',
+        ),
         ([], "a configuration is a dict or the path of a JSON file, not list"),
     ],
 )
@@ -301,7 +304,7 @@ def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "other").symlink_to("disk")
     paths = [str(tmp_path / "disk"), str(tmp_path / "other")]
-    assert "names one folder twice" in refusal(zero("nvme", "none", paths, None))
+    assert "lists one folder twice" in refusal(zero("nvme", "none", paths, None))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +354,7 @@ def test_a_file_that_is_no_json_is_named_with_line_and_column(tmp_path: Path) ->
     [
         (b"[1]", "must hold one JSON object, { … }, not a list"),
         (b"\xff\xfe", "is not UTF-8 text: byte 0 is 0xff"),
-        (b'{"aio": {"queue_depth": 1, "queue_depth": 2}}', "the key queue_depth is there twice"),
+        (b'{"aio": {"queue_depth": 1, "queue_depth": 2}}', "the key queue_depth is duplicated"),
         (b'{"aio": {"queue_depth": 0}}', "aio.queue_depth: must be at least 1, not 0"),
     ],
 )
@@ -402,8 +405,8 @@ def test_two_batch_sizes_or_one_give_the_rest(
         ((3, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 3"),
         ((1, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 1"),
         ((2, 4, None), 1, "4 × 1 × 1 = 4, and train_batch_size is 2"),
-        ((None, None, 3), 1, "give train_micro_batch_size_per_gpu"),
-        ((None, None, None), 1, "give train_micro_batch_size_per_gpu"),
+        ((None, None, 3), 1, "set train_micro_batch_size_per_gpu"),
+        ((None, None, None), 1, "set train_micro_batch_size_per_gpu"),
     ],
 )
 def test_batch_sizes_that_do_not_multiply_are_shown(

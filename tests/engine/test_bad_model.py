@@ -65,7 +65,7 @@ def test_a_lazy_model_that_ran_once(tmp_path: Path) -> None:
 
 @BEGIN
 def test_an_engine_as_model(begin: Any, tmp_path: Path) -> None:
-    said = r"model is an engine already: infinity\.init.* takes the nn\.Module"
+    said = r"model is already an engine, and infinity\.init.* takes an nn\.Module"
     with infinity.initialize(seeded(Stack), raw(tmp_path), **CPU)[0] as engine, pytest.raises(ModelError, match=said):
         begin(engine, raw(tmp_path), **CPU)
     with infinity.init_inference(seeded(Stack), raw(tmp_path), **CPU) as engine, pytest.raises(ModelError, match=said):
@@ -183,7 +183,7 @@ def test_json_by_another_name(begin: Any, tmp_path: Path) -> None:
 
 @BEGIN
 def test_what_is_no_path_of_a_file(begin: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder: give the path of the JSON file in it"):
+    with pytest.raises(ConfigError, match="is a folder: pass the path of the JSON file in it"):
         begin(seeded(Stack), tmp_path, **CPU)
     with pytest.raises(ConfigError, match=r"not a string of JSON: pass json\.loads"):
         begin(seeded(Stack), json.dumps(raw(tmp_path)), **CPU)

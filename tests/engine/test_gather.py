@@ -159,7 +159,7 @@ def test_what_cannot_be_accessed() -> None:
             infinity.get_full_optimizer_state(weight, "momentum_buffer")
         with pytest.raises(UsageError, match=r"embedding.weight has shape .*, the value \[3\]"):
             infinity.set_full_fp32_param(weight, torch.zeros(3))
-        with pytest.raises(UsageError, match="give a rank from 0 to 0"):
+        with pytest.raises(UsageError, match="pass a rank from 0 to 0"):
             infinity.GatheredParameters([weight], modifier_rank=1)
     with pytest.raises(UsageError, match="no parameter of an open engine"):
         infinity.get_full_fp32_param(weight)

@@ -329,7 +329,7 @@ def test_it_does_not_train() -> None:
 
 
 def test_no_parameters() -> None:
-    with pytest.raises(ModelError, match="no parameters: call it as it is"):
+    with pytest.raises(ModelError, match="no parameters: call the model directly"):
         opened(nn.GELU())
 
 

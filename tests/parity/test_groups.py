@@ -135,7 +135,7 @@ def test_groups_that_change(change: str, update: str, tmp_path: Path) -> None:
         losses = train(engine, batches[:5])
         groups = [{**group, "params": list(group["params"])} for group in engine.optimizer.param_groups]
         CHANGES[change](engine.optimizer.param_groups)
-        with pytest.raises(UsageError, match="undo it"):
+        with pytest.raises(UsageError, match=r"undo the change|unset it"):
             train(engine, [batches[5]])
         engine.optimizer.param_groups[:] = groups
         losses += train(engine, batches[5:])
@@ -225,5 +225,5 @@ def test_no_gradient_norm_without_clipping(make_engine: Any) -> None:
 @pytest.mark.parametrize("key", ["momentum", "moments", "amsgrad"])
 def test_what_a_group_cannot_have_is_refused_and_not_ignored(key: str) -> None:
     model = seeded(Stack)
-    with pytest.raises(ConfigError, match=rf"a param_group has '{key}', which adamw does not read"):
+    with pytest.raises(ConfigError, match=rf"a param_group has '{key}', which adamw does not use"):
         Engine(model, engine_config(), [{"params": model.parameters(), key: 0.9}], device=CpuDevice())

@@ -1,4 +1,4 @@
-"""`infinity aio-bench`: how fast a drive is through the engine that training uses."""
+"""`infinity aio-bench`: measures a drive through training's I/O engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from infinity.cli.console import (
 )
 from infinity.cli.drive.measure import OPS, Bench, Op, Sample, Workload, percentile
 from infinity.cli.drive.pattern import PAGE
-from infinity.cli.paths import check_folders, note_what_is_memory
+from infinity.cli.paths import check_folders, note_memory_folders
 from infinity.native import _aio
 from infinity.observe.units import show_bytes
 from infinity.plan.stripe import stripe_chunk
@@ -39,7 +39,7 @@ from infinity.tiers.io import ENGINES, open_engine
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be measured; the options as they were given, checked."""
+    """A measurement: the command's options, validated."""
 
     paths: Sequence[Path]
     size: int
@@ -58,10 +58,10 @@ def run(
     runs: int,
     as_json: bool,
 ) -> None:
-    """The command, as its help describes it."""
+    """Run the command; see its help."""
     with one_line_errors(), warnings_as_notes():
         task = _checked(paths, op, size, block_size, queue_depth, threads, engine, runs)
-        note_what_is_memory(task.paths)
+        note_memory_folders(task.paths)
         with progress(shown=not as_json) as step:
             facts = measure(task, step)
         if as_json:
@@ -71,16 +71,16 @@ def run(
 
 
 def measure(task: Task, step: Step) -> dict[str, Any]:
-    """All runs of `task`, and a look at every byte of the file after them; of JSON types."""
+    """Perform all runs of `task`, verify the file, and return the results in JSON types."""
     work = task.workload
     threads = work.threads * len(task.paths)
-    # Whether the engine is to be had shows before the file is laid out.
+    # Opened first, so that an engine that does not work fails before the file is laid out.
     with open_engine(work.engine, block_size=work.block_size, queue_depth=work.queue_depth, threads=threads) as engine:
         work = replace(work, queue_depth=engine.queue_depth)
     if work.queue_depth < task.workload.queue_depth:
         note(
-            f"the system granted a queue depth of {work.queue_depth}, not {task.workload.queue_depth}, and that is "
-            "measured: raise fs.aio-max-nr with sysctl"
+            f"the system granted a queue depth of {work.queue_depth} instead of {task.workload.queue_depth}, which all "
+            "runs use: raise fs.aio-max-nr with sysctl"
         )
     chunk = stripe_chunk(work.block_size)
     steps = task.runs + 2
@@ -97,11 +97,11 @@ def measure(task: Task, step: Step) -> dict[str, Any]:
 
 
 def shown(facts: dict[str, Any]) -> list[RenderableType]:
-    """`facts` for people."""
+    """Return `facts` as tables and text for the terminal."""
     threads, runs, paths = facts["threads"], facts["runs"], facts["paths"]
     where = f"on each of {threads} threads" if threads > 1 else "on 1 thread"
     where += " for each folder" if len(paths) > 1 else ""
-    asked = f" ({facts['queue_depth_asked']} asked for)" if "queue_depth_asked" in facts else ""
+    asked = f" ({facts['queue_depth_asked']} requested)" if "queue_depth_asked" in facts else ""
     title = Text(f"{facts['op']}, {format_size(facts['size'])} in {printable(', '.join(paths))}", style="bold")
     how = Text(
         f"blocks of {format_size(facts['block_size'])}, {facts['queue_depth']} in flight{asked} {where}\n"
@@ -118,17 +118,17 @@ def shown(facts: dict[str, Any]) -> list[RenderableType]:
     rows.add_row("IOPS", f"{facts['iops']:,.0f}")
     rows.add_row("CPU s per GB", f"{facts['cpu_s_per_gb']:.3f}")
     for name in ("p50", "p99"):
-        found = latency[name]
-        rows.add_row(f"{name} of a block", f"{found:.3g} ms" if found is not None else "–")
+        milliseconds = latency[name]
+        rows.add_row(f"{name} of a block", f"{milliseconds:.3g} ms" if milliseconds is not None else "–")
     verified = Text("\nverified", style="green")
-    verified.append(f": {show_bytes(facts['verified_bytes'])} read back, each byte as it was written", style="default")
+    verified.append(f": {show_bytes(facts['verified_bytes'])} read back and compared, byte by byte", style="default")
     return [title, how, rows, verified]
 
 
 def _facts(task: Task, samples: Sequence[Sample], bench: Bench) -> dict[str, Any]:
     work, speeds = task.workload, [sample.gb_per_s for sample in samples]
     latencies = [bucket for sample in samples for bucket in sample.latencies]
-    found = {name: percentile(latencies, fraction) for name, fraction in (("p50", 0.5), ("p99", 0.99))}
+    percentiles = {name: percentile(latencies, fraction) for name, fraction in (("p50", 0.5), ("p99", 0.99))}
     granted = min(sample.queue_depth for sample in samples)
     return {
         "op": work.op,
@@ -141,7 +141,7 @@ def _facts(task: Task, samples: Sequence[Sample], bench: Bench) -> dict[str, Any
         "gb_per_s": {"min": min(speeds), "median": median(speeds), "max": max(speeds)},
         "iops": median(sample.iops for sample in samples),
         "cpu_s_per_gb": median(sample.cpu_s_per_gb for sample in samples),
-        "latency_ms": {name: None if value != value else value for name, value in found.items()},
+        "latency_ms": {name: None if value != value else value for name, value in percentiles.items()},
         "paths": [str(path) for path in task.paths],
         "runs": task.runs,
         "direct": bench.direct,
@@ -158,16 +158,16 @@ def _checked(
     if block <= 0 or block % PAGE:
         fail(f"--block-size must be a multiple of {PAGE}, such as {max(1, block // PAGE) * PAGE}, not {block}", USAGE)
     if block > _aio.LARGEST_BLOCK:
-        fail(f"--block-size must be {format_size(_aio.LARGEST_BLOCK)} at most, not {format_size(block)}", USAGE)
-    least = 2 * block
-    if total < least:
-        fail(f"--size must be two blocks at least ({format_size(least)}), not {format_size(total)}", USAGE)
+        fail(f"--block-size must be at most {format_size(_aio.LARGEST_BLOCK)}, not {format_size(block)}", USAGE)
+    smallest = 2 * block
+    if total < smallest:
+        fail(f"--size must be at least two blocks ({format_size(smallest)}), not {format_size(total)}", USAGE)
     check_range("--queue-depth", depth, 1, 65536)
     check_range("--threads", threads, 1, 64)
     if threads * len(paths) > _aio.MOST_THREADS:
         fail(
             f"--threads {threads} for each of {len(paths)} folders are {threads * len(paths)}, and an engine has at "
-            f"most {_aio.MOST_THREADS}: lower it, or name fewer folders",
+            f"most {_aio.MOST_THREADS}: lower --threads, or pass fewer folders",
             USAGE,
         )
     check_range("--runs", runs, 1, 10_000)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from infinity.cli.drive.pattern import PAGE, Pattern
 from infinity.native import _aio
 
-_KEPT = 1 << 16
+_CACHED = 1 << 16
 """Largest number of cached checksums."""
 
 
@@ -29,9 +29,9 @@ class Contents:
 
     def __init__(self, nbytes: int, longest: int) -> None:
         self.pattern = Pattern(longest)
-        self.generations = np.zeros(nbytes // PAGE, dtype=np.int32)  # of each page, as last written
+        self.generations = np.zeros(nbytes // PAGE, dtype=np.int32)  # (pages,), generation of the last write
         self._generation = 0
-        self._checksums: dict[tuple[int, int], int] = {}  # of (position, bytes) of the pattern
+        self._checksums: dict[tuple[int, int], int] = {}  # (position, bytes) in the pattern → checksum
 
     def begin_generation(self) -> None:
         """Begin a generation, whose writes differ from all earlier ones."""
@@ -50,15 +50,15 @@ class Contents:
             return None
         key = self.pattern.position(offset, first), nbytes
         if key not in self._checksums:
-            if len(self._checksums) >= _KEPT:
+            if len(self._checksums) >= _CACHED:
                 self._checksums.clear()
             self._checksums[key] = _aio.checksum(self.pattern.address + key[0], nbytes)
         return self._checksums[key]
 
     def wrong_byte(self, offset: int, found: NDArray[np.uint8], *, exactly: bool = False) -> WrongByte | None:
-        """Return the first wrong byte of `found`, which was read at `offset`; None if all are right.
+        """Return the first wrong byte of `found`, which was read at `offset`; None if all are correct.
 
-        Compares checksums, unless `exactly` is set or there is no checksum: this reads half as much, without the GIL.
+        Compares checksums, unless `exactly` is set or there is none. Checksums read half as much, without the GIL.
         """
         if not exactly and self.checksum(offset, len(found)) == _aio.checksum(found.ctypes.data, len(found)):
             return None

@@ -1,4 +1,4 @@
-"""The sweep of `infinity tune` as a picture: a heat map of GB/s for each engine and number of threads."""
+"""Draws the sweep of `infinity tune`: a heat map of GB/s for each engine and number of threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CELL_WIDTH, _CELL_HEIGHT = 0.78, 0.5
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """Where a figure stands: which panel, and where in it."""
+    """Position of a figure: engine and threads select the panel, queue depth and block size the cell."""
 
     engine: str
     threads: int
@@ -28,7 +28,7 @@ class Cell:
 
 
 def picture_formats() -> list[str]:
-    """What names of pictures may end in, without the dot; nothing where matplotlib is missing."""
+    """Return the suffixes of picture files, without the dot; an empty list without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
@@ -39,9 +39,11 @@ def picture_formats() -> list[str]:
 def plot_sweep(
     path: str | os.PathLike[str], gb_per_s: Mapping[Cell, float], *, best: Cell, title: str, subtitle: str = ""
 ) -> None:
-    """Write a picture of `gb_per_s`, of the format that `path` ends in; cells that are not there stay empty, and `best`
-    is marked. `title` and `subtitle` are text as it is. Needs matplotlib (ImportError without it)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display is looked for
+    """Write a picture of `gb_per_s` in the format of `path`'s suffix, with `best` marked. Missing cells stay empty.
+
+    title, subtitle: plain text. Raises ImportError without matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyplot would look for a display
     from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
 
@@ -80,7 +82,7 @@ def plot_sweep(
     figure.text(left / width, 1 - 0.73 / height, subtitle, color=MUTED, fontsize=9.5, parse_math=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a letter that no font has is drawn as a box
+        warnings.simplefilter("ignore")  # characters without a glyph are drawn as boxes
         figure.savefig(path)
 
 

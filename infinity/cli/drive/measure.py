@@ -113,11 +113,11 @@ def percentile(latencies: Iterable[tuple[float, int]], fraction: float) -> float
     latencies: (milliseconds, number of pieces) in any order, also of several runs.
     """
     buckets = sorted(latencies)
-    wanted = fraction * sum(count for _, count in buckets)
+    threshold = fraction * sum(count for _, count in buckets)
     done = 0
     for milliseconds, count in buckets:
         done += count
-        if count and done >= wanted:
+        if count and done >= threshold:
             return milliseconds
     return math.nan
 
@@ -146,7 +146,7 @@ class Bench:
         self.paths = [Path(path) for path in paths]
         self.nbytes = size // PAGE * PAGE
         if self.nbytes < 2 * PAGE:
-            raise ValueError(f"at least {2 * PAGE} bytes are needed to measure with, not {size}")
+            raise ValueError(f"the file needs at least {2 * PAGE} bytes, not {size}")
         self._chunk = chunk
         self._clock = clock
         self.verified_bytes = 0
@@ -208,10 +208,10 @@ class Bench:
                     pending.append(_Pending(self._write(engine, offset, request), offset))
                 else:
                     slot, since = number % slots, time.thread_time()
-                    wanted = self.contents.checksum(offset, request)
-                    if slot in held and (wanted is None or wanted == held[slot]):
-                        buffers[slot, ::_SECTOR] = _UNREAD  # otherwise a read that did not happen would look right
-                    held[slot] = wanted
+                    expected = self.contents.checksum(offset, request)
+                    if slot in held and (expected is None or expected == held[slot]):
+                        buffers[slot, ::_SECTOR] = _UNREAD  # otherwise a read that did not happen would pass
+                    held[slot] = expected
                     comparing += time.thread_time() - since
                     reading = self._read(engine, offset, slot * request, request)
                     pending.append(_Pending(reading, offset, buffers[slot]))

@@ -29,7 +29,7 @@ class Pattern:
         words = self.memory.numpy().view(np.uint64)
         index = np.arange(PERIOD // 8, dtype=np.uint64)
         index += np.uint64(1)
-        index *= np.uint64(0x9E3779B97F4A7C15)  # odd, and the next step is invertible: no word appears twice
+        index *= np.uint64(0x9E3779B97F4A7C15)  # odd, and the next step is invertible, so no word appears twice
         index ^= index >> np.uint64(29)
         for start in range(0, len(words), len(index)):
             words[start : start + len(index)] = index[: len(words) - start]

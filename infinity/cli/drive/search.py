@@ -1,10 +1,10 @@
-"""Finds the setting of the I/O engine that is fastest on a drive, and the cheapest among equals.  Pure, but for the
-measuring and the clock it is handed.
+"""Finds the fastest setting of the I/O engine on a drive, and the cheapest among equals. Pure, except for the arguments
+`measure` and `clock`.
 
-Successive halving: three stages, each of which measures fewer settings for longer.  Within a stage the settings take
-turns, round after round, in an order that is drawn for every second round and turned around for the next, so that a
-drive that slows down or a neighbour that is busy meets all of them; what counts is the median over the rounds.  A stage
-judges by its own figures alone: a setting that was lucky in an earlier one brought nothing but its place in the next.
+Successive halving: three stages, each of which measures fewer settings for longer. Within a stage, every round measures
+all settings, in a random order that is reversed in the next round. A drive that slows down, or load from other
+processes, therefore affects all settings alike. Settings are ranked by the median over the rounds of the current stage
+only, so that luck in an earlier stage has no further effect.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from statistics import median
 from infinity.cli.drive.measure import OPS, Op, Sample, Workload
 
 TOLERANCE = 0.03
-"""Settings that are slower by less than this part are as good as the fastest."""
+"""Settings slower than the fastest by at most this fraction count as equally fast."""
 
 TILE_BYTES = 10 << 20
-"""Of one request of a mixed workload: an update's tile of 1 Mi elements in bf16 training, remainder and moments."""
+"""Bytes of one request of a mixed workload: a tile of 1 Mi elements in bf16 training, remainder and fp32 moments."""
 
 _WEIGHTS: Mapping[Op, float] = {"mixed": 2, "read": 1, "write": 1}
 _OVERHEAD_S = 0.05
-"""Of a measurement: opening and closing an engine, and computing what will be read."""
+"""Overhead of a measurement: opening and closing an engine, and computing the expected bytes."""
 _SMALLEST_LIMIT = 8 << 20
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """`threads` are those of each folder; `engine` is "libaio" or "io_uring"."""
+    """A setting of the I/O engine. threads: per folder. engine: "libaio" or "io_uring"."""
 
     threads: int
     queue_depth: int
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def in_flight(self) -> int:
-        """Bytes that the queues of one folder hold."""
+        """Bytes in the full queues of one folder."""
         return self.block_size * self.queue_depth * self.threads
 
     def workload(self, op: Op) -> Workload:
@@ -50,17 +50,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that are tried, each ascending."""
+    """The values to try, each tuple ascending."""
 
     blocks: tuple[int, ...] = tuple(size << 10 for size in (128, 256, 512, 1024, 2048, 4096))
     depths: tuple[int, ...] = (4, 8, 16, 32, 64)
     threads: tuple[int, ...] = (1, 2)
     engines: tuple[str, ...] = ("libaio",)
     grants: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
-    """Of engine, threads and queue depth: the depth that the system grants where that is less; 0: no engine at all."""
+    """(engine, threads, queue depth) → smaller depth granted by the system; 0 if the engine does not work."""
 
     def settings(self, limit: int) -> list[Setting]:
-        """All of them as the system grants them, each once, but none with more than `limit` bytes in flight."""
+        """Return all distinct granted settings with at most `limit` bytes in flight."""
         every = itertools.product(self.threads, self.depths, self.blocks, self.engines)
         granted = dict.fromkeys(self.granted(setting) for setting in itertools.starmap(Setting, every))
         return [setting for setting in granted if 0 < setting.in_flight <= limit]
@@ -72,25 +72,25 @@ class Space:
 
 @dataclass
 class Result:
-    """What was measured of one setting, in one stage."""
+    """Samples of one setting in one stage."""
 
     setting: Setting
     samples: dict[Op, list[Sample]] = field(default_factory=dict)
 
     def gb_per_s(self, op: Op) -> float | None:
-        """The median over the rounds; None where it was not measured."""
+        """Return the median over the rounds; None if `op` was not measured."""
         return median(sample.gb_per_s for sample in self.samples[op]) if self.samples.get(op) else None
 
     @property
     def speed(self) -> float:
-        """GB/s of the operations measured together: the harmonic mean, since times add, with mixed counted twice."""
+        """GB/s over all measured operations: the harmonic mean, since times add up, with mixed counted twice."""
         measured = [op for op in OPS if self.samples.get(op)]
         seconds = sum(_WEIGHTS[op] / (self.gb_per_s(op) or 0) for op in measured)
         return sum(_WEIGHTS[op] for op in measured) / seconds
 
     @property
     def cpu_s_per_gb(self) -> float:
-        """The mean of the medians of the operations measured."""
+        """Mean over the measured operations of their medians."""
         costs = [median(sample.cpu_s_per_gb for sample in samples) for samples in self.samples.values() if samples]
         return sum(costs) / len(costs)
 
@@ -101,14 +101,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Stage:
-    """`share` of the time goes to `keep` settings at most, measured for `window` seconds an operation and round."""
+    """A stage of the search: uses `share` of the time for at most `keep` settings, each measured for `window` seconds
+    per operation and round."""
 
     name: str
     share: float
     ops: tuple[Op, ...]
     window: float
     rounds: int
-    """At most."""
+    """Largest number of rounds."""
     keep: int | None = None
 
 
@@ -121,9 +122,10 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """`results`: the last figures of each setting, those that came further first, and of these the fastest first.
+    """Outcome of a search.
 
-    `first`: the first figures of each, nearly all of one stage, to be compared with each other.
+    results: the last result of each setting, sorted by stage reached, then by speed. first: the first result of each,
+    which are comparable, since nearly all are of the first stage.
     """
 
     best: Setting
@@ -133,10 +135,10 @@ class Outcome:
 
 
 Measure = Callable[[Setting, Op, float], Sample]
-"""Of a setting and an operation, for so many seconds."""
+"""Measures (setting, operation, seconds)."""
 
 Follow = Callable[[Stage, int, Sequence[Result]], None]
-"""Told before each measurement: the stage, its number of settings, and what it has found so far."""
+"""Called before each measurement with the stage, its number of settings, and its results so far."""
 
 
 def search(
@@ -147,11 +149,11 @@ def search(
     limit: int,
     seconds: float,
     clock: Callable[[], float],
-    follow: Follow = lambda stage, settings, found: None,
+    follow: Follow = lambda stage, settings, results: None,
 ) -> Outcome:
-    """Measure settings of `space` and the baseline.
+    """Measure settings of `space` and the baseline, and return the outcome.
 
-    No measurement starts after `seconds`, but `baseline` is measured in any case. `limit`: bytes in flight, at most.
+    seconds: no measurement starts later, except the first of `baseline`. limit: largest number of bytes in flight.
     """
     begin, spent = clock(), 0.0
     all_settings = [setting for setting in space.settings(limit) if setting != baseline]
@@ -159,17 +161,17 @@ def search(
     best, first, latest = baseline, dict[Setting, Result](), dict[Setting, tuple[int, Result]]()
     for number, stage in enumerate(STAGES):
         spent += stage.share
-        found = _take_turns(stage, entered, measure, begin + spent * seconds, clock, follow)
-        if not found:
+        results = _take_turns(stage, entered, measure, begin + spent * seconds, clock, follow)
+        if not results:
             break
-        for result in found:
+        for result in results:
             first.setdefault(result.setting, result)
             latest[result.setting] = number, result
-        best = choose(found).setting
+        best = choose(results).setting
         if stage is not STAGES[-1]:
             follower = STAGES[number + 1]
-            room = min(follower.keep or len(found), affordable(follower, seconds))
-            tried, entered = entered, [result.setting for result in survivors(found, room)]
+            room = min(follower.keep or len(results), affordable(follower, seconds))
+            tried, entered = entered, [result.setting for result in survivors(results, room)]
             if stage is STAGES[0]:
                 near = itertools.chain.from_iterable(neighbours(one, space, all_settings) for one in entered[:3])
                 new = [setting for setting in dict.fromkeys(near) if setting not in tried][: room // 2]
@@ -179,26 +181,30 @@ def search(
 
 
 def choose(results: Sequence[Result], tolerance: float = TOLERANCE) -> Result:
-    """The cheapest of those that are as good as the fastest: fewer threads, fewer bytes in flight, less CPU."""
+    """Return the cheapest result within `tolerance` of the fastest, by threads, then bytes in flight, then CPU time."""
     fastest = max(result.speed for result in results)
     return min((result for result in results if result.speed >= (1 - tolerance) * fastest), key=_cost)
 
 
 def survivors(results: Sequence[Result], keep: int) -> list[Result]:
-    """At most `keep`, those with the best chances to be chosen: by turns the fastest of what is left, and the one that
-    would be chosen of it, were the figures true to `TOLERANCE` or to twice that. So a crowd of equals does not push the
-    cheap out, nor a crowd of cheap and slow ones the fast."""
-    left, kept = list(results), list[Result]()
+    """Return at most `keep` results, those most likely to be chosen in the end.
+
+    Picks in turn the fastest of the remaining results, and those that `choose` selects with `TOLERANCE` and with twice
+    that. Many equally fast settings thus cannot displace the cheap ones, nor many cheap ones the fast.
+    """
+    left, selected = list(results), list[Result]()
     tolerances = itertools.cycle((0.0, TOLERANCE, 2 * TOLERANCE))
-    while left and len(kept) < keep:
-        kept.append(choose(left, next(tolerances)))
-        left = [result for result in left if result is not kept[-1]]
-    return kept
+    while left and len(selected) < keep:
+        selected.append(choose(left, next(tolerances)))
+        left = [result for result in left if result is not selected[-1]]
+    return selected
 
 
 def unrest(results: Sequence[Result]) -> float:
-    """How far apart the rounds of one setting are, as a part of their median; the median over settings and operations.
-    Next to 0 where the drive is steady and nothing else uses it."""
+    """Return (max - min) / median over the rounds of a setting, as the median over settings and operations.
+
+    Close to 0 if the drive is steady and nothing else uses it.
+    """
     spreads = [0.0]
     for result in results:
         for samples in result.samples.values():
@@ -209,36 +215,38 @@ def unrest(results: Sequence[Result]) -> float:
 
 
 def in_flight_limit(gb_per_s: float, size: int) -> int:
-    """Bytes in flight worth trying, a power of two: what the drive moves in 50 ms at `gb_per_s`, and a quarter of the
-    half of the file that mixed work reads or writes.  A deeper queue adds waiting and no speed."""
+    """Return the largest useful number of bytes in flight, a power of two. A deeper queue adds latency, no throughput.
+
+    It is bounded by 50 ms at `gb_per_s`, and by a quarter of the half of the file that mixed work reads or writes.
+    """
     bound = min(gb_per_s * 1e9 * 0.05, size / 8)
     return max(_SMALLEST_LIMIT, 1 << max(0, int(bound)).bit_length() - 1)
 
 
 def affordable(stage: Stage, seconds: float) -> int:
-    """How many settings the stage has the time to measure once, and half of them twice; two at least."""
+    """Return how many settings fit the stage's time if half of them are measured twice; at least 2."""
     each = 1.5 * len(stage.ops) * (stage.window + _OVERHEAD_S)
     return max(2, int(stage.share * seconds / each))
 
 
 def thinned(space: Space, limit: int, baseline: Setting, count: int) -> list[Setting]:
-    """Settings of `space` but the baseline: about `count` of them, every second value left out where all are more.
+    """Return about `count` settings of `space`, without the baseline; drops every second value if there are more.
 
-    What was left out near the best is tried later, see `neighbours`.
+    Dropped settings near the best one are tried later; see `neighbours`.
     """
     while True:
-        found = [setting for setting in space.settings(limit) if setting != baseline]
-        if len(found) <= count:
-            return found
+        settings = [setting for setting in space.settings(limit) if setting != baseline]
+        if len(settings) <= count:
+            return settings
         axes: list[tuple[int, str]] = [(len(space.depths), "depths"), (len(space.blocks), "blocks")]
         length, longest = max(axes)
         if length <= 2:
-            return found[:: -(-len(found) // count)]
+            return settings[:: -(-len(settings) // count)]
         space = replace(space, **{longest: getattr(space, longest)[1 - length % 2 :: 2]})
 
 
 def neighbours(setting: Setting, space: Space, among: Sequence[Setting]) -> list[Setting]:
-    """Settings of `among` that are one step of `space` away from `setting` in block size, queue depth or both."""
+    """Return settings of `among` that are one step of `space` from `setting` in block size, queue depth or both."""
 
     def steps(values: tuple[int, ...], value: int) -> set[int]:
         if value not in values:
@@ -263,7 +271,7 @@ def _take_turns(
     clock: Callable[[], float],
     follow: Follow,
 ) -> list[Result]:
-    """What is known of those settings that were measured with every operation of the stage before the deadline."""
+    """Return the results of the settings measured with every operation of the stage before the deadline."""
     results = [Result(setting, {op: [] for op in stage.ops}) for setting in settings]
     drawn = random.Random(len(results))
     order = list(results)

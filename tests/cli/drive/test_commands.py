@@ -82,12 +82,12 @@ def test_bench_over_two_folders(folder: Path, tmp_path: Path) -> None:
         ("--block-size must be a multiple of 4096, such as 4096", ["--block-size", "5000"]),
         ("--block-size must be a multiple of 4096", ["--block-size", "0"]),
         ("--block-size: '1 MiB of' is not a size", ["--block-size", "1 MiB of"]),
-        ("--size must be two blocks at least (2MiB)", ["--size", "1MiB"]),
+        ("--size must be at least two blocks (2MiB)", ["--size", "1MiB"]),
         ("--size: a size cannot be negative", ["--size", "-1"]),
         ("--runs must be between 1", ["--runs", "0"]),
         ("--queue-depth must be between 1", ["--queue-depth", "0"]),
         ("--threads must be between 1", ["--threads", "65"]),
-        ("--block-size must be 1GiB at most, not 2GiB", ["--block-size", "2GiB", "--size", "8GiB"]),
+        ("--block-size must be at most 1GiB, not 2GiB", ["--block-size", "2GiB", "--size", "8GiB"]),
         ("--op must be one of read, write, mixed", ["--op", "sideways"]),
         ("--engine must be one of auto, libaio, io_uring", ["--engine", "posix"]),
     ],
@@ -100,9 +100,9 @@ def test_bench_refuses_bad_options(folder: Path, said: str, options: list[str]) 
 def test_bad_folders_are_refused(command: str, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    refused(2, "none does not exist: name a folder", command, "--path", tmp_path / "none")
+    refused(2, "none does not exist: pass a folder", command, "--path", tmp_path / "none")
     refused(2, "file is not a folder", command, "--path", file)
-    refused(2, "names one folder twice", command, "--path", folder, "--path", folder / ".." / folder.name)
+    refused(2, "lists one folder twice", command, "--path", folder, "--path", folder / ".." / folder.name)
     refused(1, "too little space in", command, "--path", folder, "--size", "1PiB")
 
 
@@ -168,7 +168,7 @@ def test_tune_goes_on_without_matplotlib(folder: Path, tmp_path: Path, monkeypat
 def test_tune_refuses_bad_options(folder: Path, tmp_path: Path) -> None:
     tune = ("tune", "--path", folder)
     refused(2, "--seconds must be between", *tune, "--seconds", "0")
-    refused(2, "--size must be 16MiB at least", *tune, "--size", "1MiB")
+    refused(2, "--size must be at least 16MiB", *tune, "--size", "1MiB")
     refused(2, "--engine must be one of", *tune, "--engine", "posix")
     refused(2, "cannot be written", *tune, "--out", tmp_path / "none" / "aio.json")
     refused(2, "cannot be written", *tune, "--plot", tmp_path)
