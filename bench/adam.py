@@ -122,7 +122,7 @@ def measure(n: int, args: argparse.Namespace) -> list[harness.Result]:
 
 
 def seconds(run: Run, calls: int) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     began = time.perf_counter()
     for _ in range(calls):
         run()

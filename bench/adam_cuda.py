@@ -58,7 +58,7 @@ def updates(case: Case, n: int, device: str) -> list[Candidate]:
 
 
 def others(n: int, device: str) -> list[Candidate]:
-    """What else goes over a unit's arrays, and torch's optimizer in fp32."""
+    """Return the other passes over a unit's arrays, and torch's optimizer in fp32."""
     values = torch.randn(n, device=device)
     halves = cuda_adam.split_master(values)
     back = torch.empty_like(values)
@@ -80,7 +80,7 @@ def copy(n: int, device: str) -> Candidate:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one call."""
+    """Return the seconds of one call, timed by CUDA events."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began.record()
     for _ in range(CALLS):

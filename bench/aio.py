@@ -46,7 +46,7 @@ REQUEST = 16 * MB
 
 @dataclass(frozen=True)
 class Work:
-    """What one run does. Sizes in bytes, `seconds` is how long it runs."""
+    """Work of one run. Sizes are in bytes; `seconds` is its duration."""
 
     file: str
     size: int

@@ -27,9 +27,9 @@ import harness
 from report.page import publish
 
 KINDS = ("plain", "cpu", "nvme", "nvme, half cached", "disk")
-"""What is measured: the model in memory, parameters in host memory and on NVMe, half of them cached; the disk."""
+"""Measurements: the model in memory, parameters in host memory and on NVMe, half of them cached; the disk."""
 WARM_UP = 4
-"""Tokens that are not counted: the first is the prompt's, and the trace is learned from it."""
+"""Tokens that are not counted: the first is the prompt's, which records the trace."""
 
 
 def arguments() -> argparse.Namespace:

@@ -186,7 +186,10 @@ def checked_out(commit: str) -> Iterator[Path]:
             for module in (_adam, _aio):
                 assert module.__file__ is not None
                 compiled = Path(module.__file__)
-                (tree / "infinity" / compiled.name).symlink_to(compiled)
+                native = (
+                    tree / "infinity" / "native"
+                )  # commits before it existed have the modules in the package itself
+                ((native if native.is_dir() else native.parent) / compiled.name).symlink_to(compiled)
             yield tree
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
@@ -211,7 +214,7 @@ def serve(request: dict[str, Any], nvme_path: str) -> Sample:
 
 
 def kinds(names: list[str], trees: dict[str, Path]) -> dict[str, tuple[Measurement, Path]]:
-    """What to run: the plain loops, and each measurement with each tree, named "<tree>: <measurement>"."""
+    """Return the runs: the plain loops, and each measurement with each tree, named "<tree>: <measurement>"."""
     found: dict[str, tuple[Measurement, Path]] = {}
     for name in names:
         what = MEASUREMENTS[name]

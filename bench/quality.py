@@ -1,4 +1,4 @@
-"""What the formats of optimizer states cost in quality: a GPT-2 trained with each of them, by the same recipe.
+"""The quality cost of formats of optimizer states: a GPT-2 trained with each of them, by the same recipe.
 
     python bench/quality.py                                   # 6 kinds × 3 seeds; under 30 minutes on 2 cores
     python bench/quality.py --formats reference 8bit --seeds 1 --steps 600 --name trial
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def facts(recipe: Recipe, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """What the page says beside the runs."""
+    """Return the facts on the page besides the runs: machine, text and traffic."""
     head = harness.head("quality", arguments=arguments)
     hardware = "with" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "without"
     corpus = load_corpus()

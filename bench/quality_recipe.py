@@ -1,4 +1,4 @@
-"""What the runs of `quality.py` train, and the formats that they compare."""
+"""The recipe that the runs of `quality.py` share, and the formats that they compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Format:
 
     @property
     def state_bytes(self) -> float:
-        """Of a parameter, beside the parameter itself."""
+        """Bytes of optimizer states per parameter, without the parameter itself."""
         return state_format(self.dtype, self.master, "adamw", self.moments).bytes_per_element
 
 
@@ -42,7 +42,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all runs have in common."""
+    """Settings that all runs share."""
 
     steps: int = 800
     layers: int = 4

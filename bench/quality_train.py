@@ -41,7 +41,7 @@ class EngineLoop:
         return float(self.engine(inputs, targets).item())
 
     def fingerprint(self) -> str:
-        """Of the exact fp32 values of all parameters and of their moments: of the bytes of a checkpoint."""
+        """Return the SHA-256 of a checkpoint: the exact fp32 values of all parameters, and their moments."""
         digest = hashlib.sha256()
         with tempfile.TemporaryDirectory() as folder:
             path = self.engine.save_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""What a checkpoint costs a training with everything on NVMe: in the foreground, in the background, and none.
+"""The time that a checkpoint costs a training with everything on NVMe: in the foreground, in the background, none.
 
     python bench/save.py                       # 99 M parameters; about 5 minutes on 2 cores
 

@@ -29,7 +29,7 @@ from report.page import publish
 MOMENTS = ("fp32", "bf16", "8bit")
 CLIPS = (0.0, 1.0)
 KINDS = [f"{what}, clip {clip:g}" for clip in CLIPS for what in ("plain", *MOMENTS)] + ["disk"]
-"""What is measured: the plain loop and Infinity with moments of each format, without and with clipping; the disk."""
+"""Measurements: the plain loop and Infinity with moments of each format, without and with clipping; the disk."""
 WARM_UP = 2
 """Steps that are not counted: the first records the trace, the second follows it."""
 TILE, TILES = 10 << 20, 200

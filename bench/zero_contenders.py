@@ -1,4 +1,4 @@
-"""What `zero.py` compares: DistributedDataParallel, FSDP2 and Infinity, training the same GPT-2 on gloo ranks."""
+"""The contenders of `zero.py`: DistributedDataParallel, FSDP2 and Infinity, training the same GPT-2 on gloo ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import training
 
 @dataclass(frozen=True)
 class Contender:
-    """What takes part. against: the peer that its time is compared with."""
+    """A contender. against: the peer that its time is compared with."""
 
     title: str
     kind: str

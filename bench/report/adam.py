@@ -68,7 +68,7 @@ def row(n: int, case: str, what: str, times: Times) -> Row:
 
 
 def passes_row(n: int, found: Mapping[tuple[int, str], Times]) -> Row:
-    """Of the three passes, which take turns with every case."""
+    """Return the row of the three passes, which take turns with every case."""
     first = CASES[0].name
     seconds = spread(one for (size, _), times in found.items() if size == n for one in times["today"]).median
     bare_rate = BYTES[first] / spread(found[n, first]["bare"]).median

@@ -30,7 +30,7 @@ LAST_ROW = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one kind of run at one point."""
+    """Figures of one kind of run at one point."""
 
     gb_per_s: Spread
     cpu_s_per_gb: float
@@ -49,7 +49,7 @@ def points(result: Result) -> dict[tuple[str, str], dict[str, Figures]]:
 
 
 def figures_of(runs: Runs, who: str) -> Figures | None:
-    """Of the kind of run, or of its runs over tiles where there are those."""
+    """Return the figures of a kind of run: over tiles, if there are such runs."""
     return runs.get(f"{who}, tiles", runs.get(who))
 
 

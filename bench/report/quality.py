@@ -1,4 +1,4 @@
-"""What the formats of optimizer states cost in quality: losses of runs that differ in nothing else."""
+"""The page of `quality.py`: losses of runs that differ only in the formats of optimizer states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def runs_of(result: Result, name: str) -> list[Run]:
 
 
 def formats(result: Result) -> list[str]:
-    """Those that were run with all seeds."""
+    """Return the formats that were run with all seeds."""
     seeds = len(runs_of(result, "reference"))
     return [name for name in FORMATS if seeds and len(runs_of(result, name)) == seeds]
 
@@ -179,7 +179,7 @@ def draw_losses(result: Result, axes: Any) -> None:
 
 
 def draw_differences(result: Result, axes: Any) -> None:
-    """What each format loses or gains."""
+    """Draw each format's held-out loss, relative to the reference."""
     axes.set_title("held-out loss, % from the reference", loc="left", fontsize=10.5, weight="bold", color=INK)
     axes.axhline(0, color=GRID, linewidth=2)
     for name in formats(result):

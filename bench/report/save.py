@@ -1,4 +1,4 @@
-"""What a checkpoint costs a training with everything on NVMe."""
+"""The page of `save.py`: the time that a checkpoint costs a training with everything on NVMe."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Meter:
 
     ledger: Ledger
     tokens_per_step: int
-    """Of all ranks."""
+    """Tokens of a step, on all ranks together."""
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values
     """(n,) float64 of each rank -> their sum, on every rank."""
     ranks: int = 1

@@ -19,7 +19,7 @@ def closing_table(
     losses: Mapping[str, float],
     job_seconds: float | None = None,
 ) -> Table:
-    """What a run of `totals` did.
+    """Return the closing table of a run.
 
     `tier_bytes` is the size of each tier by name; `losses` are the ones worth naming ("held-out": 1.9); `job_seconds`
     is the duration of the whole job, if the caller knows it.

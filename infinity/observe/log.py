@@ -1,4 +1,4 @@
-"""What the engine says while it works: the logger `infinity`, shown on stderr unless the program has set up logging."""
+"""The logger `infinity`: shown on stderr unless the program has set up logging."""
 
 from __future__ import annotations
 
