@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.comm.communicator import Communicator
+from infinity.engine.wiring import plan_model
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
@@ -26,6 +28,30 @@ def model(layers: int) -> GPT2:
 def config(folder: str, device: str = "nvme", **options: Any) -> Any:
     return engine_config(device, device, folder=folder, bf16=True, unit_size="4MiB", tile_size=1 << 18, moments="8bit",
                          debug=False, micro=1, **options)  # fmt: skip
+
+
+def planned(layers: int, folder: str, **options: Any) -> int:
+    """Return the bytes of memory that the plan of `train` counts. Nothing is allocated."""
+    device = CpuDevice()
+    module = model(layers)
+    groups: list[dict[str, object]] = [{"params": list(module.parameters())}]
+    plan, _ = plan_model(module, config(folder, **options), groups, device, Communicator(device))
+    held = plan.nbytes()
+    return held["device"] + held["host"]
+
+
+def plain(layers: int) -> None:
+    """Run forward and backward of the same model in memory, with its parameters and gradients."""
+    module = model(layers).to_empty(device="cpu").to(torch.bfloat16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for _ in range(2):
+        module(TOKENS, TOKENS).backward()
+
+
+def states_of_plain(layers: int) -> int:
+    """Return the bytes of parameters and gradients that `plain` holds."""
+    return 2 * sum(parameter.numel() * 2 for parameter in model(layers).parameters())
 
 
 def train(layers: int, folder: str, steps: int = 3, **options: Any) -> None:

@@ -37,6 +37,22 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
         assert growth(work, folder=str(tmp_path)) < 0.1, work.__name__
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("device", ["nvme", "cpu"])
+def test_the_peak_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
+    """Beside the plan there are Python, torch and the activations, which a plain loop has too, and 16 MB. An engine with
+    parameters in host memory returns them to the model when it is closed.
+    """
+    states = running.states_of_plain(FEW)
+    around = peak_rss(running.plain, layers=FEW) - states
+    plan = running.planned(FEW, str(tmp_path), device=device)
+    returned = states // 2 if device == "cpu" else 0
+    peak = peak_rss(running.train, layers=FEW, folder=str(tmp_path), device=device)
+    said = f"plan {plan / 1e6:.0f} MB, around it {around / 1e6:.0f} MB, returned {returned / 1e6:.0f} MB"
+    print(f"peak RSS {peak / 1e6:.0f} MB: {said}")
+    assert peak <= around + plan + returned + 16e6, said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [{"device": "cpu"}, {"stage": 2, "device": "none"}], ids=str)
 def test_what_stays_in_memory_shows(kept: dict[str, Any], tmp_path: Path) -> None:
