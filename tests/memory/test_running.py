@@ -40,7 +40,7 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("device", ["nvme", "cpu"])
 def test_the_peak_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
-    """Beside the plan there are Python, torch and the activations, which a plain loop has too, and 16 MB. An engine with
+    """Python, torch and activations, which a plain loop has too, come beside the plan, and 16 MB. An engine with
     parameters in host memory returns them to the model when it is closed.
     """
     states = running.states_of_plain(FEW)
