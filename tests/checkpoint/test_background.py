@@ -624,7 +624,7 @@ def test_a_folder_that_takes_no_files(tmp_path: Path, background: bool) -> None:
 
 
 def reach(start: object) -> list[object]:
-    """What an object refers to, directly or not; of functions, their closures and not the modules they are from."""
+    """Return all objects that `start` references, directly or not: closures of functions, but not their modules."""
     found: dict[int, object] = {}
     todo = [start]
     while todo:

@@ -237,7 +237,7 @@ def test_weights_of_two_dtypes_beside_a_config_that_names_one(tmp_path: Path) ->
 
 
 def test_tensors_are_written_and_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every dtype, shape and order; the library reads what is written here."""
+    """Tensors of every dtype, shape and order; safetensors reads the written file."""
     given = {
         "code": torch.arange(7, dtype=torch.uint8),
         "scalar": torch.tensor(2.5),

@@ -50,7 +50,7 @@ def make(model: nn.Module, config: dict[str, Any]) -> infinity.Engine:
 
 
 def open_files() -> dict[str, int]:
-    """What this process has open, and how often."""
+    """Return path → number of open descriptors of this process."""
     found: dict[str, int] = {}
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -118,7 +118,7 @@ def test_a_folder_that_takes_no_files(leaves_nothing: Path) -> None:
     ],
 )
 def test_a_second_folder_that_takes_no_files(leaves_nothing: Path, tmp_path: Path, second: str, said: str) -> None:
-    """What was made in the first is gone; see `leaves_nothing`."""
+    """Files in the first folder are removed; see `leaves_nothing`."""
     (tmp_path / "file").write_text("")
     refused(StorageError, said, seeded(Stack), raw([str(leaves_nothing), str(tmp_path / second)]))
 

@@ -67,7 +67,7 @@ def test_what_is_set_is_read_and_trained_on(bf16: bool, moments: str, tmp_path: 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("fp16", [None, {"loss_scale": 256}], ids=["fp32", "fp16"])
 def test_gradients(accumulation: int, fp16: Any, tmp_path: Path) -> None:
-    """Those of a plain backward; set to others, the step is made with these."""
+    """Gradients are those of a plain backward; after set_full_grad, the step uses the new ones."""
     model = seeded(lambda: Stack(depth=4, tied=True))
     for batch in BATCHES[:accumulation]:
         (model(*batch) / accumulation).backward()

@@ -174,7 +174,7 @@ def on_meta(make: Any) -> nn.Module:
 
 
 def values_of(make: Any, config: Config, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What a model built on the meta device starts with."""
+    """Return the initial values of a model built on the meta device."""
     model = on_meta(make)
     torch.manual_seed(seed)
     with Engine(model, config, device=CpuDevice()) as engine:
@@ -294,7 +294,7 @@ class Counting(GPT2):
 
 
 def test_construction_takes_no_more_memory_than_a_unit(tmp_path: Path) -> None:
-    """Of a model of many alike blocks, one is in memory at a time while it is made."""
+    """Construction of a model of many equal blocks holds one block in memory at a time."""
     model = on_meta(lambda: Counting(GPT2Config(VOCABULARY, 8, num_layers=16, hidden_size=32, num_attention_heads=2)))
     block = sum(p.numel() for p in model.get_submodule("h.0").parameters())
     with Engine(model, engine_config(folder=tmp_path), device=CpuDevice()):

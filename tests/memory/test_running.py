@@ -40,7 +40,7 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [{"device": "cpu"}, {"stage": 2, "device": "none"}], ids=str)
 def test_what_stays_in_memory_shows(kept: dict[str, Any], tmp_path: Path) -> None:
-    """What the tests above see if states stayed: they can fail."""
+    """Memory grows if states stay in memory, so the tests above can fail."""
     assert growth(running.train, folder=str(tmp_path), **kept) > 0.3
 
 

@@ -1,4 +1,4 @@
-"""What is read is what was written, or it is an error that says where."""
+"""Reads return the written bytes, or raise an error with their location."""
 
 from __future__ import annotations
 

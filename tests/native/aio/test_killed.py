@@ -47,7 +47,7 @@ signal.pause()
 
 @contextmanager
 def killed_after(lines: int, folder: Path, name: str, *arguments: object) -> Iterator[list[int]]:
-    """What a process with PROGRAM said, which was killed when it had said so many lines."""
+    """Yield the output of a process with PROGRAM that is killed after it has printed `lines` lines."""
     command = [sys.executable, "-c", PROGRAM, str(folder), name, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -69,7 +69,7 @@ def until(what: Any) -> None:
 
 
 def is_the_only_one(fd: int) -> bool:
-    """Whether nothing else has the file open: the kernel gives a lease for writing on no other condition."""
+    """Return True if nothing else has the file open, without which the kernel refuses a write lease."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:

@@ -74,7 +74,7 @@ def play(ops: list[Op], order: random.Random, io: Any, disk: Any, arena: Any, sc
     assert disk.content() == model
 
 
-# What a profile asks for (100 by default) times as many as fit into the test's time.
+# The profile's number of examples (100 by default), scaled to the test's time.
 EXAMPLES = settings.default.max_examples
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 SEEDS = st.integers(0, 2**32 - 1)
