@@ -1,4 +1,4 @@
-"""Registered buffers: io_uring pins them once. Results are the same, and memory that is gone is no longer used."""
+"""Registered buffers, which io_uring pins once: results are the same, and unregistered memory is not used."""
 
 from __future__ import annotations
 
