@@ -1,4 +1,4 @@
-"""Saves in the background: they hold what was there when they were asked for, and training does not notice them."""
+"""Background saves: they hold the states as of the call, and do not change training."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def run(folder: Path, save: str, *, late: bool = False, **options: Any) -> dict[str, Any]:
-    """Train, save ("", "foreground" or "background") in between; losses, and what is there at the end."""
+    """Train, and save in between ("", "foreground" or "background"). Return the losses and the final states."""
     random.seed(0)
     device = LateDevice() if late else None
     batches = BATCHES * options.get("accumulation", 1)
@@ -82,8 +82,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def assert_saves_alike(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """The same files as a save in the foreground, and the same training as without one, although every update met a
-    unit that had not been read.
+    """Assert that files equal those of a foreground save, and training equals one without a save, if every update meets
+    an unread unit.
     """
     expected = run(folder, "", **options)
     assert_same(run(folder, "foreground", **options), expected)
@@ -165,7 +165,9 @@ class Dropping(nn.Module):
 
 
 def test_everything_else_is_of_that_moment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers, random numbers, schedule, hyper-parameters and client_state change while the units are written."""
+    """The save holds buffers, RNG states, schedule, hyper-parameters and client_state as of the call, although they
+    change while it writes.
+    """
     schedule: dict[str, Any] = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 9}}
     scheduler = Config.load({"train_micro_batch_size_per_gpu": 1, "scheduler": schedule}).scheduler
     generator = torch.Generator().manual_seed(1)
@@ -219,7 +221,7 @@ def edit_moment(engine: Engine, weight: nn.Parameter) -> None:
 def test_edits_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Engine, nn.Parameter], None], param: str
 ) -> None:
-    """They are not in the checkpoint, and they are not lost."""
+    """Edits during a save are not in the checkpoint, and are not lost."""
     outcomes = []
     for save in ("foreground", "background"):
         pace = Pace(monkeypatch)
@@ -260,7 +262,7 @@ def test_an_edit_waits_before_its_unit_is_updated(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("placement", [("nvme", "nvme"), ("none", "cpu")])
 def test_reading_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: tuple[str, str]) -> None:
-    """Evaluation, forward and backward, and looking at values, while no unit but the first has been read."""
+    """Evaluation, forward, backward and reads do not wait while the save has read only the first unit."""
     pace = Pace(monkeypatch)
     config = engine_config(*placement, update="next_forward", prefetch_bytes=0)
     with open_engine(seeded(Stack), config) as engine:
@@ -303,7 +305,7 @@ def test_wait_and_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("second", [False, True], ids=["foreground", "background"])
 def test_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool) -> None:
-    """A save, of any kind, waits for the one before; `latest` is the later one."""
+    """A save of either kind waits for the previous one, and `latest` names the later one."""
     with engine_of() as engine:
         for number, batch in enumerate(BATCHES):
             train(engine, [batch])
@@ -421,7 +423,7 @@ def python(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def test_a_process_that_ends_without_closing(tmp_path: Path) -> None:
-    """The save, of which but one unit has been read by then, is finished."""
+    """The process completes a save of which one unit has been read."""
     process = python(LAST, str(tmp_path), stderr=subprocess.PIPE)
     text = process.communicate(timeout=60)[1]
     assert process.returncode == 0 and "Error" not in text, text
@@ -457,7 +459,7 @@ engine.saving.wait()
 
 @pytest.mark.parametrize("tag", ["a", "b"])
 def test_a_process_that_is_killed(tmp_path: Path, tag: str) -> None:
-    """The checkpoint before is whole, and the next save takes away what was left."""
+    """The previous checkpoint stays complete, and the next save removes the leftovers."""
     process = python(HELD, str(tmp_path), tag, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -475,7 +477,7 @@ def test_a_process_that_is_killed(tmp_path: Path, tag: str) -> None:
 
 
 def test_control_c_while_closing_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is closed waits; who does not want to wait gets the engine closed and the former checkpoint."""
+    """close() waits for the save; Ctrl-C stops the save, closes the engine and keeps the previous checkpoint."""
     threads = set(threading.enumerate())
     pace = Pace(monkeypatch)
     engine = engine_of()
@@ -508,7 +510,7 @@ def test_control_c_while_closing_stops_it(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_control_c_right_after_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save was started: it goes on."""
+    """A save that has started continues after Ctrl-C."""
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -547,7 +549,7 @@ def fail_at_wait(engine: Engine) -> None:
 
 
 def fail_at_step(engine: Engine) -> None:
-    """By then the step has been done."""
+    """Raise the error in step(), after its update."""
     assert engine.saving is not None
     while not engine.saving.done():
         time.sleep(0.01)
@@ -564,7 +566,7 @@ def fail_at_close(engine: Engine) -> None:
 
 @pytest.mark.parametrize("where", [fail_at_wait, fail_at_step, fail_at_save, fail_at_close])
 def test_a_full_disk(small_disk: Path, where: Callable[[Engine], None]) -> None:
-    """Told once, by whoever meets it first; the former checkpoint and training are as they were."""
+    """The first call that can raises the error, once. The previous checkpoint and training are unchanged."""
     with engine_of() as engine:
         losses = train(engine, BATCHES)
         expected = states_of(engine)
@@ -610,7 +612,7 @@ def test_a_failure_nobody_was_told_of_is_logged(
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_folder_that_takes_no_files(tmp_path: Path, background: bool) -> None:
-    """Known at once."""
+    """save_checkpoint raises at once."""
     with engine_of() as engine:
         losses = train(engine, BATCHES[:1])
         (tmp_path / "file").write_text("")
@@ -624,7 +626,7 @@ def test_a_folder_that_takes_no_files(tmp_path: Path, background: bool) -> None:
 
 
 def reach(start: object) -> list[object]:
-    """What an object refers to, directly or not; of functions, their closures and not the modules they are from."""
+    """Return all objects that `start` references, directly or not: closures of functions, but not their modules."""
     found: dict[int, object] = {}
     todo = [start]
     while todo:

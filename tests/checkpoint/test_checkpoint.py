@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is what goes on, whatever the tiers, units and tiles; damage and strangers are refused."""
+"""Checkpoints: exact resumption for any tiers, units and tiles; damaged files and other models are rejected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine_of(make: Callable[[], nn.Module] = Stack, seed: int = 0, **options: A
 
 
 def saved(folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train 5 steps, save, train 5 more; the later losses and the final parameters."""
+    """Train 5 steps, save, train 5 more. Return the later losses and the final parameters."""
     with engine_of(**options) as engine:
         train(engine, BATCHES[:5])
         engine.save_checkpoint(folder, client_state={"epoch": 3})
@@ -92,7 +92,7 @@ def test_cheap_moments_go_on_bit_for_bit(tmp_path: Path, moments: str, rule: str
 @pytest.mark.parametrize("into", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_moments_are_brought_into_the_format_of_the_engine(tmp_path: Path, moments: str, into: str) -> None:
-    """Master and parameters exactly; moments to within what their format can tell apart."""
+    """Master and parameters are loaded exactly, moments within the resolution of their format."""
     with engine_of(moments=moments) as engine:
         train(engine, BATCHES[:5])
         engine.save_checkpoint(tmp_path)
@@ -113,7 +113,7 @@ def test_moments_are_brought_into_the_format_of_the_engine(tmp_path: Path, momen
 
 
 def in_fp32(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """ "parameter/state" → fp32 values of masters and Adam's moments, whatever they are kept in."""
+    """Return "parameter/state" → fp32 values of masters and Adam's moments, from any format."""
     found: dict[str, torch.Tensor] = {}
     for name, value in states.items():
         parameter, _, state = name.rpartition("/")
@@ -330,7 +330,7 @@ FILES = ["unit-00002.safetensors", "buffers.safetensors", "client_state.pt", "rn
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_byte_that_was_altered_is_an_error_before_anything_is_changed(tmp_path: Path, file: str) -> None:
-    """In a value, where no size and no header tells; who insists may load it."""
+    """An altered byte in a value, which sizes and headers do not show, is an error; verify=False loads it."""
     saved(tmp_path)
     path = tmp_path / "global_step5" / file
     content = bytearray(path.read_bytes())
@@ -351,7 +351,7 @@ def test_a_byte_that_was_altered_is_an_error_before_anything_is_changed(tmp_path
 
 
 def draws() -> list[float]:
-    """A few numbers of each generator; of pairs, Python and numpy keep the half that was not asked for."""
+    """Return a few numbers of each generator. Python and numpy draw pairs and cache the second number."""
     return [float(torch.rand(())), random.gauss(0, 1), random.random(), float(numpy.random.randn())]
 
 
@@ -409,7 +409,7 @@ def test_frozen_parameters_go_with_any_format(tmp_path: Path, into: str) -> None
 
 
 def test_converted_moments_draw_by_their_place_in_the_model(tmp_path: Path) -> None:
-    """The same values in another parameter are not rounded alike, nor in another block of one."""
+    """Equal values in other parameters, or in other blocks of one, are rounded differently."""
 
     class Twins(nn.Module):
         def __init__(self) -> None:
@@ -432,7 +432,7 @@ def test_converted_moments_draw_by_their_place_in_the_model(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tag", ["latest", ".hidden", "a/b", "..", ".", "", "a/", "/a", "a\0b"])
 def test_names_that_no_checkpoint_may_have(tag: str, tmp_path: Path) -> None:
-    """One of them is of the file that names the last checkpoint, which stays what it is."""
+    """Invalid tags, such as the name of the file `latest`, are rejected, and that file is unchanged."""
     with open_engine(seeded(Stack), engine_config()) as engine:
         engine.save_checkpoint(tmp_path, "good")
         with pytest.raises(CheckpointError, match="cannot be the name"):
@@ -442,7 +442,7 @@ def test_names_that_no_checkpoint_may_have(tag: str, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty directory is refused; the current folder must be given as "."."""
+    """An empty directory is rejected; the current folder must be passed as "."."""
     monkeypatch.chdir(tmp_path)
     with open_engine(seeded(Stack), engine_config()) as engine:
         for call in (engine.save_checkpoint, engine.load_checkpoint):

@@ -1,4 +1,4 @@
-"""Export: what `from_pretrained` reads computes what the engine computes; a failed export leaves nothing."""
+"""Export: the model of `from_pretrained` computes as the engine does; a failed export leaves no files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_files_are_what_their_index_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("trained", ["fp32", "bf16"])
 def test_every_tensor(tmp_path: Path, trained: str, dtype: str | None) -> None:
-    """Masters rounded or cast; frozen and tied ones, integers and buffers are there too."""
+    """The export has masters, rounded or cast, and frozen and tied parameters, integers and buffers."""
     make, batches, bf16 = {
         "fp32": (Normed, [(torch.randn(16, 8),) for _ in range(3)], False),
         "bf16": (lambda: Stack(tied=True), None, True),
@@ -198,7 +198,9 @@ CONFIG: dict[str, Any] = {
 
 @pytest.mark.parametrize("dtype", [None, "fp16", "fp32"])
 def test_config_json_names_the_dtype_of_the_weights(tmp_path: Path, dtype: str | None) -> None:
-    """config.json gets the weights' dtype under every existing dtype key, also of nested configs; the rest stays."""
+    """config.json gets the weights' dtype under every existing dtype key, also in nested configs; other keys are
+    unchanged.
+    """
     saved_engine(tmp_path / "saved", bf16=True).close()
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))
@@ -237,7 +239,7 @@ def test_weights_of_two_dtypes_beside_a_config_that_names_one(tmp_path: Path) ->
 
 
 def test_tensors_are_written_and_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every dtype, shape and order; the library reads what is written here."""
+    """Tensors of every dtype, shape and order; safetensors reads the written file."""
     given = {
         "code": torch.arange(7, dtype=torch.uint8),
         "scalar": torch.tensor(2.5),

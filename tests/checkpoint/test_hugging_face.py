@@ -21,7 +21,7 @@ from support.states import states_of
 @pytest.mark.parametrize("dtype", [None, "fp32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_from_pretrained_computes_what_the_engine_computes(tmp_path: Path, name: str, dtype: str | None) -> None:
-    """By default the very logits; as fp32 to what rounding the parameters to bf16 changes."""
+    """Logits are bit-identical by default; with fp32 they differ by the rounding of parameters to bf16."""
     model: Any = seeded(MODELS[name]).eval()
     model.config.save_pretrained(tmp_path / "config")
     with open_engine(model, engine_config(folder=tmp_path, bf16=True, unit_size=60_000)) as engine:
@@ -47,7 +47,7 @@ def test_from_pretrained_computes_what_the_engine_computes(tmp_path: Path, name:
 @pytest.mark.parametrize("named", ["float32", "bfloat16", None])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_loads_in_the_dtype_of_its_weights(tmp_path: Path, name: str, named: str | None, bf16: bool) -> None:
-    """An exported folder gives the engine's own logits, bit for bit, whatever dtype the original config names."""
+    """Logits of an exported folder are bit-identical to the engine's, for any dtype in the original config."""
     model: Any = seeded(MODELS[name]).eval()
     model.config.save_pretrained(tmp_path / "config")
     file = tmp_path / "config" / "config.json"
@@ -69,7 +69,7 @@ def test_a_folder_loads_in_the_dtype_of_its_weights(tmp_path: Path, name: str, n
 @pytest.mark.parametrize("size", ["5GB", "20kB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_save_pretrained_wrote_trains_as_the_model_itself(tmp_path: Path, name: str, size: str) -> None:
-    """Built on the meta device as it is, buffers too."""
+    """A model on the meta device, buffers included, trains as the original."""
     seeded(MODELS[name]).save_pretrained(tmp_path / "saved", max_shard_size=size)
     assert (len(list((tmp_path / "saved").glob("*.safetensors"))) > 1) == (size == "20kB")
     config = engine_config(folder=tmp_path, bf16=True, unit_size=60_000)
@@ -86,7 +86,7 @@ def test_what_save_pretrained_wrote_trains_as_the_model_itself(tmp_path: Path, n
 
 
 def test_a_head_of_its_own_over_a_pretrained_body(tmp_path: Path) -> None:
-    """The body's folder lacks the head, and names the rest as the body does: it is loaded into the body."""
+    """The weights are loaded into the body, whose folder lacks the head and uses the body's names."""
     seeded(MODELS["llama"]).model.save_pretrained(tmp_path / "saved")
     with torch.device("meta"):
         model: Any = MODELS["llama"]()

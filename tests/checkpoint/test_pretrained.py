@@ -1,4 +1,4 @@
-"""`load_pretrained`: what is in the folder is what the engine starts with; what does not fit is said at once."""
+"""`load_pretrained`: the engine starts with the folder's values; mismatches are reported at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCHES = token_batches(4)
 
 
 class Normed(nn.Module):
-    """Has buffers that are saved, one that is not, and a frozen layer."""
+    """A model with persistent buffers, a non-persistent one, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Normed(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """Another model around one."""
+    """A model that contains another."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def disturbed(make: Callable[[], nn.Module]) -> nn.Module:
-    """With values, in parameters and buffers, that no initialisation gives."""
+    """Return the model with parameters and buffers that no initialisation produces."""
     model = seeded(make, 3)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
@@ -68,7 +68,7 @@ def disturbed(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def written(model: nn.Module, folder: Path, **others: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Save the state_dict to the folder, with or (None) without some; what the model's is."""
+    """Save the state_dict to the folder, with changes or (None) without some entries; return the model's state_dict."""
     folder.mkdir(exist_ok=True)
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     changed = {name.replace("__", "."): value for name, value in others.items()}
@@ -111,7 +111,7 @@ def test_a_model_with_values_gets_them_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Normed, Stack])
 def test_a_model_within_another(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
-    """Buffers and frozen parameters too."""
+    """Buffers and frozen parameters of the inner model are loaded, too."""
     expected = written(disturbed(make), tmp_path)
     inner = on_meta(make)
     if make is Normed:
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path, othe
 
 
 def test_what_is_missing_is_initialised_as_usual_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A module's own values as without the folder, its loaded buffers and the rest of it from there."""
+    """Missing parameters get their usual initialisation; buffers and other parameters come from the folder."""
     names = ("blocks.0.0.weight", "blocks.2.1.bias")
     others = {name.replace(".", "__"): None for name in names}
     expected = written(disturbed(Normed), tmp_path, strange=torch.zeros(1), **others)
@@ -195,7 +195,7 @@ def test_what_is_missing_is_initialised_as_usual_and_said(tmp_path: Path, caplog
 
 
 def test_values_are_cast_to_the_model(tmp_path: Path) -> None:
-    """From bf16 without loss; to a master in fp32 whole, whatever the parameter is."""
+    """Values are cast from bf16 without loss, and an fp32 master gets the full precision of the folder."""
     exact = disturbed(Stack)
     written(exact.bfloat16(), tmp_path)
     model = on_meta(Stack)
@@ -244,7 +244,7 @@ def test_a_model_of_an_engine_is_refused(tmp_path: Path) -> None:
 
 
 def peak_growth(work: Callable[[], Any]) -> int:
-    """Bytes by which the process's memory was larger at most while `work` ran; what `work` returns is let go after."""
+    """Return by how many bytes the process's memory peaked while `work` ran. Frees the result of `work`."""
 
     def memory(of: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

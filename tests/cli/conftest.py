@@ -13,7 +13,7 @@ from support.commands import open_files
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In it nothing is left, and nothing stays open."""
+    """A folder in which no file may be left and none may stay open."""
     made = tmp_path / "drive"
     made.mkdir()
     yield made
@@ -23,6 +23,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def small_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few settings: what is measured does not matter here."""
+    """Sweep few settings, since the results do not matter here."""
     few = Space(blocks=(1 << 18, 1 << 20), depths=(4, 8), threads=(1,), engines=("libaio",))
     monkeypatch.setattr(tuning, "space", lambda engine, cores, folders: few)

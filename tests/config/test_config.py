@@ -1,4 +1,4 @@
-"""The configuration: what it takes, how it answers what it does not take, and that its reference is up to date."""
+"""The configuration: accepted values, errors for others, and the generated reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN = [key.dotted for key in walk(Config)]
 
 
 def nested(dotted: str, value: object) -> dict[str, Any]:
-    """{"a": {"b": value}} for "a.b"."""
+    """Return {"a": {"b": value}} for "a.b"."""
     for part in reversed(dotted.split(".")):
         value = {part: value}
     assert isinstance(value, dict)
@@ -29,7 +29,7 @@ def nested(dotted: str, value: object) -> dict[str, Any]:
 
 
 def refusal(config: Any) -> str:
-    """The message with which `config` is refused."""
+    """Return the error text for `config`."""
     with pytest.raises(ConfigError) as caught:
         Config.load(config)
     assert "pydantic" not in str(caught.value) and "https://" not in str(caught.value)

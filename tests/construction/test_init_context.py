@@ -410,7 +410,7 @@ def test_a_thread_that_works_on_a_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["meta", "inference", "fake"])
 def test_code_around_sets_other_defaults(mode: str, tmp_path: Path) -> None:
-    """What leaves memory while they are in force is what was built before them."""
+    """Parameters that leave memory under other default dtypes and devices keep the values they were built with."""
     model: Any = built(tmp_path)
     expected: Any = seeded(Stack)
     model.double(), expected.double()

@@ -1,4 +1,4 @@
-"""Bad input: one clear error each, nothing left on disk or open, and the process goes on to make a new engine."""
+"""Bad input raises one clear error, leaves no files or descriptors, and a new engine can be made in the process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(model: nn.Module, config: dict[str, Any]) -> infinity.Engine:
 
 
 def open_files() -> dict[str, int]:
-    """What this process has open, and how often."""
+    """Return path → number of open descriptors of this process."""
     found: dict[str, int] = {}
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -63,9 +63,7 @@ def open_files() -> dict[str, int]:
 
 @pytest.fixture
 def leaves_nothing(tmp_path: Path) -> Iterator[Path]:
-    """A folder. After the test it is empty, no file is open and no thread runs that was not there before, and an engine
-    can be made in it.
-    """
+    """A folder that is empty after the test, without open files or new threads, and in which an engine can be made."""
     folder = tmp_path / "states"
     folder.mkdir()
     with make(seeded(Stack), raw(folder)) as engine:  # whatever is started once per process is started now
@@ -83,7 +81,7 @@ def leaves_nothing(tmp_path: Path) -> Iterator[Path]:
 
 
 def refused(kind: type[InfinityError], said: str, model: nn.Module, config: dict[str, Any]) -> InfinityError:
-    """`initialize` raises `kind`, whose text matches `said`, and the model keeps its values."""
+    """Assert that `initialize` raises `kind` with a text that matches `said`, and that the model keeps its values."""
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
     with pytest.raises(kind, match=said) as caught:
         make(model, config)
@@ -118,7 +116,7 @@ def test_a_folder_that_takes_no_files(leaves_nothing: Path) -> None:
     ],
 )
 def test_a_second_folder_that_takes_no_files(leaves_nothing: Path, tmp_path: Path, second: str, said: str) -> None:
-    """What was made in the first is gone; see `leaves_nothing`."""
+    """Files in the first folder are removed; see `leaves_nothing`."""
     (tmp_path / "file").write_text("")
     refused(StorageError, said, seeded(Stack), raw([str(leaves_nothing), str(tmp_path / second)]))
 
@@ -153,7 +151,7 @@ def test_a_folder_without_permission(leaves_nothing: Path, tmp_path: Path) -> No
 
 
 def test_a_file_system_that_is_too_small(leaves_nothing: Path, tmp_path: Path) -> None:
-    """Refused before training, with what is missing; what was there stays."""
+    """`initialize` raises an error with the missing bytes, and existing files stay."""
     folder = tmp_path / "mounted"
     folder.mkdir()
     unmount = mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder))
@@ -169,7 +167,7 @@ def test_a_file_system_that_is_too_small(leaves_nothing: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("engine", ["auto", "libaio", "io_uring"])
 def test_a_kernel_that_gives_no_queues(leaves_nothing: Path, engine: str) -> None:
-    """AIO slots used up, io_uring forbidden: the reserved file is given back."""
+    """Without AIO slots and io_uring, the reserved file is released."""
     _aio._inject([{"where": "setup", "error": errno.EPERM, "times": -1}])
     try:
         config = raw(leaves_nothing, aio={"engine": engine})
@@ -197,7 +195,7 @@ def huge() -> nn.Module:
 def test_a_model_larger_than_its_tiers(
     leaves_nothing: Path, param: str, optim: str, kind: type[InfinityError], said: str
 ) -> None:
-    """At once, whatever the size, with how much is missing and what to do."""
+    """A model of any size is rejected at once, with the missing bytes and the fix."""
     began = time.monotonic()
     error = refused(kind, said, huge(), raw(leaves_nothing, param, optim))
     assert "are missing; " in str(error)
@@ -234,7 +232,7 @@ def test_a_model_that_has_an_engine(leaves_nothing: Path) -> None:
 
 
 def test_a_model_whose_engine_was_closed(leaves_nothing: Path) -> None:
-    """It holds placeholders; an engine on them would train NaN."""
+    """The model holds placeholders, on which a new engine would train NaN, so it is rejected."""
     model = seeded(Stack)
     make(model, raw(leaves_nothing)).close()
     with pytest.raises(ModelError, match=r"holds no values.*checkpoint"):
@@ -274,7 +272,7 @@ def test_a_config_that_is_not_there(leaves_nothing: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_loss_that_is_not_finite(leaves_nothing: Path, value: float, clip: float) -> None:
-    """Found before anything is changed: the batch can be left out."""
+    """The loss is checked before any change, so that the batch can be skipped."""
     with make(seeded(Stack), raw(leaves_nothing, gradient_clipping=clip)) as engine:
         batches = token_batches(4)
         losses = train(engine, batches[:2])
@@ -290,7 +288,7 @@ def test_a_loss_that_is_not_finite(leaves_nothing: Path, value: float, clip: flo
     [(1.0, "auto", False), (0.0, "next_forward", False), (0.0, "after_backward", False), (0.0, "auto", True)],
 )
 def test_a_gradient_that_is_not_finite(leaves_nothing: Path, clip: float, update: str, stops: bool) -> None:
-    """In its own step where all gradients are known before the first update; otherwise the engine stops."""
+    """The step raises if all gradients are known before the first update; otherwise the engine stops."""
     config = raw(leaves_nothing, gradient_clipping=clip)
     config["infinity"]["update"] = update
     with make(seeded(Stack), config) as engine:
@@ -329,7 +327,7 @@ def test_a_loss_that_is_none(leaves_nothing: Path, loss: Any) -> None:
 
 
 def test_backward_twice(leaves_nothing: Path) -> None:
-    """A second backward before step: more micro-batches than the config says."""
+    """A second backward before step exceeds the config's micro-batches."""
     with make(seeded(Stack), raw(leaves_nothing)) as engine:
         train(engine, token_batches(2))
         engine.backward(engine(*token_batches(1)[0]))
@@ -339,7 +337,7 @@ def test_backward_twice(leaves_nothing: Path) -> None:
 
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
 def test_backward_of_one_loss_twice(leaves_nothing: Path, update: str) -> None:
-    """Its graph is gone after the first time, as it is in PyTorch; the step goes on with the gradients of that."""
+    """PyTorch frees the graph after the first backward; the step uses the gradients of that."""
     config = raw(leaves_nothing)
     config["infinity"]["update"] = update
     losses = []
@@ -362,7 +360,9 @@ def test_backward_of_one_loss_twice(leaves_nothing: Path, update: str) -> None:
 @pytest.mark.parametrize("shape", [(61, 16), (1,), (1, 32), (61 * 32,), (60, 32)])
 @pytest.mark.parametrize("inside", [False, True], ids=["between steps", "in forward"])
 def test_data_of_another_shape(leaves_nothing: Path, shape: tuple[int, ...], inside: bool) -> None:
-    """Said where the unit is released or updated, and dropped; also where it could be broadcast, or is a view."""
+    """Data of another shape raise an error when the unit is released or updated, even if broadcastable or a view, and
+    are dropped.
+    """
     model = seeded(Stack)
 
     def change(*_: Any) -> None:
@@ -440,7 +440,7 @@ def test_calls_after_close(leaves_nothing: Path, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_dropped(leaves_nothing: Path) -> None:
-    """Never closed: what it held is given back when nothing refers to it."""
+    """An unclosed engine releases its resources when its last reference is dropped."""
     engine = make(seeded(Stack), raw(leaves_nothing))
     train(engine, token_batches(2))
     del engine
@@ -490,7 +490,7 @@ for number in itertools.count():
 
 
 def start_loop(folder: Path, clip: float, rounds: int, errors: Path) -> subprocess.Popen[str]:
-    """errors: a file for what the process says when it ends; a pipe that nobody reads would stop it."""
+    """Start the process. errors: file for its stderr, since a full pipe would block it."""
     paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LOOP, str(folder), str(clip), str(rounds)]
@@ -499,7 +499,7 @@ def start_loop(folder: Path, clip: float, rounds: int, errors: Path) -> subproce
 
 
 def said(process: subprocess.Popen[str], line: str, errors: Path) -> None:
-    """The next line it says is `line`."""
+    """Assert that the next line of its output is `line`."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], 30)
     got = process.stdout.readline().strip() if ready else "nothing in 30 s"
@@ -508,9 +508,7 @@ def said(process: subprocess.Popen[str], line: str, errors: Path) -> None:
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_control_c(tmp_path: Path, clip: float) -> None:
-    """At many moments of a step: the engine goes on or says why not, closes, and another can be made. At last the
-    process ends with an engine open.
-    """
+    """Ctrl-C at many moments of a step: the engine continues or raises the reason, closes, and another can be made."""
     rounds = 8
     folder, errors = tmp_path / "states", tmp_path / "errors"
     folder.mkdir()
@@ -536,7 +534,7 @@ def test_control_c(tmp_path: Path, clip: float) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
-    """Files are anonymous: nothing is left however the process ends."""
+    """Files are anonymous, so a killed process leaves none."""
     folder, errors = tmp_path / "states", tmp_path / "errors"
     folder.mkdir()
     process = start_loop(folder, 0.0, 0, errors)

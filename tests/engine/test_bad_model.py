@@ -110,8 +110,8 @@ def replicated() -> nn.Module:
     [
         (ddp, r"the model is a DistributedDataParallel: An engine reduces gradients .*\(\.module\)"),
         (ddp_in_a_part, "module 1 is a DistributedDataParallel"),
-        (fsdp2, r"the model is a FSDPBlock: .*before FullyShardedDataParallel or fully_shard"),
-        (replicated, r"the model is a \w*Block: .*before replicate\(\)"),
+        (fsdp2, r"the model is a FSDPBlock: .*without FullyShardedDataParallel or fully_shard"),
+        (replicated, r"the model is a \w*Block: .*without replicate\(\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

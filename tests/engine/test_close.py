@@ -82,7 +82,7 @@ def test_a_model_that_only_ran_has_its_values_back() -> None:
 
 
 def test_a_model_is_changed_between_two_engines(tmp_path: Path) -> None:
-    """A layer replaced under an engine is refused; closed with restore=True, the model trains on with its values."""
+    """A layer replaced under an engine is rejected; after close(restore=True), the changed model trains on."""
     engine = open_engine(seeded(Stack), engine_config("nvme", "nvme", folder=tmp_path))
     train(engine, BATCHES)
     values = parameters_of(engine)

@@ -1,4 +1,4 @@
-"""Parameters, gradients and states whole: what is read is what a plain loop has, what is changed is what goes on."""
+"""Gathered parameters, gradients and states: reads equal those of a plain loop, and edits take effect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_masters_and_moments(bf16: bool, late: bool) -> None:
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_what_is_set_is_read_and_trained_on(bf16: bool, moments: str, tmp_path: Path) -> None:
-    """One engine's states put into another's, name by name: both go on alike, but for 8-bit moments, coded again."""
+    """States of one engine are set in another by name, and both continue alike; 8-bit moments are encoded again."""
     options: dict[str, Any] = {"bf16": bf16, "unit_size": 2048}
     with engine_of(**options, moments="fp32") as engine:
         train(engine, BATCHES[:3])
@@ -67,7 +67,7 @@ def test_what_is_set_is_read_and_trained_on(bf16: bool, moments: str, tmp_path: 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("fp16", [None, {"loss_scale": 256}], ids=["fp32", "fp16"])
 def test_gradients(accumulation: int, fp16: Any, tmp_path: Path) -> None:
-    """Those of a plain backward; set to others, the step is made with these."""
+    """Gradients are those of a plain backward; after set_full_grad, the step uses the new ones."""
     model = seeded(lambda: Stack(depth=4, tied=True))
     for batch in BATCHES[:accumulation]:
         (model(*batch) / accumulation).backward()

@@ -1,4 +1,4 @@
-"""`infinity.init_inference`: a model runs from any tier, with nothing kept but its parameters."""
+"""`infinity.init_inference`: runs a model from any tier, and stores only its parameters."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DTYPES = pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16],
 def opened(
     model: nn.Module, *, dtype: torch.dtype | None = None, device: Device | None = None, **options: Any
 ) -> InferenceEngine:
-    """An inference engine on the CPU that fetches units when they are used, with as few buffers as can be."""
+    """An inference engine on the CPU that fetches units on use, with as few buffers as possible."""
     config = engine_config(**{"prefetch_bytes": 0, **options})
     return infinity.init_inference(model, config, dtype=dtype, device=device or CpuDevice())
 
 
 def cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Its floating parameters in `dtype`; buffers stay as they are."""
+    """Return the model with floating-point parameters in `dtype`; buffers are unchanged."""
     for parameter in model.parameters():
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -59,7 +59,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("param", DEVICES)
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 def test_runs_from_any_tier(param: str, late: bool, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Bit for bit the plain model's, with fewer units resident than there are."""
+    """Results are bit-identical to the plain model's, with fewer resident units than the model has."""
     expected = results(cast(seeded(Stack), dtype))
     device = LateDevice() if late else None
     with opened(seeded(Stack), dtype=dtype, device=device, param=param, folder=tmp_path) as engine:
@@ -80,7 +80,7 @@ def test_stages_that_keep_parameters_resident(stage: int) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modes_of_autograd(mode: Any) -> None:
-    """They may change from forward to forward; what is made in one of them must not be of that kind for ever."""
+    """Autograd modes may change between forwards; buffers created in one mode must work in the others."""
     expected = results(seeded(Stack))
     with opened(seeded(Stack)) as engine:
         with mode():
@@ -102,7 +102,7 @@ def test_training_may_begin_with_inference_mode(tmp_path: Path) -> None:
 
 
 def test_gradients_of_inputs() -> None:
-    """Weights are frozen, and autograd's references to them are served from their tier."""
+    """Weights are frozen, and autograd's references to them are fetched from their tier."""
     ((x, targets),) = vector_batches(1)
 
     def gradient(model: Any) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_dropout_is_off() -> None:
 
 
 class Quantised(nn.Module):
-    """A linear layer of int8 weights, scaled by row; what it was shifted by is a buffer."""
+    """A linear layer of int8 weights, scaled by row; the shift is a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_nothing_is_kept_but_parameters(param: str, tmp_path: Path) -> None:
 
 
 def test_cached_units_are_not_read_again(tmp_path: Path) -> None:
-    """Every pass reads each unit at most once, and not those that `cache_bytes` has room for: a fixed subset."""
+    """Every pass reads each unit at most once, and never the fixed subset in the cache."""
     block, fetches = 40_960, {}  # bytes, in whole slots
 
     def make() -> Stack:
@@ -214,7 +214,7 @@ def test_cached_units_are_not_read_again(tmp_path: Path) -> None:
 
 
 def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
-    """It gets the values that training would begin with."""
+    """The model gets the same initial values as in training."""
     with torch.device("meta"):
         one, other = Stack(), Stack()
     torch.manual_seed(4)
@@ -264,7 +264,7 @@ def test_parameters_can_be_read_and_edited() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("param", DEVICES)
 def test_loads_a_checkpoint_of_training(precision: str, param: str, tmp_path: Path) -> None:
-    """The very bits that training computed with: masters are rounded alike."""
+    """Parameters are bit-identical to those of training, since masters are rounded alike."""
     options: dict[str, Any] = {"bf16": {"bf16": True}, "fp16": {"fp16": {"loss_scale": 8}}, "fp32": {}}[precision]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
 

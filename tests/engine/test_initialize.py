@@ -1,4 +1,4 @@
-"""`infinity.initialize`: what it takes, what it returns, and models that were built on the meta device."""
+"""`infinity.initialize`: arguments, return values, and models built on the meta device."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_scheduler(tmp_path: Path) -> None:
 
 
 def test_dataloader(tmp_path: Path) -> None:
-    """Micro-batches that can be trained on; every sample at most once an epoch, in another order each epoch."""
+    """The loader returns trainable micro-batches; an epoch has every sample at most once, in an order of its own."""
     engine, _, loader, _ = infinity.initialize(
         model=seeded(Stack), config=raw_config(tmp_path), training_data=Tokens(18), **CPU
     )
@@ -130,7 +130,7 @@ def forms(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", forms(nn.Linear(1, 1)))
 def test_model_parameters_in_every_form(form: str, tmp_path: Path) -> None:
-    """All forms train the same."""
+    """All forms of model_parameters train the same."""
     batches = token_batches(3)
     with infinity.initialize(model=seeded(Stack), config=raw_config(tmp_path), **CPU)[0] as engine:
         expected = train(engine, batches)
@@ -174,7 +174,7 @@ def on_meta(make: Any) -> nn.Module:
 
 
 def values_of(make: Any, config: Config, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What a model built on the meta device starts with."""
+    """Return the initial values of a model built on the meta device."""
     model = on_meta(make)
     torch.manual_seed(seed)
     with Engine(model, config, device=CpuDevice()) as engine:
@@ -186,7 +186,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_meta_values_follow_from_the_seed_alone(tmp_path: Path) -> None:
-    """Not from tiers and not from units."""
+    """Initial values do not depend on tiers and units."""
     reference = values_of(gpt2, engine_config(folder=tmp_path))
     for param, optim in PLACEMENTS:
         assert same(values_of(gpt2, engine_config(param, optim, folder=tmp_path)), reference)
@@ -211,7 +211,7 @@ def test_no_two_modules_draw_the_same_values(tmp_path: Path) -> None:
 
 
 def test_construction_does_not_disturb_the_generator_by_the_size_of_the_model(tmp_path: Path) -> None:
-    """One draw, whatever the model: data that is drawn afterwards is the same for all of them."""
+    """Construction draws one number for any model, so that data drawn afterwards are the same."""
     after = []
     for layers in (1, 3):
         model = on_meta(lambda n=layers: GPT2(GPT2Config(VOCABULARY, 8, n, 32, 2)))
@@ -238,7 +238,7 @@ def test_a_model_on_meta_trains_as_its_values_on_the_cpu(tmp_path: Path) -> None
 
 
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
-    """As in a script that sets the device that it computes on, or builds and initialises in one block."""
+    """Scripts may set a default device for the whole program, or for a block that builds and initialises."""
     config, batches = engine_config(folder=tmp_path), token_batches(3)
     losses = []
     for around in (nullcontext(), torch.device("meta")):
@@ -252,7 +252,7 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
 
 
 class Decoder(nn.Module):
-    """A head that shares its weight with the embedding, has a bias of its own, and is a unit of its own."""
+    """A model whose head shares its weight with the embedding, has its own bias, and is a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Decoder(nn.Module):
 
 
 def test_a_shared_parameter_that_is_in_its_tier_already(tmp_path: Path) -> None:
-    """Its second module is initialised later: the bias gets its values, the weight keeps those it has."""
+    """The second module is initialised later: its bias gets values, and the shared weight keeps its own."""
     values = values_of(Decoder, engine_config(folder=tmp_path, unit_size=100))
     assert values.keys() == {
         "embedding.weight",
@@ -283,7 +283,7 @@ def test_a_shared_parameter_that_is_in_its_tier_already(tmp_path: Path) -> None:
 
 
 class Counting(GPT2):
-    """Notes how many elements of its parameters are in memory while it is initialised."""
+    """Records how many elements of its parameters are in memory while it is initialised."""
 
     most = 0
 
@@ -294,7 +294,7 @@ class Counting(GPT2):
 
 
 def test_construction_takes_no_more_memory_than_a_unit(tmp_path: Path) -> None:
-    """Of a model of many alike blocks, one is in memory at a time while it is made."""
+    """Construction of a model of many equal blocks holds one block in memory at a time."""
     model = on_meta(lambda: Counting(GPT2Config(VOCABULARY, 8, num_layers=16, hidden_size=32, num_attention_heads=2)))
     block = sum(p.numel() for p in model.get_submodule("h.0").parameters())
     with Engine(model, engine_config(folder=tmp_path), device=CpuDevice()):
@@ -303,7 +303,7 @@ def test_construction_takes_no_more_memory_than_a_unit(tmp_path: Path) -> None:
 
 
 class Nameless(nn.Module):
-    """Holds a parameter that nobody knows how to fill."""
+    """Holds a parameter without an initialisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def test_a_module_that_cannot_be_initialised(tmp_path: Path) -> None:
 
 
 class Masked(nn.Linear):
-    """Computes a buffer where it is built, and nowhere else."""
+    """Computes a buffer only in its constructor."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -324,7 +324,7 @@ class Masked(nn.Linear):
 
 
 def test_a_buffer_on_meta(tmp_path: Path) -> None:
-    """Its module may set it when it is initialised; where it does not, nobody knows what it is."""
+    """A module may fill the buffer when it is initialised; otherwise its value is unknown, an error."""
     with Engine(on_meta(lambda: nn.BatchNorm1d(3)), engine_config(folder=tmp_path), device=CpuDevice()) as engine:
         found = dict(engine.module.named_buffers())
     expected = dict(nn.BatchNorm1d(3).named_buffers())

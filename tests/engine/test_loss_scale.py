@@ -1,4 +1,4 @@
-"""The loss scale: when it is doubled, when it is halved, and when it is no help."""
+"""The loss scale: when it is doubled, when it is halved, and when training stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.errors import NonFiniteError
 
 
 def scales(steps: str, **options: Any) -> list[float]:
-    """The scale after each step: "+" passed, "-" overflowed."""
+    """Return the scale after each step: "+" passed, "-" overflowed."""
     scale = LossScale.of(FP16(enabled=True, **options))
     found = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""The learning-rate schedules of the config, against their formulas and their promises."""
+"""The learning-rate schedules of the config: their formulas and bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def schedule(name: str, **params: Any) -> Scheduler:
 
 
 def rates(wanted: Scheduler, steps: int, lr: float = 1e-2, groups: list[float] | None = None) -> list[list[float]]:
-    """The rates of every group at each step, as the optimizer would see them."""
+    """Return the rates of every group at each step, as the optimizer uses them."""
     parameters = [nn.Parameter(torch.zeros(1)) for _ in groups or [lr]]
     given_groups = [{"params": [p], "lr": rate} for p, rate in zip(parameters, groups or [lr], strict=True)]
     optimizer = torch.optim.AdamW(given_groups, lr=lr)
@@ -107,7 +107,7 @@ def test_warmup_max_lr_is_one_rate_for_all() -> None:
     least=st.floats(0, 1),
 )
 def test_rises_then_falls(name: str, kind: str, warmup: int, rest: int, least: float) -> None:
-    """Never above the highest rate, never below 0; no fall before the warm-up ends, no rise after; finite for ever."""
+    """The rate stays within 0 and the highest, does not fall in the warm-up or rise after it, and stays finite."""
     params: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": kind}
     if name != "WarmupLR":
         params["total_num_steps"] = max(1, warmup + rest)

@@ -278,7 +278,7 @@ def _unchecked(node: Node) -> Node:
 
 
 def _looks_before_the_step(loop: Loop) -> bool:
-    """Whether the loop goes on with the parameters after a backward, which updates during it have changed."""
+    """Return True if the loop uses parameters between backward and step, when updates in backward have changed them."""
     return loop.backward == "twice uncounted" or any(event.place == "between" for event in loop.events)
 
 

@@ -193,7 +193,7 @@ def _against_plain(case: Case, outcome: Outcome, plain: Outcome) -> Verdict:
 
 
 def _has_own_hooks(case: Case) -> bool:
-    """Whether the model has saved-tensor hooks, which switch off PyTorch's check for edits and not the engine's."""
+    """Return True if the model has saved-tensor hooks, which disable PyTorch's check for edits, not the engine's."""
     own = ("saved identity", "saved list", "save_on_cpu")
     return any(node.kind == "saved hooks" or node.variant in own for node in each_node(case.nodes))
 

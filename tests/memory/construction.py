@@ -1,4 +1,4 @@
-"""What the processes do whose memory tests/memory/test_construction.py measures."""
+"""Code of the processes whose memory tests/memory/test_construction.py measures."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def from_files(layers: int, folder: str, weights: str) -> None:
 
 
 def as_ever(layers: int, folder: str) -> None:
-    """What all of this is for: a model that is built in memory."""
+    """Train a model that is built in memory, the baseline."""
     start(model(layers), folder)

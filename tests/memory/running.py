@@ -1,4 +1,4 @@
-"""What the processes do whose memory tests/memory/test_running.py measures."""
+"""Code of the processes whose memory tests/memory/test_running.py measures."""
 
 from __future__ import annotations
 

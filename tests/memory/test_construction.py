@@ -41,7 +41,7 @@ def test_loading_takes_no_more_memory_for_more_layers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_built_in_memory_takes_all_of_it(tmp_path: Path) -> None:
-    """What the tests above see if nothing were done: they can fail."""
+    """Memory grows with a model built in memory, so the tests above can fail."""
     assert growth(construction.as_ever, lambda _: {"folder": str(tmp_path)}) > 0.3
 
 

@@ -56,7 +56,7 @@ def test_the_peak_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [{"device": "cpu"}, {"stage": 2, "device": "none"}], ids=str)
 def test_what_stays_in_memory_shows(kept: dict[str, Any], tmp_path: Path) -> None:
-    """What the tests above see if states stayed: they can fail."""
+    """Memory grows if states stay in memory, so the tests above can fail."""
     assert growth(running.train, folder=str(tmp_path), **kept) > 0.3
 
 

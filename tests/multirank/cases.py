@@ -1,4 +1,4 @@
-"""What ranks do in the tests of this folder. Functions here run in the processes of a `support.ranks.Group`."""
+"""Code of the ranks in this folder's tests. These functions run in the processes of a `support.ranks.Group`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def traffic(rank: int, *, folder: str, accumulation: int = 1, **options: Any) ->
         for number in range(4):
             before = counted(engine)
             train(engine, token_batches(accumulation, batch=SAMPLES, seed=10 * number + rank))
-            # What is fetched ahead for the next step belongs to it: only whole steps are compared.
+            # Prefetches for the next step count for that step, so only whole steps are compared.
             steps.append({name: value - before[name] for name, value in counted(engine).items()})
         steps.append(
             {
@@ -146,7 +146,7 @@ def counted(engine: Engine) -> dict[str, int]:
 
 
 def extents(rank: int, *, folder: str, param: str, optim: str, **options: Any) -> dict[str, Any]:
-    """What this rank's tiers hold, by (unit, state). Units are large beside what extents are rounded up to."""
+    """Return (unit, state) → extent of this rank. Units are large compared with the rounding of extents."""
     config = engine_config(param, optim, folder=folder, micro=SAMPLES, **options)
     with open_engine(seeded(lambda: Stack(width=128, depth=4)), config) as engine:
         placed = engine.parts.plan.placement
@@ -206,7 +206,7 @@ class Expert(nn.Module):
 
 
 class Routed(nn.Module):
-    """What data decides is which experts run, and so which parameters get gradients; blocks always do."""
+    """A model whose data decide which experts run and get gradients; its blocks always run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def load(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str,
 
 
 def interrupted(rank: int, *, folder: str, directory: str) -> dict[str, Any]:
-    """What this rank draws after a save and after loading it, and what is said of a file that was altered."""
+    """Return this rank's random numbers after a save and after loading it, and the error about an altered file."""
     saved = Path(directory)
     with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         torch.manual_seed(rank)
@@ -383,9 +383,7 @@ def pretrained(rank: int, *, folder: str, directory: str, loading: list[bool], *
 
 
 def constructed(rank: int, *, folder: str, stage: int, bf16: bool) -> dict[str, Any]:
-    """What engines start with whose models were built under `infinity.Init`, from another seed on every rank, and train
-    to.
-    """
+    """Return initial and trained values of models built under `infinity.Init`, with another seed on every rank."""
     param = "nvme" if stage == 3 else "none"
     config = engine_config(param, folder=folder, micro=SAMPLES, stage=stage, bf16=bf16, unit_size=4096)
     with infinity.Init(config):

@@ -1,4 +1,4 @@
-"""What ranks do in test_dtypes.py: sums of gradients beside those of plain loops, which round where the config says."""
+"""Code of the ranks in test_dtypes.py: sums of gradients, and those of plain loops with the config's roundings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.models import Stack, seeded
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 1024.0
-"""What the loss is multiplied by in fp16."""
+"""Loss scale in fp16."""
 
 
 @dataclass(frozen=True)

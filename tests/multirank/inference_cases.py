@@ -1,4 +1,4 @@
-"""What ranks do in test_inference.py."""
+"""Code of the ranks in test_inference.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What four ranks do that divide a model over two and its units over two."""
+"""Code of four ranks: tensor parallelism over two, and units sharded over two."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def opened(model: nn.Module, group: Any, folder: str, **options: Any) -> Engine:
 
 
 def accessed(rank: int, *, folder: str) -> dict[str, torch.Tensor]:
-    """What is behind divided parameters, before and after it is changed."""
+    """Return masters, moments and gradients of tensor-parallel parameters, before and after they are set."""
     mesh = mesh_of()
     found = {}
     with opened(divided(mesh["tp"], sequence=True), mesh["dp"], folder, clip=1.0, bf16=True) as engine:
@@ -126,7 +126,7 @@ def one_after_another(rank: int, *, folder: str) -> list[list[float]]:
 
 
 def refused(rank: int, *, folder: str) -> dict[str, str]:
-    """What is said of groups and models that do not go together."""
+    """Return the errors for process groups that do not fit the model."""
     mesh = mesh_of()
     others = dist.new_group([0, 1])
     said = {}

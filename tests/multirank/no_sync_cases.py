@@ -1,4 +1,4 @@
-"""What ranks do in test_no_sync.py: steps of which some micro-batches are in a `no_sync` block."""
+"""Code of the ranks in test_no_sync.py: steps with some micro-batches in a `no_sync` block."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from support.models import Stack, seeded, token_batches
 SAMPLES = 4
 
 Change = Callable[[Stack], Any]
-"""What one rank does to its model; may return the model_parameters to give to `initialize`."""
+"""Changes one rank's model; may return model_parameters for `initialize`."""
 
 
 def another_shape(model: Stack) -> None:

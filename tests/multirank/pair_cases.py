@@ -1,4 +1,4 @@
-"""What ranks do in `test_pairs`. Functions here run in the processes of a `support.ranks.Group`."""
+"""Code of the ranks in `test_pairs`. These functions run in the processes of a `support.ranks.Group`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def sent(rank: int, *, size: int, length: int) -> dict[str, int]:
 
 
 def accounted(rank: int, *, folder: str) -> tuple[int, int]:
-    """Of an engine with everything on the device: host bytes in its ledger, and those of its collectives."""
+    """Return host bytes in the ledger of an engine with all states on the device, and bytes of its collectives."""
     config = engine_config("none", "none", folder=folder, micro=SAMPLES)
     with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
         return engine.ledger.tier_bytes()["host"], engine.ranks.nbytes

@@ -1,4 +1,4 @@
-"""What ranks do while a checkpoint is written in the background."""
+"""Code of ranks that train while a checkpoint is written in the background."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def without_space(rank: int, *, folder: str, directory: str, where: str) -> dict
 
 
 def undisturbed(rank: int, *, folder: str) -> dict[str, Any]:
-    """What `without_space` has to come to."""
+    """Return the results that `without_space` must reproduce."""
     with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         losses = train(engine, token_batches(6, batch=SAMPLES, seed=rank))
         return {"losses": losses, "values": states_of(engine)}

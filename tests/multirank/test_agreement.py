@@ -54,7 +54,7 @@ def test_a_scheduler_that_others_lack(pair: Group, tmp_path: Path) -> None:
 
 
 def test_keys_that_may_differ(pair: Group, tmp_path: Path) -> None:
-    """What follows from a rank's machine: ranks train with that."""
+    """Keys about a rank's machine may differ; the ranks train."""
     other = tmp_path / "other"
     other.mkdir()
     options = {"folder": str(other), "adam_threads": 2, "debug": False, "aio": {"queue_depth": 4, "block_size": 65536}}

@@ -11,7 +11,7 @@ from support.ranks import Group
 
 @pytest.mark.parametrize("what, sharded", [("gather", True), ("reduce", True), ("reduce", False)])
 def test_a_collective_waits_for_its_memory(pair: Group, what: str, sharded: bool) -> None:
-    """What is exchanged is what the transfer before it brings, however late, and what compute has left there."""
+    """Collectives exchange the data of the preceding transfer and of compute, even if these end late."""
     found, waited = zip(*pair.run(pair_cases.late, what=what, sharded=sharded), strict=True)
     assert all(waited)
     whole = torch.arange(float(found[0].numel() * (pair.size if what == "reduce" and sharded else 1)))

@@ -1,4 +1,4 @@
-"""What gradients are summed in, over ranks and over micro-batches: the bits of plain sums with the same roundings."""
+"""Dtypes of gradient sums over ranks and micro-batches: bit-identical to plain sums with the same roundings."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 def test_every_rank_generates_its_own_text(
     pair: Group, name: str, param: str, how: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of different lengths, from shards: a rank that is done goes on for the others."""
+    """Texts of different lengths, from shards: a rank that is done continues for the others."""
     for outcome in pair.run(cases.generated, folder=str(tmp_path), name=name, param=param, **how):
         assert all(text == outcome["expected"] for text in outcome["texts"])
         assert outcome["gathered"] > 0 and outcome["shards"] == {0.5}

@@ -95,7 +95,7 @@ def reference(precision: str, accumulation: int, clip: float, ranks: int) -> Res
 
 
 _SEEN: dict[tuple[Any, ...], dict[str, Any]] = {}
-"""What the first of several stages that add up gradients in the same order made of the rest of a family."""
+"""Results of the first stage of each family, whose stages add gradients in the same order."""
 
 
 def order(stage: int, accumulation: int, ranks: int) -> str:

@@ -129,6 +129,6 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: 
 
 @pytest.mark.parametrize(("stage", "what"), [(0, "parameter"), (0, "save"), (2, "state_dict"), (3, "save")])
 def test_a_rank_that_looks_at_states_alone(pair: Group, stage: int, what: str, tmp_path: Path) -> None:
-    """What it adds up is not mistaken for what the other one does."""
+    """Sums of one rank are not confused with another collective of the other rank."""
     for said in pair.run(odd_cases.is_single, folder=str(tmp_path), stage=stage, what=what):
         assert "rank 0 reads states" in said and "save, load and read states together" in said

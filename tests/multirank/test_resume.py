@@ -35,7 +35,7 @@ MOMENTS = ["fp32", "bf16", "8bit"]
 
 @pytest.fixture
 def run(pair: Group, four: Group, tmp_path: Path) -> Run:
-    """What one stretch gives, the same on all ranks; losses are those of the global batch."""
+    """Return a function that trains for one stretch. Results are equal on all ranks; losses are of the global batch."""
 
     def run(ranks: int, **options: Any) -> Outcome:
         common: dict[str, Any] = {"ranks": ranks, "folder": str(tmp_path), "directory": str(tmp_path / "saved")}
@@ -77,7 +77,7 @@ def uninterrupted(run: Run, place: str, stretches: int, **options: Any) -> Outco
 
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
-"""Of losses relative to themselves, where ranks add up gradients in another order, or fp16 gradients are scaled by
+"""Relative error of losses, if ranks add gradients in another order, or fp16 gradients are scaled by
 another number of micro-batches before they are rounded. 16 bits: as in test_matrix.py, whose reasons hold. Measured
 over all that is here: 4e-8, 0 and 8e-5.
 """

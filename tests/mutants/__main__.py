@@ -85,7 +85,7 @@ class Trials:
 
 
 def _all_sound(chosen: Sequence[Mutant], trials: Trials) -> bool:
-    """Whether the tests of all these mutants pass on the unchanged source: they would kill each mutant else."""
+    """Return True if the tests of these mutants pass on the unchanged source; otherwise they would kill any mutant."""
     for (file, tests), mutant in {(mutant.file, tuple(trials.of(mutant))): mutant for mutant in chosen}.items():
         result = trials.check(mutant, tests)
         passes = result.outcome == "survived"

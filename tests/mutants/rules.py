@@ -269,7 +269,7 @@ def _kind_of_state(target: ast.expr) -> str:
 
 
 def _refuses(node: ast.If) -> bool:
-    """Whether the branch is nothing but LifetimeError, and its condition compares no counts, which is another kind."""
+    """Return True if the branch only raises LifetimeError, and its condition compares no counts (another rule)."""
     first = node.body[0]
     raised = first.exc if isinstance(first, ast.Raise) else None
     error = raised.func if isinstance(raised, ast.Call) else raised

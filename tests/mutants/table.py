@@ -82,7 +82,7 @@ class Justified:
 
 
 def _exists(root: Path, test: str) -> bool:
-    """Whether a test "file" or "file::function" is in its file; parameters are not checked."""
+    """Return True if the test "file" or "file::function" exists; parameters are not checked."""
     file, _, function = test.partition("::")
     path = root / file
     name = function.partition("[")[0]

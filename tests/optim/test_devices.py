@@ -1,4 +1,4 @@
-"""What updates states on a device: our kernels where there are any, torch's fused AdamW for what it knows."""
+"""Updates of states on a device: by our kernels, or by torch's fused AdamW where it can."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_states_that_only_our_kernels_update_are_refused_without_them(monkeypatc
 @pytest.mark.parametrize("rule", ["adam", "adamw"])
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.0])
 def test_torchs_kernels_do_what_ours_do(kept: str, rule: Any, scale: float) -> None:
-    """What serves on CUDA without ours, here on the CPU."""
+    """Torch's kernels, which replace ours on CUDA if these are missing, here on the CPU."""
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(1000, generator=generator)
     grad = torch.randn(1000, generator=generator)

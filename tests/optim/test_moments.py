@@ -178,7 +178,7 @@ def test_every_code_at_every_scale_has_its_value() -> None:
 
 @pytest.mark.parametrize("root", [False, True])
 def test_unchanged_values_keep_their_codes(root: bool, isa: str) -> None:
-    """Of every scale, all codes that it takes to span the block: encoding what was decoded changes nothing."""
+    """Decoding and encoding is the identity, for all codes that span a block, with every scale."""
     codes = np.arange(0xF1 if root else 0x79)
     if not root:
         codes = np.concatenate([codes, codes[1:] | 0x80])

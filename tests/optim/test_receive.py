@@ -19,7 +19,7 @@ PAIRS = [*itertools.product(DTYPES, DTYPES)]
 
 
 def values(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Of many magnitudes, ties among them: sums of bf16 values often lie between two."""
+    """Return values of many magnitudes, with ties: sums of bf16 values often lie halfway between two."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(n, generator=rng) * 2.0 ** torch.randint(-12, 8, (n,), generator=rng)
     x[::7] = x[::7].to(torch.bfloat16).float()
@@ -74,7 +74,7 @@ def test_the_bits_do_not_depend_on_threads_or_alignment() -> None:
 
 
 def test_any_strides() -> None:
-    """What is not contiguous goes the long way, with the same result."""
+    """Non-contiguous gradients take the slow path, with the same result."""
     source = values(64 * 48, torch.float32, 5).view(64, 48)
     for add in (False, True):
         target, expected = torch.ones(48, 64), torch.ones(48, 64)

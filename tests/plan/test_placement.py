@@ -119,5 +119,5 @@ def test_parts_of_states_hold_the_values_of_their_elements(block: int, length: i
     ],
 )
 def test_bytes_per_parameter(dtype: torch.dtype, master: Any, rule: Any, moments: Any, width: float) -> None:
-    """What the optimizer reads and writes per parameter, as documented."""
+    """Bytes that the optimizer reads and writes per parameter, as documented."""
     assert state_format(dtype, master, rule, moments).bytes_per_element == width

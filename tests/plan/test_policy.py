@@ -1,4 +1,4 @@
-"""What a config asks for: the dtypes of gradients, and how they follow the backend."""
+"""Policy of a config: dtypes of gradients, and their dependence on the backend."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 
 
 def fits(classes: dict[int, int], together: tuple[int, ...]) -> bool:
-    """Whether units of these sizes get a buffer each, every unit the smallest that holds it."""
+    """Return True if units of these sizes get a buffer each, every unit the smallest that fits."""
     left = dict(classes)
     for size in together:
         chosen = min((c for c in left if c >= size), default=None)

@@ -1,1 +1,1 @@
-"""What several test modules share: configs, small models, reference loops and a device whose copies are late."""
+"""Shared code of test modules: configs, small models, reference loops and a device with late copies."""

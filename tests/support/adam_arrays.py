@@ -66,7 +66,7 @@ def guarded(values: Array, offset: int) -> Array:
 
 
 def has_root(rule: str, k: int) -> bool:
-    """Whether 8-bit codes of moment k are of its square root."""
+    """Return True if 8-bit codes store the square root of moment k."""
     return rule == "adagrad" or (rule in ("adam", "adamw") and k == 1)
 
 
@@ -140,7 +140,7 @@ class Problem:
         return Problem(self.format, self.grad_dtype, self.n, self.rule, "fp32", arrays).copy()
 
     def with_moments_as(self, kind: Any, key: int, first: int) -> Problem:
-        """Of fp32 moments: the same problem with the moments stored in `kind`, by the Python code."""
+        """Return the same problem with its fp32 moments converted to `kind` by the Python code."""
         arrays = dict(self.arrays)
         for k in range(MOMENTS[self.rule]):
             values = arrays[f"moment{k}"]

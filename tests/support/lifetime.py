@@ -1,4 +1,4 @@
-"""What the lifetime tests share: training that must equal a plain loop while few units are resident."""
+"""Shared code of the lifetime tests: training with few resident units must equal a plain loop."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ PAGE = 4096
 
 
 def in_file(tensor: torch.Tensor) -> bool:
-    """Whether its memory is a mapping of a file without a name."""
+    """Return True if the tensor's memory is a mapping of an anonymous file."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, _, rest = line.partition(" ")
         start, stop = (int(part, 16) for part in place.split("-"))

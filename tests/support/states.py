@@ -1,4 +1,4 @@
-"""What the optimizer keeps, read from its tier: the same names and tensors whatever the tier, tiles and units."""
+"""Optimizer states, read from their tier: the same names and tensors for every tier, tile size and unit size."""
 
 from __future__ import annotations
 

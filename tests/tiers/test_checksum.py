@@ -259,7 +259,7 @@ def test_a_checkpoint_of_it_is_not_written(tmp_path: Path) -> None:
 
 
 def test_without_checksums_it_goes_unnoticed(tmp_path: Path) -> None:
-    """What the tests above would miss if they flipped nothing."""
+    """Flipped bytes go unnoticed without checksums, so the tests above do flip bytes."""
     with open_engine(seeded(Stack), configured(tmp_path, checksum=False)) as engine:
         train(engine, BATCHES[:2])
         engine.settle()

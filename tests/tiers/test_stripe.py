@@ -78,7 +78,7 @@ class Model:
 
 
 def member_bytes(swap: SwapFile) -> list[bytes]:
-    """What each file of a striped one holds, by its buffered descriptor; all of them are direct."""
+    """Return the content of each member, read through its buffered descriptor; all members are direct."""
     descriptors = swap._fds[1::2]
     return [os.pread(fd, os.fstat(fd).st_size, 0) for fd in descriptors]
 
@@ -225,7 +225,7 @@ def test_a_second_path_that_is_full(
     raised: type[Exception],
     named: bool,
 ) -> None:
-    """What was reserved on the first is given back."""
+    """Space reserved in the first folder is released."""
     paths = folders(tmp_path, 2)
     reserved: list[int] = []
 

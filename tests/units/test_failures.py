@@ -100,7 +100,7 @@ def test_training_goes_on(
             except error:
                 failures += 1
                 block.where = ""
-                # What was accumulated before is gone with the backward that failed.
+                # Gradients accumulated before are dropped with the failed backward.
                 if where not in ("forward", "late forward") and accumulation == 2:
                     number -= 1
                     losses.pop()

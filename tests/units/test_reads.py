@@ -171,7 +171,7 @@ def test_more_parameters_that_are_passed_on_than_fit(options: dict[str, Any], la
 
 
 def test_a_list_of_parameters_that_the_user_keeps(make_engine: OpenEngine) -> None:
-    """What most loops hold anyway must neither keep units in their buffers nor warn."""
+    """A list of parameters, which most loops hold, must neither keep units in their buffers nor warn."""
     engine = make_engine(seeded(Stack), prefetch_bytes=0)
     kept = []
     for batch in BATCHES:
@@ -334,7 +334,7 @@ def test_edits_through_parameters_are_kept(
 
 
 def test_state_dict_holds_values(make_engine: OpenEngine) -> None:
-    """Of the model and of a part of it, tied names included; loading goes another way."""
+    """state_dict of the model and of a part of it holds values, tied names included; load_state_dict is refused."""
     engine = make_engine(seeded(lambda: Stack(tied=True)), prefetch_bytes=0)
     train(engine, BATCHES[:2])
     found = engine.module.state_dict()

@@ -244,7 +244,7 @@ def test_double_backward(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
 def test_a_gradient_penalty_ends_no_micro_batch(update: str) -> None:
-    """What is summed whole over micro-batches stays until the backward that brings gradients of parameters."""
+    """Replicated gradient sums stay until the backward that produces gradients of parameters."""
     config = engine_config("none", "cpu", stage=1, accumulation=2, update=update, unit_size=4096)
     sent = []
 

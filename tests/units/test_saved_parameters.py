@@ -106,13 +106,13 @@ def test_a_custom_function_gets_the_type_back(place: dict[str, Any]) -> None:
 @pytest.mark.parametrize("use", [assigned_before, assigned_after, assigned_twice])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_data_assigned_in_forward(use: Use, trained: bool, place: dict[str, Any]) -> None:
-    """Of a parameter that is saved itself: backward gets the data that it has then."""
+    """Backward reads the present data of a parameter that autograd saved itself."""
     assert_same_story(lambda: Net(use, nn.Parameter, trained), training(BATCHES), place=place, units=6)
 
 
 @SCHEDULES
 def test_data_assigned_between_forward_and_backward(update: str) -> None:
-    """Of parameters that are saved themselves, in the loop."""
+    """Backward reads data assigned in the loop to parameters that autograd saved themselves."""
 
     def story(loop: Any) -> list[float]:
         seen = []

@@ -1,4 +1,4 @@
-"""`infinity aio-bench` and `infinity tune`, in this process: what they print, what they refuse, what they leave."""
+"""`infinity aio-bench` and `infinity tune`, in this process: output, rejected options, leftovers."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_tune_refuses_bad_options(folder: Path, tmp_path: Path) -> None:
 
 
 def works(monkeypatch: pytest.MonkeyPatch, **depths: int) -> None:
-    """Only these engines do, and each grants a queue depth of that much over all of its threads."""
+    """Let only these engines work, each with a queue depth of that much over all of its threads."""
 
     def opened(engine: str, *, block_size: int, queue_depth: int, threads: int) -> Any:
         if depths.get(engine, 0) < threads:

@@ -1,4 +1,4 @@
-"""The heat map is drawn, whatever part of the sweep was measured."""
+"""The heat map is drawn for any measured part of the sweep."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bench moves what it says, keeps queues full, and finds a byte that is wrong or a write that did not happen."""
+"""The bench moves the bytes it reports, keeps queues full, and detects wrong bytes and lost writes."""
 
 from __future__ import annotations
 

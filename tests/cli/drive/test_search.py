@@ -40,7 +40,7 @@ def result(
 
 
 class Drive:
-    """A clock, and a drive that is as fast as told; each measurement takes the time it was given, and a bit."""
+    """A clock, and a drive of given speed; each measurement takes its window plus a little."""
 
     def __init__(self, gb_per_s: Callable[[Setting, Op], float], overhead: float = 0.02) -> None:
         self.now = 100.0
@@ -60,7 +60,7 @@ class Drive:
 
 
 def saturating(setting: Setting, op: Op) -> float:
-    """More in flight is faster up to 16 MiB; a second thread brings nothing."""
+    """Return a speed that grows with the bytes in flight up to 16 MiB; a second thread adds nothing."""
     full = {"read": 4.0, "write": 9.0, "mixed": 5.5}[op]
     return full * min(1.0, 0.4 + 0.6 * setting.block_size * setting.queue_depth / (16 * MIB))
 

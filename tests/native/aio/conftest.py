@@ -1,4 +1,4 @@
-"""Files, memory and engines for the tests of infinity.native._aio, and the faults they suffer."""
+"""Files, memory, engines and injected faults for the tests of infinity.native._aio."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Store:
 
 @functools.cache
 def io_uring_refused() -> str:
-    """Why the kernel or a container forbids it; empty where it does not."""
+    """Return why the kernel or a container forbids io_uring; "" if it is allowed."""
     try:
         _aio.Engine(backend="io_uring").close()
     except PermissionError as error:
@@ -122,7 +122,7 @@ def store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
 
 @pytest.fixture(scope="session")
 def shared_engines() -> Iterator[dict[tuple[object, ...], _aio.Engine]]:
-    """The kernel takes some 20 ms to give up a context: engines live as long as the tests."""
+    """Engines for all tests, since the kernel takes some 20 ms to destroy a context."""
     engines: dict[tuple[object, ...], _aio.Engine] = {}
     yield engines
     for engine in engines.values():
@@ -151,7 +151,7 @@ def engine(
 
 @pytest.fixture
 def faults(engine: Any) -> Iterator[Callable[..., None]]:
-    """faults({...}, ...): the engines of this test fail so, from now on."""
+    """faults({...}, ...): inject faults into the engines of this test, from now on."""
 
     def set_faults(*faults: dict[str, object]) -> None:
         _aio._inject(list(faults) or [{"where": "nowhere"}])
@@ -164,7 +164,7 @@ def faults(engine: Any) -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def ram(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: for sweeps with very many small synchronous writes."""
+    """A folder in memory, if there is one, for sweeps with very many small synchronous writes."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return

@@ -1,4 +1,4 @@
-"""What is read is what was written, or it is an error that says where."""
+"""Reads return the written bytes, or raise an error with their location."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_bit_counts() -> None:
 
 
 def test_neighbours_do_not_cancel_out() -> None:
-    """Two bits a row apart in neighbouring lanes are the same place to a plain CRC of CRCs."""
+    """A plain CRC of CRCs would miss two flipped bits in neighbouring lanes, one row apart."""
     values = random.Random(0).randbytes(256)
     seen = {checksums(values)[0]}
     for row in range(6):
@@ -101,7 +101,7 @@ def test_any_flipped_bit_is_found(
 
 
 def test_a_lost_write_is_found(store: Any, memory: Any, scramble: Any, engine: Any) -> None:
-    """The drive says done and keeps the old bytes."""
+    """A drive that reports success and keeps the old bytes is detected."""
     disk, buffer, io = store(NBYTES), memory(NBYTES), engine(SUM)
     disk.file.keep_checksums(NBYTES, SUM)
     for turn in range(2):

@@ -47,7 +47,7 @@ signal.pause()
 
 @contextmanager
 def killed_after(lines: int, folder: Path, name: str, *arguments: object) -> Iterator[list[int]]:
-    """What a process with PROGRAM said, which was killed when it had said so many lines."""
+    """Yield the output of a process with PROGRAM that is killed after it has printed `lines` lines."""
     command = [sys.executable, "-c", PROGRAM, str(folder), name, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -60,7 +60,7 @@ def killed_after(lines: int, folder: Path, name: str, *arguments: object) -> Ite
 
 
 def until(what: Any) -> None:
-    """io_uring gives up what a process had in flight after it is gone, in a thread of the kernel's."""
+    """Wait for a condition, since a kernel thread ends io_uring's operations after their process."""
     for _ in range(3000):
         if what():
             return
@@ -69,7 +69,7 @@ def until(what: Any) -> None:
 
 
 def is_the_only_one(fd: int) -> bool:
-    """Whether nothing else has the file open: the kernel gives a lease for writing on no other condition."""
+    """Return True if nothing else has the file open, without which the kernel refuses a write lease."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:
@@ -100,7 +100,7 @@ def test_of_an_anonymous_file_nothing_is_left(small_disk: Path, free: Any, backe
 def test_of_a_named_file_each_block_is_old_or_new(
     tmp_path: Path, scramble: Any, backend: str, mode: str, lines: int
 ) -> None:
-    """And new are at least those whose writing was reported to be done."""
+    """Each block is old or new, and blocks whose write completed are new."""
     path = tmp_path / "named"
     path.write_bytes(b"".join(block.to_bytes(8, "little") * 512 for block in range(REQUESTS * PIECES)))
     with killed_after(lines, tmp_path, "named", backend, mode, PIECES, REQUESTS, 1) as done, path.open("rb+") as file:

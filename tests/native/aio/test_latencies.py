@@ -1,4 +1,4 @@
-"""How long pieces took: all are counted, in buckets that are close to what was measured."""
+"""Latencies of pieces: all are counted, in buckets close to the measured time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_piece_is_counted_once(store: Any, memory: Any, engine: Any) -> No
 
 
 def test_times_are_milliseconds(store: Any, memory: Any, engine: Any, faults: Any) -> None:
-    """A piece that is kept back for a while took that while, within the buckets' 2 %."""
+    """A delayed piece shows its delay, within the buckets' 2 %."""
     faults({"where": "event", "hold": True, "only": "read"})
     disk, buffer, io = store(2 * BLOCK), memory(2 * BLOCK), engine(own=True)
     began = time.perf_counter()

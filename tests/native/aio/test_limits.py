@@ -1,4 +1,4 @@
-"""Where the kernel gives less than was asked for: nothing is used in part, and nothing waits for ever."""
+"""The kernel grants less than requested: nothing is used in part, and nothing waits for ever."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_forked_child_cannot_wait_for_its_parents_requests(store: Any, memory:
 
 
 def test_an_engine_whose_queue_is_lost_ends(store: Any, memory: Any, engine: Any, faults: Any) -> None:
-    """With nothing to do it sleeps, and still closes."""
+    """The idle engine sleeps, and closes."""
     faults({"where": "reap", "error": 22, "times": -1})
     disk, buffer, io = store(BLOCK), memory(BLOCK), engine(own=True)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Disks that really fail: full file systems, devices with errors, files that are cut, sealed or limited in size."""
+"""Real failures: full file systems, devices with errors, files that are truncated, sealed or limited in size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACES = pytest.mark.parametrize("at", [0, PIECES // 2, PIECES - 1], ids=["first
 
 
 def fill_up(path: Path) -> None:
-    """Takes all the space that is left."""
+    """Fill the free space."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         for nbytes in (1 << 20, 1 << 16, BLOCK):
@@ -38,7 +38,7 @@ def fill_up(path: Path) -> None:
 def test_no_space_for_one_block(
     small_disk: Path, store: Any, memory: Any, scramble: Any, engine: Any, mode: str, at: int
 ) -> None:
-    """A sparse file on a full file system: every block can be written again but one, which was never written."""
+    """On a full file system, every block of a sparse file can be overwritten, except a hole."""
     disk, buffer, io = store(NBYTES, mode, small_disk), memory(NBYTES), engine(queue_depth=1)
     with disk.path.open("r+b") as file:
         for block in set(range(PIECES)) - {at}:
@@ -95,7 +95,7 @@ def device(tmp_path: Path) -> Iterator[Callable[..., tuple[_aio.File, str]]]:
 def test_a_device_that_cannot_be_read(
     tmp_path: Path, device: Any, memory: Any, scramble: Any, engine: Any, mode: str, at: int
 ) -> None:
-    """Its image is cut: what lay behind gives EIO, as a bad sector does."""
+    """The device's image is truncated: reads behind its end return EIO, like a bad sector."""
     image, buffer, io = tmp_path / "image", memory(NBYTES), engine(queue_depth=1)
     image.write_bytes(values := scramble(NBYTES))
     file, path = device(image, mode)
@@ -113,7 +113,7 @@ def test_a_device_that_cannot_be_read(
 def test_a_device_that_cannot_be_written(
     small_disk: Path, device: Any, memory: Any, scramble: Any, engine: Any, mode: str
 ) -> None:
-    """Its image is sparse, and there is no space for the rest of it."""
+    """The device's image is sparse, and its file system has no space left."""
     image, buffer, io = small_disk / "image", memory(NBYTES), engine(queue_depth=1)
     at = PIECES // 2
     with image.open("wb") as file:
@@ -139,7 +139,7 @@ def test_a_device_that_cannot_be_written(
 def test_a_file_that_is_cut_during_a_read(
     store: Any, memory: Any, scramble: Any, engine: Any, faults: Any, mode: str, size: int
 ) -> None:
-    """When it is cut the first piece has been read, and the others have not been asked for."""
+    """The file is truncated after the first piece was read and before the others are submitted."""
     faults({"where": "event", "hold": True})
     disk, buffer, io = store(NBYTES, mode), memory(NBYTES), engine(queue_depth=1)
     values = disk.fill(scramble(NBYTES))
@@ -155,7 +155,7 @@ def test_a_file_that_is_cut_during_a_read(
 
 
 def test_a_file_that_is_cut_again_and_again(store: Any, memory: Any, scramble: Any, engine: Any, mode: str) -> None:
-    """Whenever it happens: a read is whole and right, or fails because the file ended; nothing else."""
+    """A read is complete and correct, or fails because the file ended."""
     nbytes = 64 * BLOCK
     disk, buffer, io = store(nbytes, mode), memory(4 * nbytes), engine(threads=2)
     values = scramble(nbytes)
@@ -185,7 +185,7 @@ def test_a_write_makes_a_file_that_was_cut_longer(
 
 
 def test_a_file_that_may_not_be_written(memory: Any, scramble: Any, engine: Any) -> None:
-    """EPERM, from a seal; reads go on."""
+    """Writes to a sealed file fail with EPERM; reads work."""
     buffer, io = memory(NBYTES), engine()
     fd = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
     try:
@@ -203,7 +203,7 @@ def test_a_file_that_may_not_be_written(memory: Any, scramble: Any, engine: Any)
 
 @pytest.mark.parametrize("limit", [1, BLOCK, 5 * BLOCK + 1000])
 def test_a_limit_on_the_size_of_files(store: Any, memory: Any, scramble: Any, engine: Any, limit: int) -> None:
-    """The kernel itself makes a short write, up to the limit, and refuses the rest (ulimit -f)."""
+    """The kernel makes a short write up to the limit, and rejects the rest (ulimit -f)."""
     disk, buffer, io = store(0, "buffered"), memory(NBYTES), engine(block_size=8 * BLOCK)
     buffer[:] = values = scramble(NBYTES)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -221,7 +221,7 @@ def test_a_limit_on_the_size_of_files(store: Any, memory: Any, scramble: Any, en
 
 @pytest.mark.parametrize("depth", [2, 8])
 def test_good_and_bad_ones_at_once(store: Any, memory: Any, scramble: Any, engine: Any, mode: str, depth: int) -> None:
-    """The kernel takes a batch up to a request that it refuses: those before and after it know nothing of that."""
+    """The kernel accepts a batch up to a rejected request; those before and after it succeed."""
     count, io = 24, engine(queue_depth=depth)
     disk, sealed, buffer = store(count * BLOCK, mode), store(count * BLOCK, mode), memory(count * BLOCK)
     fd = os.open(sealed.path, os.O_RDONLY | (os.O_DIRECT if mode == "direct" else 0))

@@ -1,4 +1,4 @@
-"""Registered buffers: io_uring pins them once. Results are the same, and memory that is gone is no longer used."""
+"""Registered buffers, which io_uring pins once: results are the same, and unregistered memory is not used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_transfers_inside_beside_and_across(store: Any, memory: Any, scramble: A
 
 
 def test_other_memory_at_the_same_address(store: Any, scramble: Any, engine: Any) -> None:
-    """What was unregistered is not used again, although new memory has its address."""
+    """Unregistered memory is not used again, even if new memory has its address."""
     disk, io = store(NBYTES), engine(own=True)
     values = disk.fill(scramble(NBYTES))
     libc = ctypes.CDLL(None, use_errno=True)

@@ -21,7 +21,7 @@ class Op(NamedTuple):
 
 
 def edges(limit: int) -> st.SearchStrategy[int]:
-    """Numbers up to `limit`, most of them at or beside a multiple of the block size."""
+    """Return numbers up to `limit`, most of them at or next to a multiple of the block size."""
     near = st.builds(lambda k, d: min(limit, max(0, 4096 * k + d)), st.integers(0, limit // 4096), st.integers(-2, 2))
     return st.one_of(near, st.builds(lambda k: 4096 * k, st.integers(0, limit // 4096)), st.integers(0, limit))
 
@@ -74,7 +74,7 @@ def play(ops: list[Op], order: random.Random, io: Any, disk: Any, arena: Any, sc
     assert disk.content() == model
 
 
-# What a profile asks for (100 by default) times as many as fit into the test's time.
+# The profile's number of examples (100 by default), scaled to the test's time.
 EXAMPLES = settings.default.max_examples
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -114,7 +114,7 @@ def test_with_faults(
     engine: Any,
     faults: Any,
 ) -> None:
-    """The same with short transfers, interruptions and refusals on the way: with three backends, 10,200 sequences."""
+    """The same with short transfers, interruptions and rejections: with three backends, 10,200 sequences."""
     disk = store(SIZE, "seam", ram)
     disk.fill(scramble(SIZE))
     faults(

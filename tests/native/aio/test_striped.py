@@ -15,7 +15,7 @@ SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.function_s
 
 
 def dealt(whole: bytes, members: int) -> list[bytes]:
-    """What each member holds of the bytes of the whole."""
+    """Return the bytes of each member of a striped file."""
     chunks = [whole[at : at + CHUNK] for at in range(0, len(whole), CHUNK)]
     return [b"".join(chunks[member::members]) for member in range(members)]
 
@@ -62,7 +62,7 @@ def test_an_error_names_the_member(store: Any, memory: Any, engine: Any) -> None
 
 
 def test_members_have_threads_of_their_own(store: Any, memory: Any, engine: Any, faults: Any) -> None:
-    """What one drive holds up does not hold up the other."""
+    """A stalled drive does not stall the other."""
     faults({"where": "event", "hold": True, "only": "read", "times": 4})
     first, second = store(8 * CHUNK), store(8 * CHUNK)
     whole = _aio.File.striped([first.file, second.file], CHUNK)

@@ -1,4 +1,4 @@
-"""What arrives is what was sent: every alignment, splitting, backend and mode."""
+"""Transfers are exact for every alignment, splitting, backend and mode."""
 
 from __future__ import annotations
 

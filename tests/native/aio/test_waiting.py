@@ -22,7 +22,7 @@ NBYTES = 32_768
 
 @pytest.fixture
 def held(store: Any, memory: Any, engine: Any, faults: Any) -> Callable[[], tuple[Any, Any]]:
-    """held() -> an engine, and a read on it whose last completion is kept back"""
+    """held() -> an engine, and a read on it whose last completion is delayed"""
 
     def make(*more: dict[str, object], own: bool = False) -> tuple[Any, Any]:
         faults({"where": "event", "hold": True}, *more)
@@ -42,7 +42,7 @@ def test_twice(store: Any, memory: Any, engine: Any) -> None:
 
 
 def test_for_nothing(store: Any, engine: Any) -> None:
-    """An empty request is done before anyone waits, also on an engine that has ended since."""
+    """An empty request is done before any wait, also on a closed engine."""
     disk, io = store(NBYTES), engine(own=True)
     requests = [io.read(disk.file, 0, 0, 0), io.write(disk.file, NBYTES, 0, 0)]
     io.close()
@@ -53,7 +53,7 @@ def test_for_nothing(store: Any, engine: Any) -> None:
 
 
 def test_for_what_is_no_request(store: Any, memory: Any, engine: Any) -> None:
-    """Requests come from an engine only; what is none is a TypeError."""
+    """Only an engine creates requests; other objects raise TypeError."""
     disk, buffer, io = store(4096), memory(4096), engine()
     request = io.read(disk.file, 0, buffer.address, 4096)
     for bad in (
@@ -102,7 +102,7 @@ def test_from_many_threads(held: Any) -> None:
 
 
 def test_from_many_threads_as_it_ends(store: Any, memory: Any, engine: Any, faults: Any) -> None:
-    """Waits that begin before, while and after each of many short requests ends, well or badly: all say the same."""
+    """Waits that start before, while and after each of many short requests ends all return or raise the same."""
     faults({"where": "event", "error": errno.EIO, "after": 99})
     disk, buffer, io = store(NBYTES), memory(NBYTES), engine(threads=2)
 
@@ -162,7 +162,7 @@ def test_others_run_meanwhile(held: Any) -> None:
 
 
 def test_a_signal_is_heard(held: Any) -> None:
-    """Ctrl-C ends a wait for a disk that does not answer; the request goes on."""
+    """Ctrl-C ends a wait for a disk that does not respond; the request continues."""
 
     class Interrupted(Exception):
         pass
@@ -185,7 +185,7 @@ def test_a_signal_is_heard(held: Any) -> None:
 
 
 def test_new_work_reaches_a_thread_with_work_in_flight(held: Any, store: Any, memory: Any) -> None:
-    """A transfer that does not end (here: is kept back) does not keep the thread from taking the next one."""
+    """A transfer that does not end does not keep the thread from starting the next one."""
     io, stuck = held()
     disk, buffer = store(NBYTES), memory(NBYTES)
     assert io.read(disk.file, 0, buffer.address, NBYTES).wait(10) == NBYTES
