@@ -53,7 +53,6 @@ class BaseEngine(ABC):
         self._broken = ""
         self._closed = False
         self._process = os.getpid()
-        parts.backward.report_to(self._on_backward, self._on_backward_end)
         self._hooks = ModelHooks(self.module, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
         open_engines.add(self)
         show_by_default()

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from infinity.config import Optimizer
 from infinity.engine.optimizer_state import RULE_KEYS, hyper_of, torch_keys
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.rules import HYPER_KEYS, Hyper
@@ -48,13 +47,21 @@ class UnitOptimizer(torch.optim.Optimizer):
     """The optimizer of an engine. Its states live in tiers: `state` is empty, and `state_dict` reads the tiers.
 
     param_groups: as in torch.optim. The rule's hyper-parameters (`HYPER_KEYS`) may differ by group. Parameters keep
-    their given order.
+    their given order. step, drop: actions of `step` and `zero_grad`. states: those that `state_dict` reads.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
-        self._step: Callable[[], None] | None = None
-        self._drop: Callable[[], None] = lambda: None
-        self._states: TierStates | None = None
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        hyper: Hyper,
+        step: Callable[[], None],
+        drop: Callable[[], None],
+        states: TierStates,
+    ) -> None:
+        self._is_complete = False
+        self._step = step
+        self._drop = drop
+        self._states = states
         self._shown: dict[Any, Any] = _NoStates()
         self.rule = hyper.rule
         known = HYPER_KEYS[hyper.rule]
@@ -65,6 +72,7 @@ class UnitOptimizer(torch.optim.Optimizer):
             )
         super().__init__(groups, {name: getattr(hyper, name) for name in known})
         self._lists = [list(group["params"]) for group in self.param_groups]
+        self._is_complete = True
 
     @property
     def state(self) -> Any:
@@ -72,12 +80,8 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, states: Any) -> None:
-        if self._step is not None:  # None: set by `Optimizer.__init__`
+        if self._is_complete:  # else set by `Optimizer.__init__`
             _NoStates()._refuse()
-
-    def on_step(self, step: Callable[[], None], drop: Callable[[], None], states: TierStates) -> None:
-        """Set the actions of `step` and `zero_grad`, and the states that `state_dict` reads."""
-        self._step, self._drop, self._states = step, drop, states
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,7 +95,6 @@ class UnitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        assert self._step is not None
         self._step()
         return value
 
@@ -112,7 +115,7 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError once the engine is constructed, since all states have been placed by then."""
-        if self._step is not None:
+        if self._is_complete:
             raise UsageError(
                 "optimizer.add_param_group() was called on an engine's optimizer, whose parameters are fixed by "
                 "initialize(): close the engine with engine.close(restore=True), which returns the values to the "
@@ -129,7 +132,6 @@ class UnitOptimizer(torch.optim.Optimizer):
         Needs host memory for the moments of the whole model on every rank, 8 bytes per parameter with Adam.
         `engine.save_checkpoint` writes them unit by unit instead.
         """
-        assert self._states is not None
         states = self._states.read()
         listed = [param for group in self.param_groups for param in group["params"]]
         self._shown = {param: states[param] for param in listed if param in states}
@@ -152,7 +154,6 @@ class UnitOptimizer(torch.optim.Optimizer):
         """
 
         def take(_: torch.optim.Optimizer, saved_dict: dict[str, Any]) -> dict[str, Any]:
-            assert self._states is not None
             saved = self._states.load(self.param_groups, saved_dict)
             present = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
             numbers = [list(group["params"]) for group in saved_dict["param_groups"]]
@@ -254,18 +255,17 @@ def _plain(parameters: Any) -> list[nn.Parameter]:
     return plain
 
 
-def unit_optimizer(
-    config: Optimizer, groups: list[dict[str, Any]], names: Mapping[str, int], units: Sequence[Unit]
-) -> UnitOptimizer:
-    """Return the config's optimizer over `groups`, with the model's present parameters in the order of `groups`.
+def present_groups(
+    groups: list[dict[str, Any]], names: Mapping[str, int], units: Sequence[Unit]
+) -> list[dict[str, Any]]:
+    """Return `groups` with the model's present parameters, in the same order.
 
     Parameters on the meta device have been replaced since `groups` was made. names: name → id of the original
     parameter in `groups`.
     """
-    hyper = Hyper(config.rule, **config.params.model_dump())
-    now = {
+    present = {
         names[slot.name]: parameter
         for unit in units
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
     }
-    return UnitOptimizer([{**group, "params": [now[id(p)] for p in group["params"]]} for group in groups], hyper)
+    return [{**group, "params": [present[id(p)] for p in group["params"]]} for group in groups]

@@ -25,7 +25,13 @@ from infinity.config import Config
 from infinity.engine.base import BaseEngine
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
-from infinity.engine.optimizer import ParamGroups, param_groups, unit_optimizer, watch_other_optimizers
+from infinity.engine.optimizer import (
+    ParamGroups,
+    UnitOptimizer,
+    param_groups,
+    present_groups,
+    watch_other_optimizers,
+)
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
 from infinity.engine.wiring import assemble, plan_model
@@ -66,9 +72,15 @@ class Engine(BaseEngine):
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
             plan, units = plan_model(model, config, groups, seam, ranks)
-            parts = assemble(model, config, groups, plan, units, seam, ranks)
+            parts = assemble(model, config, groups, plan, units, seam, ranks, self._on_backward, self._on_backward_end)
             undo.callback(parts.closer())
-            self.optimizer = unit_optimizer(config.optimizer, groups, names, parts.units)
+            self.optimizer = UnitOptimizer(
+                present_groups(groups, names, parts.units),
+                Hyper(config.optimizer.rule, **config.optimizer.params.model_dump()),
+                self._update,
+                self._zero_grad,
+                TierStates(parts, config, self.settle_between_steps, self._failing),
+            )
             self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
@@ -84,9 +96,6 @@ class Engine(BaseEngine):
         self.updates = parts.training
         self._step = parts.training.step
         super().__init__(called, config, parts)
-        self.optimizer.on_step(
-            self._update, self._zero_grad, TierStates(parts, config, self.settle_between_steps, self._failing)
-        )
         self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)

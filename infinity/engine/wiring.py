@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -75,8 +75,11 @@ def assemble(
     model_units: ModelUnits,
     device: Device,
     ranks: Communicator,
+    on_backward_begin: Callable[[], None],
+    on_backward_end: Callable[[], None],
 ) -> EngineParts:
-    """Build the parts for `model`, and move its values to their tiers. Releases everything after an error.
+    """Build the parts for `model`, and move its values to their tiers. on_backward_begin, on_backward_end: as of
+    `BackwardTracker`. Releases everything after an error.
 
     Collective: ranks compare their configs, plans and groups before anything is allocated.
     """
@@ -97,7 +100,8 @@ def assemble(
         units = stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         share_buffers(model, ranks)
         move_buffers(model, device.torch_device)
-        return wire(plan, config, units, model_units, tiers, states, device, ranks)
+        backward = BackwardTracker(on_backward_begin, on_backward_end)
+        return wire(plan, config, units, model_units, tiers, states, device, ranks, backward)
     except BaseException:
         for tier in tiers.values():
             tier.close()
@@ -113,10 +117,10 @@ def wire(
     states: UnitStates,
     device: Device,
     ranks: Communicator,
+    backward: BackwardTracker,
 ) -> EngineParts:
     """Connect the parts of an engine. This is the only function that passes one part to another."""
     pools = Pools(plan.own_pools, device, tiers.values(), debug=config.infinity.debug)
-    backward = BackwardTracker()
     scope = Scope(SavedTensors(backward.notice))
     make_store = partial(
         UnitStore,

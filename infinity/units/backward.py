@@ -22,19 +22,16 @@ from infinity.units.compiled import eager, refuse_compiled_autograd
 class BackwardTracker:
     """Tracks the backward passes of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """on_begin: called when a backward starts. on_end: called when its outermost task succeeds, in its thread."""
         self.running = False
         """True if a backward has begun and its end has not been seen."""
-        self._on_begin: Callable[[], None] | None = None
-        self._on_end: Callable[[], None] | None = None
+        self._on_begin = on_begin
+        self._on_end = on_end
         self._tasks: set[int] = set()
         """Ids of graph tasks with a callback queued."""
         self._ended_inside = False
         """True if a task succeeded inside another task, which the tracker has not seen yet."""
-
-    def report_to(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """Set the callbacks for the start of a backward and for the success of its outermost task, in its thread."""
-        self._on_begin, self._on_end = on_begin, on_end
 
     def notice(self) -> None:
         """Register the active graph task, if any, as part of a backward of the model.
@@ -48,7 +45,6 @@ class BackwardTracker:
         if task == -1:
             return
         if not self.running:
-            assert self._on_begin is not None
             self.running = True
             self._on_begin()
         self._tasks.add(task)
@@ -66,7 +62,6 @@ class BackwardTracker:
                 self._end()
 
     def _end(self) -> None:
-        assert self._on_end is not None
         self.running = self._ended_inside = False
         self._on_end()
 
