@@ -14,14 +14,14 @@ namespace infinity::adam {
 namespace {
 
 constexpr std::size_t kTile = 32768;    // elements that a thread claims at a time
-constexpr std::size_t kInline = 65536;  // below this a second thread costs more than it brings
+constexpr std::size_t kInline = 65536;  // below this a second thread does not pay off
 
 int threads_for(std::size_t n, int threads) {
     if (n < kInline) return 1;
     return threads > 0 ? threads : default_threads();
 }
 
-// body(begin, end) over [0, n), cut at multiples of `tile`, in the default floating-point environment.
+// Calls body(begin, end) over [0, n), split at multiples of `tile`, in the default floating-point environment.
 template <class Body>
 void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
     auto piece = [&](std::size_t k) {
@@ -31,7 +31,7 @@ void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
     parallel_for((n + tile - 1) / tile, threads, piece);
 }
 
-// Not inlined, for the reason that coefficients.cpp gives.
+// Not inlined, for the reason in coefficients.cpp.
 [[gnu::noinline]] double add_in_order(const std::vector<double>& tiles, double scale, double initial) {
     double total = initial;
     for (const double tile : tiles) total += tile * scale * scale;
@@ -40,7 +40,7 @@ void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
 
 std::size_t bytes_of(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
 
-// The sum of what sum(at, count) gives for each tile of kSumTile elements.
+// Returns the sum of sum(at, count) over tiles of kSumTile elements.
 template <class Sum>
 double sum_tiles(std::size_t n, int threads, double scale, double initial, const Sum& sum) {
     std::vector<double> tiles((n + kSumTile - 1) / kSumTile);
@@ -73,7 +73,7 @@ void first_touch(void* memory, std::size_t nbytes, int threads) {
 }
 
 void bare(const Kernels& kernels, const std::vector<Stream>& streams, int threads) {
-    constexpr std::size_t kPiece = 512, kPieces = 256;  // bytes of the longest stream at a time; such pieces of a tile
+    constexpr std::size_t kPiece = 512, kPieces = 256;  // bytes of the longest stream at a time; pieces per tile
     std::size_t longest = 0;
     for (const Stream& stream : streams) longest = std::max(longest, stream.nbytes);
     const std::size_t pieces = (longest + kPiece - 1) / kPiece;

@@ -12,7 +12,7 @@ std::string text(const py::handle& value) { return py::str(value); }
 
 [[noreturn]] void refuse(const std::string& what) { throw py::value_error(what); }
 
-// Outside [0, 2^63) is refused with `complaint`; what is no integer at all is a TypeError.
+// Raises ValueError with `complaint` outside of [0, 2^63), and TypeError for other types.
 std::int64_t to_integer(const char* name, const py::object& value, const char* complaint) {
     const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
     if (!index) {
@@ -101,7 +101,9 @@ std::uintptr_t ArrayChecks::add(const char* name, const py::object& address, std
     const char* complaint = "pass the address of an array, such as tensor.data_ptr()";
     const auto begin = static_cast<std::uintptr_t>(to_integer(name, address, complaint));
     if (n_ == 0) return begin;
-    const auto hex = [&] { return text(py::module_::import("builtins").attr("hex")(begin)); };  // takes long
+    const auto hex = [&] {
+        return text(py::module_::import("builtins").attr("hex")(begin));
+    };  // slow, so only for errors
     if (begin == 0) refuse(std::string(name) + " is a null address: " + complaint);
     if (begin % element != 0) {
         refuse(std::string(name) + " at " + hex() + " is not aligned to its " + std::to_string(element) +

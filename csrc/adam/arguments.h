@@ -1,4 +1,4 @@
-// From Python values to checked C++ values. Whatever is wrong is a ValueError that says what to do.
+// Converts Python values to validated C++ values. Invalid values raise ValueError with the fix.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,7 @@
 
 namespace infinity::adam {
 
-// Any Python integer (or object with __index__) that is a count of elements.
+// Converts a Python integer (or an object with __index__) to a number of elements.
 std::size_t to_count(const pybind11::object& value);
 std::int64_t to_step(const pybind11::object& value);
 int to_threads(const pybind11::object& value);
@@ -21,9 +21,9 @@ Rule to_rule(const std::string& name);
 Moments to_moments(const std::string& name);
 DType to_dtype(const char* argument, const std::string& name);
 
-// Finite, also after rounding to fp32.
+// Requires a finite value, also after rounding to fp32.
 void check_finite(const char* name, double value);
-void check_not_negative(const char* name, double value);  // and finite
+void check_not_negative(const char* name, double value);  // requires a finite value, too
 void check_beta(const char* name, double value);
 
 template <class T>
@@ -31,11 +31,11 @@ T* pointer(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// The arrays of one call: each address aligned to its element, inside the address space, apart from the others.
+// Checks the arrays of one call: aligned to their elements, inside the address space, without overlap.
 class ArrayChecks {
   public:
     explicit ArrayChecks(std::size_t n) : n_(n) {}
-    // Returns the address. With n == 0 anything is accepted, since empty tensors have no address.
+    // Returns the address. Accepts any address if n == 0, since empty tensors have none.
     std::uintptr_t add(const char* name, const pybind11::object& address, std::size_t element) {
         return add(name, address, element, n_);
     }

@@ -1,5 +1,5 @@
-// infinity.native._adam: addresses in, nothing allocated, the GIL released while working.
-// Types and documentation for users of Python: infinity/native/_adam.pyi.
+// Python bindings of infinity.native._adam: take addresses, allocate nothing, release the GIL.
+// Documented in infinity/native/_adam.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

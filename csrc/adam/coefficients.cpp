@@ -7,7 +7,7 @@
 namespace infinity::adam {
 namespace {
 
-// Apart, and not inlined: the compiler may move arithmetic past a change of the floating-point environment.
+// Not inlined, since the compiler may move arithmetic across a change of the floating-point environment.
 [[gnu::noinline]] Coefficients compute_coefficients(const Hyper& h) {
     const double step = static_cast<double>(h.step);
     Coefficients c{};
@@ -36,7 +36,7 @@ namespace {
             break;
         case Rule::kSgd:
             c.beta2 = static_cast<float>(h.momentum);
-            // As in torch: the first step takes the gradient whole, and without momentum nothing is dampened.
+            // As in torch: the first step and steps without momentum do not dampen the gradient.
             c.one_minus_beta2 = h.step == 1 || h.momentum == 0.0 ? 1.0f : static_cast<float>(1.0 - h.dampening);
             c.nesterov = h.nesterov;
             break;

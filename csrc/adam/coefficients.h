@@ -1,4 +1,4 @@
-// From what the user sets to what the kernels multiply by, the same for the CPU and for CUDA.
+// Converts hyper-parameters to the kernels' coefficients, the same for CPU and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ struct Hyper {
     Random random;
 };
 
-// Bias corrections and all else that does not depend on the element, in double, rounded to fp32 once.
+// Returns bias corrections and other values that are equal for all elements, computed in double, rounded to fp32 once.
 Coefficients make_coefficients(const Hyper& hyper);
-// Adam without weight decay is AdamW without weight decay, where a non-finite parameter cannot reach the gradient.
+// Returns AdamW for Adam without weight decay, since there a non-finite parameter cannot reach the gradient.
 Rule effective_rule(const Hyper& hyper);
 
 }  // namespace infinity::adam

@@ -8,7 +8,7 @@ namespace infinity::adam {
 namespace {
 
 #ifdef INFINITY_ADAM_X86
-// Not a name that __builtin_cpu_supports knows in every compiler.
+// Some compilers' __builtin_cpu_supports does not accept "f16c".
 bool has_f16c() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -30,7 +30,7 @@ std::vector<Isa> find_isas() {
     return isas;
 }
 
-// Before main, so that no lock guards it: a fork at any moment leaves the child a usable table.
+// Initialized before main, without a lock, so that a fork at any time leaves the child a usable table.
 const std::vector<Isa> kIsas = find_isas();
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Which instruction sets this build holds and this machine can run.
+// The instruction sets that this build contains and this machine supports.
 #pragma once
 
 #include <vector>
@@ -16,7 +16,7 @@ struct Isa {
     const Kernels* kernels;
 };
 
-// Fastest first; "plain" is always there and last. Asked of the processor and the operating system once.
+// Fastest first; "plain" is always present and last. Determined once.
 const std::vector<Isa>& available_isas();
 
 }  // namespace infinity::adam

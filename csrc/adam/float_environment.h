@@ -1,5 +1,5 @@
-// Rounding to nearest and gradual underflow for one scope, whatever the calling thread had set (a user's
-// torch.set_flush_denormal(True) is inherited by threads made after it). Part of "the same bits on any thread".
+// Sets rounding to nearest and gradual underflow for one scope, regardless of the calling thread's settings (threads
+// inherit a user's torch.set_flush_denormal(True)). Required for bit-identical results on any thread.
 #pragma once
 
 #if defined(__x86_64__)

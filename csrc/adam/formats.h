@@ -1,5 +1,5 @@
-// What is in memory, as vectors: gradients, parameters with their masters, and moments that go to registers directly.
-// Included by kernel.h, whose rules hold here.
+// Loads and stores of vectors: gradients, parameters with their masters, and 16- and 32-bit moments.
+// Included by kernel.h, whose rules apply.
 #pragma once
 
 #include "codec.h"
@@ -83,7 +83,7 @@ struct FormatRemainder {
     }
 };
 
-// `fp16`: the parameter is fp16, rounded to even; else bf16.
+// fp16: the parameter is fp16, rounded to nearest, ties to even; otherwise bf16.
 template <class V, bool fp16>
 struct FormatMaster {
     using Param = std::uint16_t;
@@ -106,16 +106,16 @@ struct FormatMaster {
 
 // ---- moments ----
 
-// Random bits of elements begin, begin + 1, ..., which do not cross a multiple of 2^32.
+// Random bits of elements begin, begin + 1, ...; the range must not cross a multiple of 2^32.
 template <class V>
-struct Numbers {
+struct ElementRandom {
     typename V::Int first;
-    INFINITY_FN Numbers(const Random& random, std::size_t begin) {
+    INFINITY_FN ElementRandom(const Random& random, std::size_t begin) {
         const typename V::Int number = V::add_int(V::iota(), low_half(random.first + begin));
         const typename V::Int key = V::set_int(random_key(random.key, random.first + begin));
         first = V::add_int(V::mul_int(number, V::set_int(kStride)), key);
     }
-    INFINITY_FN typename V::Int random(std::size_t i) const {
+    INFINITY_FN typename V::Int bits(std::size_t i) const {
         return random_bits<V>(V::add_int(first, low_half(i * kStride)));
     }
 
@@ -133,7 +133,7 @@ struct MomentsFp32 {
     INFINITY_FN static void store(void* moment, std::size_t i, typename V::Float value, typename V::Int) {
         V::store(static_cast<float*>(moment) + i, value);
     }
-    INFINITY_FN static typename V::Int random(const Numbers<V>&, std::size_t) { return V::set_int(0); }
+    INFINITY_FN static typename V::Int random(const ElementRandom<V>&, std::size_t) { return V::set_int(0); }
 };
 
 template <class V>
@@ -146,7 +146,9 @@ struct MomentsBf16 {
     INFINITY_FN static void store(void* moment, std::size_t i, typename V::Float value, typename V::Int random) {
         V::store_high_16(static_cast<std::uint16_t*>(moment) + i, stochastic_high<V, k>(V::as_int(value), random));
     }
-    INFINITY_FN static typename V::Int random(const Numbers<V>& numbers, std::size_t i) { return numbers.random(i); }
+    INFINITY_FN static typename V::Int random(const ElementRandom<V>& element_random, std::size_t i) {
+        return element_random.bits(i);
+    }
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// IEEE binary16 in integer arithmetic, with the results of the processors' conversion instructions.
+// Conversions of IEEE binary16 in integer arithmetic, bit-identical to the processors' instructions.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace {
 INFINITY_FN inline float from_fp16(std::uint16_t half) {
     const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
     std::uint32_t exponent = (half >> 10) & 0x1Fu, mantissa = half & 0x3FFu;
-    if (exponent == 0x1Fu) {  // infinity, or a NaN, which becomes quiet
+    if (exponent == 0x1Fu) {  // infinity, or a NaN, which is made quiet
         const std::uint32_t quiet = mantissa != 0 ? 0x00400000u : 0u;
         return __builtin_bit_cast(float, sign | 0x7F800000u | quiet | (mantissa << 13));
     }
@@ -23,7 +23,7 @@ INFINITY_FN inline float from_fp16(std::uint16_t half) {
     return __builtin_bit_cast(float, sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 INFINITY_FN inline std::uint16_t to_fp16(float value) {
     const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
     const std::uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;

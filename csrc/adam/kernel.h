@@ -1,11 +1,11 @@
-// The one kernel source. Each translation unit kernel_*.cpp defines a vector type V for its instruction set and
-// instantiates kKernels<V>. Rules that keep the results the same, bit for bit, in all of them:
-//   - the same operations in the same order on every element; fused multiply-adds are written out (V::fma) and the
-//     compiler may not make others (-ffp-contract=off); only correctly rounded operations, so no reciprocal estimates;
-//   - a NaN is stored as 0x7FC00000, because which payload survives an operation is the hardware's choice;
-//   - the last elements, fewer than a vector, are staged in a zeroed block and go through the same code.
-// Everything here has internal linkage: the linker must never merge a function compiled for AVX-512 with its namesake
-// compiled for plain C++. For the same reason nothing of the standard library that is not a builtin is called here.
+// The kernel source of all instruction sets. Each translation unit kernel_*.cpp defines a vector type V for its
+// instruction set and instantiates make_kernels<V>. Rules that make the results bit-identical in all of them:
+//   - Every element sees the same operations in the same order. Fused multiply-adds are explicit (V::fma), and the
+//     compiler may not form others (-ffp-contract=off). Operations are correctly rounded: no reciprocal estimates.
+//   - A NaN is stored as 0x7FC00000, since the payload that survives an operation depends on the hardware.
+//   - The last elements, fewer than a vector, are staged in a zeroed block and processed by the same code.
+// Everything here has internal linkage: the linker must not merge a function compiled for AVX-512 with its namesake
+// compiled for plain C++. For the same reason no standard library function is called here, except builtins.
 #pragma once
 
 #include <cstring>
@@ -22,7 +22,7 @@ namespace {
 
 // ---- norms and masters ----
 
-// One tile of at most kSumTile values. A square of an fp32 value is exact in fp64, so only the additions round.
+// Sums one tile of at most kSumTile values. The square of an fp32 value is exact in fp64, so only additions round.
 template <class V, class G>
 double sum_of_squares(const void* values, std::size_t count) {
     using Double = typename V::Double;
@@ -92,8 +92,8 @@ void join(const std::uint16_t* param, const std::int16_t* remainder, float* mast
 
 // ---- the bare pass ----
 
-// As fast as memory allows: what the update does not have to be, this is tuned for. Four vectors at a time and a hint
-// kAhead bytes ahead, without which what stops and starts at every turn of the streams stays behind it.
+// Tuned for the speed of memory: four vectors at a time, and a prefetch kAhead bytes ahead, without which the switches
+// between streams stall.
 template <class V>
 void touch(float* words, std::size_t n, bool writes) {
     constexpr std::size_t kVectors = 4, kAhead = 2048;
@@ -115,12 +115,12 @@ void touch(float* words, std::size_t n, bool writes) {
         }
     }
     for (; i < n; i += V::kWidth) touch_vector(words + i, sums[0]);
-    asm volatile("" : : "m"(sums));  // the reads are wanted, their sums are not
+    asm volatile("" : : "m"(sums));  // keeps the reads, whose sums are unused
 }
 
 // ---- fingerprints ----
 
-// Independent lanes let the compiler vectorise the loop. The order of additions modulo 2^64 does not matter.
+// Independent lanes let the compiler vectorize the loop. Additions modulo 2^64 are associative.
 template <class V>
 std::uint64_t fingerprint(const std::uint64_t* words, std::size_t first, std::size_t count) {
     constexpr std::size_t kLanes = 32;
@@ -145,7 +145,7 @@ std::uint64_t fingerprint(const std::uint64_t* words, std::size_t first, std::si
 
 // ---- the table ----
 
-// `Root` keeps the root of moment number `root`, whose 8-bit codes are of it; -1: of none.
+// Root: the rule on square roots of moment number `root`, which 8-bit codes store; -1: no such moment.
 template <class V, class F, class R, class Root, int root>
 void update_with(const Arrays& a, const Coefficients& c, std::size_t begin, std::size_t end) {
     switch (a.moments) {
@@ -169,8 +169,8 @@ constexpr void fill_rules(UpdateFn (&row)[kRules]) {
     row[static_cast<std::size_t>(Rule::kSgd)] = update_with<V, F, RuleSgd<V>, RuleSgd<V>, -1>;
 }
 
-// V: a vector of the instruction set. U: what goes over flat arrays takes at a time.
-template <class V, class U = Two<V>>
+// V: a vector of the instruction set. U: the vector type of the kernels over flat arrays.
+template <class V, class U = VectorPair<V>>
 constexpr Kernels make_kernels() {
     Kernels k{};
     fill_rules<U, FormatFp32<U>>(k.update[static_cast<std::size_t>(Format::kFp32)]);

@@ -1,4 +1,4 @@
-// AVX2 + FMA + F16C, 8 elements at a time. Compiled with those flags; called only where cpuid shows them.
+// AVX2 + FMA + F16C, 8 elements at a time. Compiled with these flags; called only if cpuid reports them.
 #include <immintrin.h>
 
 #include "dispatch.h"
@@ -101,7 +101,7 @@ struct Avx2 {
     static void store_double(double* to, Double x) { _mm256_storeu_pd(to, x); }
 
   private:
-    // Lanes below 2^16, those of a, then those of b. The instruction packs them by halves of the registers.
+    // Stores lanes below 2^16, first those of a, then those of b. The instruction packs within 128-bit halves.
     static void store_words(std::uint16_t* to, Int a, Int b) {
         const Int packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);

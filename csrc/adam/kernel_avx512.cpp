@@ -1,4 +1,4 @@
-// AVX-512 F, BW, VL and DQ, 16 elements at a time. Compiled with those flags; called only where cpuid shows them.
+// AVX-512 F, BW, VL and DQ, 16 elements at a time. Compiled with these flags; called only if cpuid reports them.
 // The bf16 conversion instructions are not used: they round to even and flush subnormals.
 #include <immintrin.h>
 
@@ -88,7 +88,7 @@ struct Avx512 {
     static void store_double(double* to, Double x) { _mm512_storeu_pd(to, x); }
 
   private:
-    // 16 bits of each lane of a, then of b: the low halves, or the high ones if `high` is 1.
+    // Returns 16 bits of each lane of a, then of b: the low half, or the high half if `high` is 1.
     static Int halves(Int a, Int b, std::uint32_t high) {
         const Int at = shift_left<2>(iota());  // lane i of the result is words 4i and 4i + 2 of both, or the next
         const Int words = add_int(or_int(at, shift_left<16>(at)), set_int(0x00020000u + 0x00010001u * high));

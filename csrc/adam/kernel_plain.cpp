@@ -1,5 +1,5 @@
-// Plain C++: runs everywhere, and is the oracle of the others. One element at a time; on hardware with a fused
-// multiply-add in its base instruction set (Arm) the compiler vectorises it.
+// Plain C++, one element at a time: runs on every machine, and is the reference for the other kernels. On hardware with
+// a fused multiply-add in its base instruction set (Arm) the compiler vectorizes it.
 #include "plain.h"
 
 #include "dispatch.h"

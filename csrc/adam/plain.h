@@ -1,4 +1,4 @@
-// A vector of one element, in plain C++: the oracle of the other instruction sets, and what a thread of a GPU computes.
+// A vector of one element, in plain C++: the reference for other instruction sets, and the code of a GPU thread.
 #pragma once
 
 #include <cmath>
@@ -22,8 +22,8 @@ struct Plain {
     INFINITY_FN static Float add(Float a, Float b) { return a + b; }
     INFINITY_FN static Float sub(Float a, Float b) { return a - b; }
     INFINITY_FN static Float mul(Float a, Float b) { return a * b; }
-    // On a GPU by name, so that no flag of nvcc's decides how they round; a square is exact in fp64, so that its fused
-    // addition rounds as the other. The conversion's NaN is not ours: it writes 0x7FFF.
+    // On a GPU, intrinsics make the rounding independent of nvcc's flags. A square is exact in fp64, so a fused
+    // addition rounds like a separate one. The conversion to fp16 writes NaN as 0x7FFF, which is replaced by 0x7E00.
 #ifdef __CUDA_ARCH__
     INFINITY_FN static Float fma(Float a, Float b, Float c) { return __fmaf_rn(a, b, c); }
     INFINITY_FN static Float div(Float a, Float b) { return __fdiv_rn(a, b); }

@@ -1,5 +1,5 @@
-// Gradients on their way in: copied to where they are collected, or added to what is there. A tile at a time, which is
-// summed while it is in the first-level cache. Included by kernel.h, whose rules hold here.
+// Copies gradients to their buffer, or adds them to it, a tile at a time, which is summed while it is in the L1 cache.
+// Included by kernel.h, whose rules apply.
 #pragma once
 
 #include <cstring>
@@ -9,14 +9,14 @@
 namespace infinity::adam {
 namespace {
 
-// bf16 to nearest, ties to even, as torch rounds; `bits` are canonical.
+// Rounds canonical `bits` to bf16, to nearest with ties to even, as torch does.
 template <class V>
 inline typename V::Int round_to_even_bf16(typename V::Int bits) {
     const typename V::Int odd = V::and_int(V::template shift_right<16>(bits), V::set_int(1u));
     return V::template shift_right<16>(V::add_int(V::add_int(bits, V::set_int(0x7FFFu)), odd));
 }
 
-// What gradients are collected in.
+// Dtypes in which gradients are accumulated.
 template <class V>
 struct IntoFp32 : GradFp32<V> {
     static void store(void* base, std::size_t i, typename V::Float x) { V::store(static_cast<float*>(base) + i, x); }

@@ -1,6 +1,6 @@
-// What an optimizer does to one element: (master, gradient, moments) -> (master, moments).
+// Update rules of one element: (master, gradient, moments) -> (master, moments).
 //
-// V is a vector of an instruction set: the operations and their order are the same in all.
+// V is a vector type of an instruction set. The operations and their order are the same for all V.
 #pragma once
 
 #include "types.h"
@@ -10,7 +10,7 @@ namespace {
 
 // Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019) in the order of torch.optim's single-tensor loop, except
 // that the division by sqrt(1 - beta2^step) is a multiplication by its reciprocal, rounded once on the host.
-// With `root` the second moment comes and goes as its square root, which 8-bit codes are of.
+// With `root`, the second moment is read and written as its square root, which 8-bit codes store.
 template <class V, bool decoupled, bool root>
 struct RuleAdam {
     using Float = typename V::Float;
@@ -64,7 +64,7 @@ struct RuleAdagrad {
 
     INFINITY_FN void operator()(Float& p, Float g, Float& sum, Float&) const {
         g = V::mul(g, grad_scale);
-        if (decays) g = V::fma(p, weight_decay, g);  // else a parameter that is not finite stays out of the moment
+        if (decays) g = V::fma(p, weight_decay, g);  // without decay, a non-finite parameter does not reach the moment
         if constexpr (root) sum = V::mul(sum, sum);
         sum = V::fma(g, g, sum);
         const Float deviation = V::sqrt(sum);
@@ -96,7 +96,7 @@ struct RuleLion {
     }
 };
 
-// Stochastic gradient descent with momentum, as torch.optim.SGD has it. Without momentum the moment is the gradient.
+// Stochastic gradient descent with momentum, as in torch.optim.SGD. Without momentum the moment is the gradient.
 template <class V>
 struct RuleSgd {
     using Float = typename V::Float;

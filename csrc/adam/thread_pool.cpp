@@ -17,7 +17,7 @@
 namespace infinity::adam {
 namespace {
 
-// Pieces [next, end) of a job are still to be claimed. A cache line each: their threads do not disturb each other.
+// Unclaimed pieces [next, end) of a job. Aligned to a cache line to avoid false sharing.
 struct alignas(64) Share {
     std::atomic<std::size_t> next;
     std::size_t end;
@@ -43,8 +43,8 @@ struct Job {
         }
     }
 
-    // Claims and runs pieces until none is left, beginning with share number `first`. `context` is alive as long as a
-    // claimed piece is unfinished.
+    // Claims and runs pieces until none is left, starting with share number `first`. `context` is valid while a claimed
+    // piece is unfinished.
     void work(std::size_t first) {
         std::size_t done = 0;
         for (std::size_t turn = 0; turn < shares.size(); ++turn) {
@@ -55,7 +55,7 @@ struct Job {
         }
         if (done == 0) return;
         if (finished.fetch_add(done, std::memory_order_acq_rel) + done == count) {
-            std::lock_guard lock(mutex);  // so that the caller cannot miss it between its test and its sleep
+            std::lock_guard lock(mutex);  // prevents a lost wake-up of the caller
             all_finished.notify_one();
         }
     }
@@ -77,7 +77,7 @@ class Pool {
         for (int k = 0; k < helpers; ++k) wake_.notify_one();
         job->work(0);
         {
-            std::lock_guard lock(mutex_);  // a worker may have taken it off already
+            std::lock_guard lock(mutex_);  // a worker may have removed it already
             const auto at = std::find(jobs_.begin(), jobs_.end(), job);
             if (at != jobs_.end()) jobs_.erase(at);
         }
@@ -85,9 +85,9 @@ class Pool {
     }
 
   private:
-    // Workers up to `wanted`; fewer when the system refuses a thread, which costs speed only.
+    // Starts workers up to `wanted`, or fewer if the system refuses a thread, which only reduces speed.
     void grow(int wanted) {
-        sigset_t all, before;  // signals belong to the program's own threads
+        sigset_t all, before;  // blocks signals, which are for the program's own threads
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
@@ -97,7 +97,7 @@ class Pool {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    // What worker number 1, 2, ... does.
+    // Body of worker number 1, 2, ...
     void serve(int number) {
 #ifdef __linux__
         pthread_setname_np(pthread_self(), "infinity-adam");
@@ -115,12 +115,12 @@ class Pool {
 
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::deque<std::shared_ptr<Job>> jobs_;  // those that a worker may still join
+    std::deque<std::shared_ptr<Job>> jobs_;  // jobs that a worker may still join
     int workers_ = 0;
 };
 
-// Never destroyed: its threads sleep until the process ends. Forgotten, not freed, in the child of a fork, where its
-// threads do not exist and its mutex may be held for ever.
+// Never destroyed: its threads sleep until the process ends. A forked child leaks it, since its threads do not exist
+// there and its mutex may be locked for ever.
 std::atomic<Pool*> pool{nullptr};
 
 Pool& get_pool() {
@@ -128,7 +128,7 @@ Pool& get_pool() {
     if (current != nullptr) return *current;
     Pool* const fresh = new Pool;
     if (pool.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return *fresh;
-    delete fresh;  // another thread was first
+    delete fresh;  // another thread has created one
     return *current;
 }
 
@@ -145,7 +145,7 @@ void parallel_for(std::size_t count, int threads, void (*body)(void*, std::size_
 
 int default_threads() {
 #ifdef __linux__
-    for (int cpus = 1024; cpus <= (1 << 20); cpus *= 2) {  // the kernel refuses a set smaller than its own
+    for (int cpus = 1024; cpus <= (1 << 20); cpus *= 2) {  // the kernel rejects a set smaller than its own
         const std::size_t bytes = CPU_ALLOC_SIZE(cpus);
         const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(cpus), [](cpu_set_t* s) { CPU_FREE(s); });
         if (set == nullptr) break;

@@ -1,11 +1,10 @@
-// A persistent pool of threads that sleep when there is nothing to do.
+// A persistent pool of threads, which sleep when idle.
 //
-// A call is a job of `count` pieces. Each of its threads begins with a share of its own, pieces that lie beside each
-// other, and goes on with what is left of the others' shares. A worker keeps its place among the shares from call to
-// call, so that it finds in its caches and in its node's memory what it worked on before, as far as the system leaves
-// it where it is. The caller never waits for a worker that has not begun, so a busy machine (the update runs beside
-// torch's own threads) costs a helper but no latency. Jobs of several calling threads share the workers. After fork()
-// the child starts with a new, empty pool.
+// A call is a job of `count` pieces. Each thread starts with its own share of adjacent pieces, then steals from the
+// shares of others. A worker has the same share in every call, so that its data is in its caches and on its NUMA node
+// unless the scheduler moves it. The caller never waits for a worker that has not started, so that a busy machine (the
+// update runs concurrently with torch's threads) adds no latency. Jobs of several calling threads share the workers.
+// After fork() the child starts with a new, empty pool.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +20,10 @@ void parallel_for(std::size_t count, int threads, Body& body) {
     parallel_for(count, threads, [](void* context, std::size_t k) { (*static_cast<Body*>(context))(k); }, &body);
 }
 
-// The number of processors that the calling thread may run on.
+// Returns the number of processors that the calling thread may run on.
 int default_threads();
 
-// To be called once, when the module is loaded.
+// Call once, when the module is loaded.
 void install_fork_handler();
 
 }  // namespace infinity::adam

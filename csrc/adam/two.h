@@ -1,6 +1,6 @@
-// Two vectors of an instruction set as one, for the update: what goes to memory in 16 bits comes from two registers at
-// once, which takes half the instructions that it takes from one, and constants are loaded half as often.
-// Included by kernel.h, whose rules hold here.
+// A pair of an instruction set's vectors, for the update: packing two registers into 16-bit values takes half the
+// instructions per element, and constants are loaded half as often.
+// Included by kernel.h, whose rules apply.
 #pragma once
 
 #include "types.h"
@@ -9,7 +9,7 @@ namespace infinity::adam {
 namespace {
 
 template <class W>
-struct Two {
+struct VectorPair {
     static constexpr std::size_t kWidth = 2 * W::kWidth;
     struct Float {
         typename W::Float a, b;

@@ -1,11 +1,11 @@
-// What the kernels, the dispatcher and the bindings share. No code: every translation unit sees the same layout,
-// whatever instruction set it is compiled for.
+// Types of kernels, dispatcher and bindings. Contains no code, so that the layout is the same in every translation
+// unit, for any instruction set.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// Marks what runs in the kernels, which nvcc compiles for both sides.
+// Marks functions used in kernels, which nvcc compiles for host and device.
 #ifdef __CUDACC__
 #define INFINITY_FN __host__ __device__
 #else
@@ -14,7 +14,7 @@
 
 namespace infinity::adam {
 
-// How a parameter is kept.                 param   master     master value
+// Formats of a parameter.                  param   master     master value
 enum class Format : std::uint8_t {
     kFp32 = 0,        //                      fp32    -          param itself
     kRemainder = 1,   //                      bf16    int16      bits = (param << 16) + sign-extended remainder
@@ -26,22 +26,22 @@ inline constexpr std::size_t kFormats = 4;
 enum class DType : std::uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 inline constexpr std::size_t kDTypes = 3;
 
-// How the optimizer's moments are kept; see codec.h.
+// Formats of the optimizer's moments; see codec.h.
 enum class Moments : std::uint8_t {
     kFp32 = 0,
     kBf16 = 1,   // rounded stochastically
-    kEight = 2,  // 8 bits each and one scale byte for kBlock of them, rounded stochastically
+    kEight = 2,  // 8 bits each and one scale byte per kBlock elements, rounded stochastically
 };
 inline constexpr std::size_t kMomentFormats = 3;
 
-// Elements that share a scale in Moments::kEight. Arrays begin with a block.
+// Elements that share a scale in Moments::kEight. Arrays start at a block.
 inline constexpr std::size_t kBlock = 256;
 
-// What is done to one element; see rules.h.
+// Update rules; see rules.h.
 enum class Rule : std::uint8_t { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kSgd = 4 };
 inline constexpr std::size_t kRules = 5;
 
-// How many moments a rule has.
+// Returns the number of moments of a rule.
 INFINITY_FN constexpr std::size_t moments_of(Rule rule) { return rule == Rule::kAdam || rule == Rule::kAdamW ? 2 : 1; }
 
 // Flat arrays of n elements each.
@@ -50,24 +50,24 @@ struct Arrays {
     void* master;  // unused in Format::kFp32
     const void* grad;
     void* moment[2];         // the second is unused by rules with one
-    std::uint8_t* scale[2];  // of Moments::kEight: a byte for each block
+    std::uint8_t* scale[2];  // Moments::kEight: a byte per block
     DType grad_dtype;
     Moments moments;
 };
 
-// Where the random bits of stochastic rounding come from: a function of the key, the number of the element and nothing
-// else, so that neither tiles, threads, ranks nor devices change them.
+// Random bits of stochastic rounding. They depend only on the key and the number of the element, and are therefore the
+// same for all tiles, threads, ranks and devices.
 struct Random {
     std::uint64_t key;
     std::uint64_t first;  // number of the arrays' first element
 };
 
-// Everything that is the same for all elements of a call, computed once in double and rounded once.
+// Values that are equal for all elements of a call, computed once in double and rounded once.
 struct Coefficients {
     float grad_scale;
     float decay;            // decoupled: 1 - lr * weight_decay
     float weight_decay;     // added to the gradient (L2)
-    float step_size;        // negative: what the direction is multiplied by
+    float step_size;        // negative factor of the direction
     float avg_weight;       // Adam: w = 1 - beta1, or w - 1 when lerp_from_grad. Lion: 1 - beta1
     bool lerp_from_grad;    // w >= 0.5: interpolate from the gradient's side, as torch.lerp does
     float beta2;            // Adam, Lion. SGD: the momentum
@@ -89,16 +89,16 @@ inline constexpr std::uint64_t kFingerprintKey = 0x9E3779B97F4A7C15u;
 // [begin, end) of the arrays; begin is a multiple of kBlock.
 using UpdateFn = void (*)(const Arrays&, const Coefficients&, std::size_t begin, std::size_t end);
 using SumFn = double (*)(const void* values, std::size_t count);  // count <= kSumTile
-// `count` values of `dtype` copied to the target, or added to it; count <= kSumTile.
+// Copies `count` values of `dtype` to the target, or adds them to it; count <= kSumTile.
 using ReceiveFn = void (*)(const void* source, DType dtype, void* target, std::size_t count, bool add);
 using SplitFn = void (*)(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t begin,
                          std::size_t end);
 using JoinFn = void (*)(const std::uint16_t* param, const std::int16_t* remainder, float* master, std::size_t begin,
                         std::size_t end);
-// A pass of one addition for each of n words, which are written back if `writes`; n is a multiple of 16.
+// Reads n words with one addition each, and writes them back if `writes`; n is a multiple of 16.
 using TouchFn = void (*)(float* words, std::size_t n, bool writes);
 
-// The fingerprint of `count` words, the first of which is word number `first`; see fingerprint in adam.h.
+// Returns the fingerprint of `count` words from word number `first` on; see fingerprint in adam.h.
 using FingerprintFn = std::uint64_t (*)(const std::uint64_t* words, std::size_t first, std::size_t count);
 
 // The functions of one instruction set.

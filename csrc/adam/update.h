@@ -1,4 +1,4 @@
-// The update with moments of 16 or 32 bits. Included by kernel.h, whose rules hold here.
+// The update with 16- or 32-bit moments. Included by kernel.h, whose rules apply.
 #pragma once
 
 #include <cstring>
@@ -8,7 +8,7 @@
 namespace infinity::adam {
 namespace {
 
-constexpr std::size_t least(std::size_t a, std::size_t b) { return a < b ? a : b; }
+constexpr std::size_t min(std::size_t a, std::size_t b) { return a < b ? a : b; }
 
 template <class V, class F, class M, class R>
 inline void update_vector(const Arrays& a, const R& rule, std::size_t i, typename V::Int random) {
@@ -20,7 +20,7 @@ inline void update_vector(const Arrays& a, const R& rule, std::size_t i, typenam
     if constexpr (R::kMoments == 2) M::template store<1>(a.moment[1], i, V::canonical(v), random);
 }
 
-// Some elements of the arrays, fewer than a vector, in memory of their own: nothing beyond them is touched.
+// A zero-padded copy of fewer elements than a vector, so that memory beyond the arrays is not accessed.
 template <class V, class F, std::size_t moment_bytes>
 class Staged {
   public:
@@ -65,16 +65,16 @@ template <class V, class F, class M, class R>
     const Arrays a = arrays;  // a local copy, so that stores through its pointers cannot change it
     const R rule(c);
     for (std::size_t at = begin, stop = begin; at < end; at = stop) {
-        stop = at + least(end - at, (std::size_t{1} << 32) - static_cast<std::uint32_t>(c.random.first + at));
-        const Numbers<V> numbers(c.random, at);
+        stop = at + min(end - at, (std::size_t{1} << 32) - static_cast<std::uint32_t>(c.random.first + at));
+        const ElementRandom<V> element_random(c.random, at);
         std::size_t i = at;
         for (; i + V::kWidth <= stop; i += V::kWidth) {
-            update_vector<V, F, M>(a, rule, i, M::random(numbers, i - at));
+            update_vector<V, F, M>(a, rule, i, M::random(element_random, i - at));
         }
         if constexpr (V::kWidth > 1) {
             if (i == stop) continue;
             Staged<V, F, M::kBytes> rest(a, i, stop - i, R::kMoments);
-            update_vector<V, F, M>(rest.arrays, rule, 0, M::random(numbers, i - at));
+            update_vector<V, F, M>(rest.arrays, rule, 0, M::random(element_random, i - at));
             rest.put_back();
         }
     }

@@ -22,47 +22,48 @@ void check_hyper(const Hyper& h) {
     check_not_negative("lr_decay", h.lr_decay);
     if (h.random.first % kBlock != 0) {
         throw py::value_error("first is " + std::to_string(h.random.first) +
-                              ": arrays begin with a block, at a multiple of " + std::to_string(kBlock));
+                              ": arrays start at a block, so pass a multiple of " + std::to_string(kBlock));
     }
 }
 
-Arrays to_arrays(const UpdateNames& names, const UpdateArrays& given, Rule rule, Format format, std::size_t n) {
+Arrays to_arrays(const UpdateNames& names, const UpdateArrays& addresses, Rule rule, Format format, std::size_t n) {
     Arrays arrays{};
     arrays.grad_dtype = to_dtype("grad_dtype", names.grad_dtype);
     arrays.moments = to_moments(names.moment_format);
     ArrayChecks checks(n);
-    arrays.param = pointer<void>(checks.add("param", given.param, format == Format::kFp32 ? 4 : 2));
+    arrays.param = pointer<void>(checks.add("param", addresses.param, format == Format::kFp32 ? 4 : 2));
     if (format != Format::kFp32) {
-        arrays.master = pointer<void>(checks.add("master", given.master, format == Format::kRemainder ? 2 : 4));
+        arrays.master = pointer<void>(checks.add("master", addresses.master, format == Format::kRemainder ? 2 : 4));
     }
-    arrays.grad = pointer<const void>(checks.add("grad", given.grad, arrays.grad_dtype == DType::kFp32 ? 4 : 2));
-    const std::size_t wanted = moments_of(rule);
+    arrays.grad = pointer<const void>(checks.add("grad", addresses.grad, arrays.grad_dtype == DType::kFp32 ? 4 : 2));
+    const std::size_t count = moments_of(rule);
     const bool eight = arrays.moments == Moments::kEight;
-    if (given.moments.size() != wanted || given.scales.size() != (eight ? wanted : 0)) {
+    if (addresses.moments.size() != count || addresses.scales.size() != (eight ? count : 0)) {
         throw py::value_error(names.rule + " with moments of " + names.moment_format + " takes " +
-                              std::to_string(wanted) + " moments and " + std::to_string(eight ? wanted : 0) +
-                              " scales, not " + std::to_string(given.moments.size()) + " and " +
-                              std::to_string(given.scales.size()));
+                              std::to_string(count) + " moments and " + std::to_string(eight ? count : 0) +
+                              " scales, not " + std::to_string(addresses.moments.size()) + " and " +
+                              std::to_string(addresses.scales.size()));
     }
     const std::size_t width = eight ? 1 : arrays.moments == Moments::kBf16 ? 2 : 4;
-    for (std::size_t k = 0; k < wanted; ++k) {
-        arrays.moment[k] = pointer<void>(checks.add(kMomentNames[k], given.moments[k], width));
+    for (std::size_t k = 0; k < count; ++k) {
+        arrays.moment[k] = pointer<void>(checks.add(kMomentNames[k], addresses.moments[k], width));
         if (!eight) continue;
         const std::size_t blocks = (n + kBlock - 1) / kBlock;
-        arrays.scale[k] = pointer<std::uint8_t>(checks.add(kScaleNames[k], given.scales[k], 1, blocks));
+        arrays.scale[k] = pointer<std::uint8_t>(checks.add(kScaleNames[k], addresses.scales[k], 1, blocks));
     }
     return arrays;
 }
 
 }  // namespace
 
-UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& given, Hyper hyper, const py::object& step) {
+UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresses, Hyper hyper,
+                          const py::object& step) {
     check_hyper(hyper);
     hyper.rule = to_rule(names.rule);
     hyper.step = to_step(step);
     const Format format = to_format(names.format);
-    const std::size_t n = to_count(given.n);
-    const Arrays arrays = to_arrays(names, given, hyper.rule, format, n);
+    const std::size_t n = to_count(addresses.n);
+    const Arrays arrays = to_arrays(names, addresses, hyper.rule, format, n);
     return {format, effective_rule(hyper), arrays, make_coefficients(hyper), n};
 }
 

@@ -1,4 +1,4 @@
-// The arguments of `update`, which the modules for the CPU and for CUDA take alike.
+// The arguments of `update`, shared by the modules for CPU and CUDA.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,7 @@
 
 namespace infinity::adam {
 
-// One checked call, but for where and how it runs.
+// One validated call, without the arguments of its device.
 struct UpdateCall {
     Format format;
     Rule rule;
@@ -31,11 +31,11 @@ struct UpdateArrays {
     const pybind11::object& n;
 };
 
-UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& given, Hyper hyper,
+UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresses, Hyper hyper,
                           const pybind11::object& step);
 
-// Defines `update` in `m`: the arguments of every device, then those of this one, which are Own... and have `own` as
-// their names and defaults. It is done by run(const UpdateCall&, Own...).
+// Defines `update` in `m`, which calls run(const UpdateCall&, Own...). Its arguments are those of every device, then
+// those of this one, of types Own... with `own` as names and defaults.
 template <class... Own, class Run, class... Names>
 void def_update(pybind11::module_& m, const Run& run, const Names&... own) {
     namespace py = pybind11;
@@ -47,12 +47,12 @@ void def_update(pybind11::module_& m, const Run& run, const Names&... own) {
               const std::string& format, const std::string& grad_dtype, const std::string& moment_format, double lr,
               double beta1, double beta2, double eps, double weight_decay, double momentum, double dampening,
               double lr_decay, bool nesterov, double grad_scale, const py::object& step, std::uint64_t key,
-              std::uint64_t first, Own... mine) {
+              std::uint64_t first, Own... own_arguments) {
             const Hyper hyper{Rule{},   lr,        beta1,    beta2,    eps, weight_decay, grad_scale,
                               momentum, dampening, lr_decay, nesterov, 0,   {key, first}};
             run(to_update_call({rule, format, grad_dtype, moment_format}, {param, master, grad, moments, scales, n},
                                hyper, step),
-                mine...);
+                own_arguments...);
         },
         "rule"_a, py::kw_only(), "param"_a, "master"_a, "grad"_a, "moments"_a, "scales"_a, "n"_a, "format"_a,
         "grad_dtype"_a, "moment_format"_a, "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,

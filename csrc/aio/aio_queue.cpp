@@ -26,7 +26,8 @@ std::string AioQueue::explain(int error) {
     std::string what = "cannot set up asynchronous I/O (io_setup)";
     if (error == EAGAIN) {
         what += ": the system's AIO slots are used up (fs.aio-nr is " + number_in("/proc/sys/fs/aio-nr") + " of " +
-                number_in("/proc/sys/fs/aio-max-nr") + "); raise fs.aio-max-nr with sysctl, or end what uses them";
+                number_in("/proc/sys/fs/aio-max-nr") +
+                "); raise fs.aio-max-nr with sysctl, or end processes that use AIO";
     } else if (error == EMFILE || error == ENFILE) {
         what += ": too many files are open; raise the limit (ulimit -n)";
     } else if (error == ENOSYS || error == EPERM) {
@@ -96,7 +97,7 @@ void AioQueue::wake() {
     }
 }
 
-// io_destroy itself waits for what is in flight.
+// io_destroy waits for the operations in flight.
 void AioQueue::abandon(unsigned) {
     if (!alive_) return;
     alive_ = false;

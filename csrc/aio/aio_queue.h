@@ -1,4 +1,4 @@
-// A queue on Linux AIO: a context of the kernel, and the eventfd its thread sleeps on.
+// A queue on Linux AIO: a kernel context, and the eventfd that its thread sleeps on.
 #pragma once
 
 #include "calls.h"
@@ -6,9 +6,8 @@
 
 namespace infinity::aio {
 
-// One eventfd carries both reasons to wake: the kernel adds to it with every completion (IOCB_FLAG_RESFD), other
-// threads add to it when they bring work. So a thread with transfers in flight learns of a new request at once, and no
-// time-out is needed.
+// One eventfd signals both completions (IOCB_FLAG_RESFD) and new work from other threads. A thread with transfers in
+// flight therefore handles a new request at once, without a time-out.
 class AioQueue final : public Queue {
   public:
     static std::string explain(int error);

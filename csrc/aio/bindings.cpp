@@ -1,4 +1,4 @@
-// infinity.native._aio: what Python sees. Documented in infinity/native/_aio.pyi.
+// Python bindings of infinity.native._aio. Documented in infinity/native/_aio.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace infinity::aio {
 namespace {
 
-// The destructor waits for what is in flight.
+// Releases the GIL, since the destructor waits for requests in flight.
 struct WithoutGil {
     void operator()(Engine* engine) const {
         const py::gil_scoped_release release;
@@ -48,7 +48,7 @@ py::str fs_decode(const std::string& path) {
     throw py::error_already_set();
 }
 
-// Sleeps without the GIL. A signal's handler (Ctrl-C) runs in slices, since nothing interrupts the wait itself.
+// Sleeps without the GIL, in slices, between which signal handlers (Ctrl-C) run: a signal does not interrupt the wait.
 uint64_t wait(Request& request, std::optional<double> timeout) {
     if (!request.done() && getpid() != request.owner) {
         throw std::logic_error("this request belongs to the process that started it, not to its forked children");
@@ -151,18 +151,19 @@ PYBIND11_MODULE(_aio, m) {
     py::class_<Engine, std::unique_ptr<Engine, WithoutGil>>(m, "Engine")
         .def(py::init(&make_engine), py::arg("block_size") = 1 << 20, py::arg("queue_depth") = 32,
              py::arg("threads") = 1, py::kw_only(), py::arg("backend") = "")
-        // With the GIL: to hand a job to an I/O thread takes microseconds, to get the GIL back may take a hundred.
+        // Keeps the GIL: passing a job to an I/O thread takes microseconds, and reacquiring the GIL may take a hundred.
         .def("read", starts(Direction::kRead), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"))
         .def("write", starts(Direction::kWrite), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"))
-        .def("register", &Engine::pin, py::arg("address"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
-        .def("unregister", &Engine::unpin, py::arg("address"), py::call_guard<py::gil_scoped_release>())
+        .def("register", &Engine::register_buffer, py::arg("address"), py::arg("nbytes"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("unregister", &Engine::unregister_buffer, py::arg("address"), py::call_guard<py::gil_scoped_release>())
         .def("take_latencies",
              [](Engine& engine) {
-                 auto found = engine.counters().latencies.take();
-                 for (auto& [time, count] : found) time /= 1e6;
-                 return found;
+                 auto buckets = engine.counters().latencies.take();
+                 for (auto& [time, count] : buckets) time /= 1e6;
+                 return buckets;
              })
         .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
         .def("__enter__", [](py::object self) { return self; })

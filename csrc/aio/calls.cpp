@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #ifdef INFINITY_LIBAIO
-// libaio and the kernel's header give two structs of one layout the same name.
+// libaio and the kernel's header use the same name for two structs of the same layout.
 #define iocb libaio_iocb
 #define io_event libaio_io_event
 #include <libaio.h>

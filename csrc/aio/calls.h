@@ -1,6 +1,6 @@
-// The four calls of Linux AIO behind one table of functions: libaio fills one, the kernel's own ABI another.
+// Tables of the four calls of Linux AIO: one through libaio, one through the kernel's ABI.
 //
-// All functions return a negative errno on failure and never touch `errno` (libaio's convention).
+// All functions return a negative errno on failure and do not set `errno` (libaio's convention).
 #pragma once
 
 #include <linux/aio_abi.h>

@@ -17,7 +17,7 @@
 namespace infinity::aio {
 namespace {
 
-// One bit at a time, eight times: the definition, with the bits reversed as CRC-32C has them.
+// The definition of CRC-32C, bit by bit for one byte, with reversed bits.
 constexpr std::array<uint32_t, 256> byte_table() {
     std::array<uint32_t, 256> table{};
     for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -28,9 +28,8 @@ constexpr std::array<uint32_t, 256> byte_table() {
     return table;
 }
 
-// Lanes are spread over 64 bits by an odd factor (2^64 / golden ratio) before they are put together. Without it a bit
-// that changes in a lane and the one that changes beside it a row later would cancel out: to a CRC both are the same
-// place.
+// Lanes are multiplied by an odd factor (2^64 / golden ratio) before they are combined. Otherwise a changed bit in one
+// lane and a changed bit in the next lane, one row later, would cancel out, since both have the same position in a CRC.
 constexpr uint64_t kSpread = 0x9E3779B97F4A7C15U;
 
 uint64_t word_at(const char* memory) {
@@ -76,7 +75,7 @@ struct Instruction : Portable {
 };
 #endif
 
-// Written once and compiled for each: `Crc` must be inlined, and that needs the target of its instruction.
+// Compiled once per implementation: `Crc` must be inlined, which requires the target of its instruction.
 #define INFINITY_CHECKSUM(NAME, CRC, TARGET)                                               \
     TARGET uint32_t NAME(const void* memory, size_t bytes) {                               \
         const char* at = static_cast<const char*>(memory);                                 \

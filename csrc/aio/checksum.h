@@ -1,4 +1,4 @@
-// Checksums of a file's blocks, kept in memory: what is read is what was written, or it is an error.
+// Checksums of a file's blocks in memory, which detect reads that differ from the last write.
 #pragma once
 
 #include <atomic>
@@ -9,33 +9,32 @@
 
 namespace infinity::aio {
 
-// Four CRC-32C (Castagnoli) over the words of memory by turns, and one over the four, spread: as many as the
-// processor's CRC instruction needs to be busy, so that it runs at the speed of memory. Every machine gives the same
-// value.
+// Four interleaved CRC-32C (Castagnoli) over the words of memory, combined by a fifth. Four hide the latency of the
+// processor's CRC instruction, so that it runs at the speed of memory. The value is the same on every machine.
 uint32_t checksum(const void* memory, size_t bytes);
-// The same, without that instruction. For tests.
+// The same value without that instruction. For tests.
 uint32_t portable_checksum(const void* memory, size_t bytes);
-// "crc32c instruction (SSE4.2)", or what else does it here.
+// Returns the implementation on this machine, such as "crc32c instruction (SSE4.2)".
 const char* checksum_kind();
 
-// 4 bytes of memory for each block. A range of a file starts at the start of a block, and ends at the end of one or at
-// the end of everything in that block. Thread safe, as long as no two requests overlap.
+// Checksums of a file, 4 bytes of memory per block. A range of the file starts at the start of a block, and ends at the
+// end of a block or at the end of the data in it. Thread safe if no two requests overlap.
 class Checksums {
   public:
     // `block`: bytes, a multiple of 4096.
     Checksums(uint64_t nbytes, uint64_t block);
 
     uint64_t block() const { return block_; }
-    // Blocks that begin in [from, to) were given the bytes at `memory`, which is where `from` goes; the last one ends
-    // at `end` at the latest.
+    // Records the blocks that start in [from, to), whose content starts at `memory` for byte `from`. The last block
+    // ends at `end` at the latest.
     void record(uint64_t from, uint64_t to, uint64_t end, const char* memory);
-    // The first of the blocks that lie in [from, to), or end at `end`, whose bytes are not those that were recorded.
-    // Blocks that were never written are right whatever they hold.
+    // Returns the first block in [from, to), or ending at `end`, whose bytes differ from the recorded ones. Blocks that
+    // were never written are skipped.
     std::optional<uint64_t> find_wrong(uint64_t from, uint64_t to, uint64_t end, const char* memory) const;
 
   private:
     uint64_t block_;
-    std::vector<std::atomic<uint32_t>> sums_;  // 0: not known
+    std::vector<std::atomic<uint32_t>> sums_;  // 0: never written
 };
 
 }  // namespace infinity::aio

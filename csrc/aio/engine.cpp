@@ -42,7 +42,7 @@ Engine::Engine(const Options& options, const Backend& backend)
     open_workers();
 }
 
-// Where the system has too little room for all (fs.aio-max-nr), every thread gets half as much, down to one operation.
+// If the system has too few AIO slots (fs.aio-max-nr), halves the queue depth of all threads, down to 1.
 void Engine::open_workers() {
     std::vector<std::unique_ptr<Queue>> queues;
     const auto threads = static_cast<size_t>(options_.threads);
@@ -66,11 +66,11 @@ void Engine::open_workers() {
 Worker& Engine::worker(size_t member, size_t members, size_t turn) {
     const size_t threads = workers_.size();
     if (members >= threads) return *workers_[member % threads];
-    const size_t own = (threads - member + members - 1) / members;  // of the numbers that are `member` modulo `members`
+    const size_t own = (threads - member + members - 1) / members;  // threads w with w % members == member
     return *workers_[member + turn % own * members];
 }
 
-// Pieces are verified one by one: each must consist of whole blocks of the checksums.
+// Pieces are verified one by one, so each must consist of whole checksum blocks.
 void Engine::check_blocks(uint64_t block, uint64_t offset) const {
     for (const auto& [what, value] : {std::pair{"offset", offset}, {"block_size", uint64_t(options_.block_size)}}) {
         if (value % block == 0) continue;
@@ -96,7 +96,7 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
     const File& target = *request->file;
     const size_t members = target.members().size();
     if (target.checksums()) check_blocks(target.checksums()->block(), begin);
-    // Each member's threads get contiguous shares of what it has.
+    // Each member's threads get contiguous shares of its bytes.
     const uint64_t block_size = round_up(static_cast<uint64_t>(options_.block_size), target.alignment());
     const size_t parts = std::max<size_t>(1, workers_.size() / members);
     const uint64_t grain = members > 1 ? std::lcm(block_size, target.stripe()) : block_size;
@@ -112,9 +112,8 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
     return request;
 }
 
-// All threads or none: who is told that it was not pinned will not take it back, and what a thread went on using then
-// would be memory that is gone.
-bool Engine::pin(uint64_t address, int64_t nbytes) {
+// Registers on all threads or on none: after a return of false the caller unmaps the memory without unregistering it.
+bool Engine::register_buffer(uint64_t address, int64_t nbytes) {
     check_range("nbytes", nbytes, 1, std::numeric_limits<int64_t>::max());
     if (getpid() != owner_) return false;
     const std::lock_guard lock(mutex_);
@@ -122,23 +121,23 @@ bool Engine::pin(uint64_t address, int64_t nbytes) {
     bool all = true;
     for (const auto& worker : workers_) {
         if (!all) break;
-        worker->call([&](Queue& queue) { all = queue.pin(address, static_cast<uint64_t>(nbytes)); });
+        worker->call([&](Queue& queue) { all = queue.register_buffer(address, static_cast<uint64_t>(nbytes)); });
     }
     if (!all) {
-        for (const auto& worker : workers_) worker->call([&](Queue& queue) { queue.unpin(address); });
+        for (const auto& worker : workers_) worker->call([&](Queue& queue) { queue.unregister_buffer(address); });
     }
     return all;
 }
 
-void Engine::unpin(uint64_t address) {
+void Engine::unregister_buffer(uint64_t address) {
     if (getpid() != owner_) return;
     const std::lock_guard lock(mutex_);
     if (closed_) return;
-    for (const auto& worker : workers_) worker->call([&](Queue& queue) { queue.unpin(address); });
+    for (const auto& worker : workers_) worker->call([&](Queue& queue) { queue.unregister_buffer(address); });
 }
 
 void Engine::close() {
-    if (getpid() != owner_) {  // the threads, what they own, and perhaps the lock, are the parent's
+    if (getpid() != owner_) {  // the threads do not exist in this child, and the lock may be held for ever
         for (auto& worker : workers_) (void)worker.release();
         return;
     }

@@ -1,4 +1,4 @@
-// The engine: requests in, split over a fixed number of I/O threads.
+// The I/O engine: splits requests over a fixed number of I/O threads.
 #pragma once
 
 #include <sys/types.h>
@@ -18,7 +18,7 @@ inline constexpr int64_t kMostThreads = 1024;
 struct Options {
     int64_t block_size = 1 << 20;  // bytes of one piece
     int64_t queue_depth = 32;      // pieces in flight per thread
-    int64_t threads = 1;           // in all; a striped file's members share them out
+    int64_t threads = 1;           // total; the members of a striped file divide them
 };
 
 // Thread safe.
@@ -28,25 +28,25 @@ class Engine {
     Engine(const Options& options, const Backend& backend);
     ~Engine() { close(); }
 
-    // Throws std::invalid_argument for numbers that mean nothing, std::logic_error after close().
+    // Throws std::invalid_argument for invalid numbers, std::logic_error after close().
     std::shared_ptr<Request> start(Direction direction, std::shared_ptr<const File> file, int64_t offset,
                                    uint64_t address, int64_t nbytes);
-    // Completes what was started, then ends the threads. In a forked child, where there are no threads, does nothing.
+    // Completes all requests, then joins the threads. No-op in a forked child, which has no threads.
     void close();
 
-    // Memory that requests use again and again, which io_uring can pin once (elsewhere nothing happens). It must be
-    // given up before it is unmapped. Returns whether it was pinned; what is not works as well.
-    bool pin(uint64_t address, int64_t nbytes);
-    void unpin(uint64_t address);
+    // Registers memory that many requests will use, so that io_uring pins its pages once (a no-op on Linux AIO).
+    // Unregister it before it is unmapped. Returns false if it was not registered; requests work then, too.
+    bool register_buffer(uint64_t address, int64_t nbytes);
+    void unregister_buffer(uint64_t address);
 
     const Backend& backend() const { return backend_; }
-    const Options& options() const { return options_; }  // queue_depth as it was granted
+    const Options& options() const { return options_; }  // with the granted queue_depth
     Counters& counters() { return counters_; }
 
   private:
     void open_workers();
     void check_blocks(uint64_t block, uint64_t offset) const;
-    // The thread that gets the `turn`th part of what a member has.
+    // Returns the thread for part number `turn` of a member.
     Worker& worker(size_t member, size_t members, size_t turn);
 
     const Backend& backend_;
@@ -54,10 +54,10 @@ class Engine {
     const pid_t owner_;
     Counters counters_;
 
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;  // guards the members below
     bool closed_ = false;
     std::vector<std::unique_ptr<Worker>> workers_;
-    size_t turn_ = 0;  // parts of requests go to the threads in turn
+    size_t turn_ = 0;  // assigns parts of requests to threads round-robin
 };
 
 }  // namespace infinity::aio

@@ -18,8 +18,8 @@ struct Held {
 struct State {
     std::mutex mutex;
     std::vector<Fault> faults;
-    std::vector<Held> held;      // completions kept back
-    std::vector<Held> released;  // to be reported by their queue's next reap()
+    std::vector<Held> held;      // delayed completions
+    std::vector<Held> released;  // reported by their queue's next reap()
 };
 
 State& state() {
@@ -27,7 +27,7 @@ State& state() {
     return *only;
 }
 
-// The fault that strikes now, if one does. With the state's mutex held.
+// Returns the fault to inject now, or null. Requires the state's mutex.
 Fault* strike(const char* where, const Operation* operation = nullptr, unsigned depth = 0) {
     for (Fault& fault : state().faults) {
         if (fault.where != where || (fault.above > 0 && depth <= fault.above)) continue;
@@ -76,12 +76,12 @@ class FaultyQueue final : public Queue {
 
     void wake() override { real_->wake(); }
     void abandon(unsigned in_flight) override { real_->abandon(in_flight); }
-    bool pin(uint64_t address, uint64_t bytes) override { return real_->pin(address, bytes); }
-    void unpin(uint64_t address) override { real_->unpin(address); }
+    bool register_buffer(uint64_t address, uint64_t bytes) override { return real_->register_buffer(address, bytes); }
+    void unregister_buffer(uint64_t address) override { real_->unregister_buffer(address); }
     unsigned patience() const override { return 20; }
 
   private:
-    // Changes results, keeps completions back, and lets go of those that were released.
+    // Changes results, delays completions, and adds released ones. Returns the new number of completions.
     int spoil(std::span<Completion> completions, size_t count) {
         const std::lock_guard lock(state().mutex);
         in_flight_ -= count;

@@ -22,7 +22,7 @@ File::File(int direct_fd, int buffered_fd, std::string path, int64_t alignment)
         throw std::invalid_argument("alignment is " + std::to_string(alignment) +
                                     "; it must be a power of two of at least 512");
     }
-    // Advice only: a descriptor that takes none works as well.
+    // Only advice: a descriptor that rejects it works, too.
     if (has_direct()) (void)posix_fadvise(buffered_fd, 0, 0, POSIX_FADV_RANDOM);
 }
 

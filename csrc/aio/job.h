@@ -1,4 +1,4 @@
-// How a request becomes pieces: one call of the kernel each.
+// Splits a request into pieces, one kernel operation each.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@ constexpr uint64_t round_down(uint64_t value, uint64_t multiple) { return value 
 constexpr uint64_t round_up(uint64_t value, uint64_t multiple) { return round_down(value + multiple - 1, multiple); }
 
 struct Piece {
-    uint64_t first = 0;   // byte of the file that it began with
-    uint64_t offset = 0;  // byte of the file that it goes on with
-    uint64_t left = 0;    // bytes still to move
+    uint64_t first = 0;   // its first byte in the file
+    uint64_t offset = 0;  // its first byte in the file that is not transferred yet
+    uint64_t left = 0;    // bytes not transferred yet
     bool direct = false;
-    unsigned retries = 0;  // in a row, without progress
+    unsigned retries = 0;  // consecutive retries without progress
 
     void advance(uint64_t bytes) {
         offset += bytes;
@@ -28,9 +28,8 @@ struct Piece {
     }
 };
 
-// Those of the bytes [begin, end) of a request's file that are in one member of it, given to one thread, which cuts
-// them into pieces one by one. Whole blocks come first, so that they are in flight when the buffered edges, which may
-// block, are served.
+// The part of the bytes [begin, end) of a request that is in one member of its file. One thread splits it into pieces.
+// Aligned blocks come first, so that they are in flight when the buffered edges, which may block, are submitted.
 class Job {
   public:
     Job(std::shared_ptr<Request> request, size_t member, uint64_t begin, uint64_t end, uint64_t block_size)
@@ -56,7 +55,7 @@ class Job {
         return bytes;
     }
 
-    // The next piece; only while something remains.
+    // Returns the next piece. Requires remaining() > 0.
     Piece next() {
         Part& part = *std::find_if(parts_.begin(), parts_.end(), [](const Part& p) { return p.begin < p.end; });
         const uint64_t begin = part.begin;
@@ -72,7 +71,7 @@ class Job {
         bool direct = false;
     };
 
-    // To the next byte that is the member's, or the end.
+    // Advances to the next byte in the member, or to the end.
     void skip(Part& part) const {
         if (part.begin < part.end) part.begin = std::min(part.end, request_->file->next_owned(member_, part.begin));
     }

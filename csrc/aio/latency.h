@@ -1,4 +1,4 @@
-// How long pieces were under way: a histogram that threads add to without a lock.
+// Latencies of pieces: a lock-free histogram.
 #pragma once
 
 #include <array>
@@ -17,18 +17,18 @@ class Latencies {
         counts_[bucket(static_cast<uint64_t>(time.count()))].fetch_add(1, std::memory_order_relaxed);
     }
 
-    // (nanoseconds, pieces) of every bucket that is not empty, ascending; empties them.
+    // Returns (nanoseconds, pieces) of every non-empty bucket, ascending, and clears all buckets.
     std::vector<std::pair<double, uint64_t>> take() {
-        std::vector<std::pair<double, uint64_t>> found;
+        std::vector<std::pair<double, uint64_t>> buckets;
         for (size_t i = 0; i < counts_.size(); ++i) {
             const uint64_t count = counts_[i].exchange(0, std::memory_order_relaxed);
-            if (count > 0) found.emplace_back(middle(i), count);
+            if (count > 0) buckets.emplace_back(middle(i), count);
         }
-        return found;
+        return buckets;
     }
 
   private:
-    // Buckets are 1/32 of a power of two wide: what is reported is within 2 % of what was measured.
+    // Each octave has 32 buckets, so that reported values are within 2 % of the measured ones.
     static constexpr unsigned kBits = 5, kSteps = 1U << kBits;
 
     static size_t bucket(uint64_t nanoseconds) {

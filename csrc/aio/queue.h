@@ -1,7 +1,7 @@
-// A queue of the kernel's: operations in, completions out, in any order.
+// A kernel queue: takes operations, and returns completions in any order.
 //
-// One thread, that of a worker, uses a queue; wake() alone may be called from others. This interface is the seam of the
-// engine: Linux AIO and io_uring stand behind it, and the tests put faults in between (faulty_queue.h).
+// Only its worker's thread uses a queue, except wake(), which any thread may call. Linux AIO and io_uring implement
+// this interface, and tests inject faults through it (faulty_queue.h).
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@ namespace infinity::aio {
 
 enum class Direction { kRead, kWrite };
 
-// One transfer, as the kernel is asked for it. Stays where it is until its completion is reaped.
+// One transfer, as submitted to the kernel. Its address must not change until its completion is reaped.
 struct Operation {
-    unsigned index = 0;  // below the queue's depth; no two in flight have the same one
+    unsigned index = 0;  // less than the queue's depth, and unique among the operations in flight
     Direction direction = Direction::kRead;
-    bool durable = false;  // a write that is not done before its bytes are on the device (RWF_DSYNC)
+    bool durable = false;  // the write completes only once its bytes are on the device (RWF_DSYNC)
     int fd = -1;
     uint64_t offset = 0;   // bytes into the file
     uint64_t address = 0;  // of the first byte in memory
@@ -37,24 +37,24 @@ class Queue {
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    // How many operations, from the first, were taken; or a negative errno, which is about the first. Operations may
-    // begin as late as at the next reap().
+    // Returns the number of leading operations that were accepted, or a negative errno for the first. Operations may
+    // start as late as in the next reap().
     virtual int submit(std::span<Operation* const> operations) = 0;
-    // How many completions there were, or a negative errno. With `wait`, sleeps first until there is one, or wake() was
-    // called since the last such sleep; so 0 is no error.
+    // Returns the number of completions, or a negative errno. With `wait`, first sleeps until there is a completion or
+    // wake() has been called since the last such sleep, so 0 is not an error.
     virtual int reap(std::span<Completion> completions, bool wait) = 0;
-    // Ends a sleep in reap(), or the next one. From any thread.
+    // Ends the present or the next sleep in reap(). Callable from any thread.
     virtual void wake() = 0;
-    // Returns when none of `in_flight` operations is under the kernel any more; their results are lost, and no more can
-    // be submitted.
+    // Waits until the kernel has ended all `in_flight` operations and discards their results. Nothing can be submitted
+    // afterwards.
     virtual void abandon(unsigned in_flight) = 0;
 
-    // Memory that operations use again and again: a queue that can pins it once, and not at every operation. Returns
-    // whether it did.
-    virtual bool pin(uint64_t address, uint64_t bytes) { return (void)address, (void)bytes, false; }
-    virtual void unpin(uint64_t address) { (void)address; }
+    // Registers memory that many operations will use, so that its pages are pinned once instead of in every operation.
+    // Returns false if the queue did not register it.
+    virtual bool register_buffer(uint64_t address, uint64_t bytes) { return (void)address, (void)bytes, false; }
+    virtual void unregister_buffer(uint64_t address) { (void)address; }
 
-    // How many EINTRs, or EAGAINs with waits of 1 to 10 ms, in a row are borne before they are reported.
+    // Number of consecutive EINTRs, or EAGAINs with waits of 1 to 10 ms, that are retried before they are reported.
     virtual unsigned patience() const { return 500; }  // about 5 seconds
 
   protected:
@@ -62,17 +62,18 @@ class Queue {
 };
 
 struct Backend {
-    const char* name;  // what `Engine.backend` says
-    // A queue for `depth` operations in flight. Throws std::system_error; EAGAIN: so many are not to be had.
+    const char* name;  // value of `Engine.backend`
+    // Returns a queue for `depth` operations in flight. Throws std::system_error, with EAGAIN if the depth is too
+    // large.
     std::unique_ptr<Queue> (*open)(unsigned depth);
-    // Why open() failed with `error`, and what to do about it.
+    // Returns why open() failed with `error`, and the fix.
     std::string (*explain)(int error);
 };
 
-// Everything this build can use: Linux AIO first (libaio before the kernel's own ABI), then io_uring.
+// The backends of this build: Linux AIO first (libaio before the kernel's ABI), then io_uring.
 const std::vector<Backend>& available_backends();
 
-// The backend named `name`, or the first when `name` is empty. Throws std::invalid_argument for a name not there.
+// Returns the backend named `name`, or the first if `name` is empty. Throws std::invalid_argument for unknown names.
 const Backend& find_backend(std::string_view name);
 
 }  // namespace infinity::aio

@@ -57,11 +57,11 @@ void Request::verify(uint64_t from, uint64_t to) {
     const uint64_t end = offset + nbytes;
     if (const auto wrong = sums->find_wrong(from, to, end, memory(from))) {
         fail(EBADMSG, *wrong, std::min(sums->block(), end - *wrong),
-             "its checksum says that these bytes are not those that were written there", /*checksum=*/true);
+             "their checksum shows that these bytes are not those that were written there", /*checksum=*/true);
     }
 }
 
-// A last block that is not whole may come in two pieces, a direct and a buffered one: it is verified when all is there.
+// A partial last block may arrive in two pieces, a direct and a buffered one, so it is verified at the end.
 void Request::verify_end() {
     const Checksums* sums = file->checksums();
     const uint64_t end = offset + nbytes;

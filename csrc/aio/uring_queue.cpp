@@ -21,7 +21,7 @@
 namespace infinity::aio {
 namespace {
 
-constexpr unsigned kSlots = 1024;                // of the table of buffers; a slot without one costs 8 bytes
+constexpr unsigned kSlots = 1024;                // size of the buffer table; an empty slot costs 8 bytes
 constexpr uint64_t kLargestBuffer = 1ULL << 30;  // the kernel's limit
 
 int result_of(long returned) { return static_cast<int>(returned < 0 ? -errno : returned); }
@@ -36,14 +36,14 @@ int register_with(int ring, unsigned what, const void* argument, unsigned count)
 
 std::system_error error_of(int error) { return std::system_error(error, std::generic_category()); }
 
-// Shared with the kernel: what is written before a release is seen after the other's acquire.
+// Accesses to memory shared with the kernel, with release and acquire.
 unsigned load(const unsigned* shared) {
     return std::atomic_ref(*const_cast<unsigned*>(shared)).load(std::memory_order_acquire);
 }
 void store(unsigned* shared, unsigned value) { std::atomic_ref(*shared).store(value, std::memory_order_release); }
 
-// The cheapest kind of ring that this kernel has: completions are then processed when the ring's only thread asks, and
-// not by interrupting it.
+// Flags of the cheapest ring that this kernel supports: completions are processed when the ring's thread reaps them,
+// instead of interrupting it.
 int open_ring(unsigned entries, io_uring_params& parameters) {
     constexpr unsigned kKinds[] = {
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED,  // Linux 6.1
@@ -178,9 +178,9 @@ int UringQueue::submit(std::span<Operation* const> operations) {
     if (const int result = begin(); result < 0) return result;
     int taken = 0;
     for (const Operation* operation : operations) {
-        if (*sq_tail_ - load(sq_head_) + 1 >= sq_size_) break;  // the last one is for listening
+        if (*sq_tail_ - load(sq_head_) + 1 >= sq_size_) break;  // the last entry is for the read of the eventfd
         const bool write = operation->direction == Direction::kWrite;
-        const Pinned* buffer = pinned(*operation);
+        const RegisteredBuffer* buffer = registered(*operation);
         io_uring_sqe& entry = next_entry();
         entry.opcode = buffer ? (write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED)
                               : (write ? IORING_OP_WRITE : IORING_OP_READ);
@@ -201,7 +201,7 @@ int UringQueue::reap(std::span<Completion> completions, bool wait) {
     if (const int result = begin(); result < 0) return result;
     wait = wait && load(cq_tail_) == *cq_head_;
     const int result = enter(wait);
-    if (result == -EAGAIN || result == -EBUSY) {  // short of memory, or of room for completions
+    if (result == -EAGAIN || result == -EBUSY) {  // no memory, or no free completion entries
         if (++refusals_ > patience()) return result;
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
     } else if (result < 0) {
@@ -256,10 +256,10 @@ void UringQueue::abandon(unsigned in_flight) {
     }
 }
 
-const UringQueue::Pinned* UringQueue::pinned(const Operation& operation) const {
-    auto after = std::ranges::upper_bound(pinned_, operation.address, {}, &Pinned::address);
-    if (after == pinned_.begin()) return nullptr;
-    const Pinned& buffer = *--after;
+const UringQueue::RegisteredBuffer* UringQueue::registered(const Operation& operation) const {
+    auto after = std::ranges::upper_bound(registered_, operation.address, {}, &RegisteredBuffer::address);
+    if (after == registered_.begin()) return nullptr;
+    const RegisteredBuffer& buffer = *--after;
     return operation.address + operation.bytes <= buffer.address + buffer.bytes ? &buffer : nullptr;
 }
 
@@ -272,21 +272,22 @@ bool UringQueue::set_slot(unsigned slot, uint64_t address, uint64_t bytes) {
     return register_with(ring_fd_, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update) == 1;
 }
 
-bool UringQueue::pin(uint64_t address, uint64_t bytes) {
+bool UringQueue::register_buffer(uint64_t address, uint64_t bytes) {
     if (begin() < 0 || free_slots_.empty() || bytes == 0 || bytes > kLargestBuffer) return false;
     const unsigned slot = free_slots_.back();
-    if (!set_slot(slot, address, bytes)) return false;  // mostly: more than this user may lock (ulimit -l)
+    if (!set_slot(slot, address, bytes)) return false;  // usually more than this user may lock (ulimit -l)
     free_slots_.pop_back();
-    pinned_.insert(std::ranges::upper_bound(pinned_, address, {}, &Pinned::address), {address, bytes, slot});
+    registered_.insert(std::ranges::upper_bound(registered_, address, {}, &RegisteredBuffer::address),
+                       {address, bytes, slot});
     return true;
 }
 
-void UringQueue::unpin(uint64_t address) {
-    const auto found = std::ranges::find(pinned_, address, &Pinned::address);
-    if (found == pinned_.end()) return;
+void UringQueue::unregister_buffer(uint64_t address) {
+    const auto found = std::ranges::find(registered_, address, &RegisteredBuffer::address);
+    if (found == registered_.end()) return;
     set_slot(found->slot, 0, 0);
     free_slots_.push_back(found->slot);
-    pinned_.erase(found);
+    registered_.erase(found);
 }
 
 }  // namespace infinity::aio

@@ -1,4 +1,4 @@
-// A queue on io_uring, by its system calls: one of them submits, waits and reaps.
+// A queue on io_uring through system calls; io_uring_enter submits, waits and reaps.
 #pragma once
 
 #include <linux/io_uring.h>
@@ -31,9 +31,8 @@ class Mapping {
     size_t bytes_ = 0;
 };
 
-// A read of an eventfd is always under way in the ring; what wakes from elsewhere completes it. Registered buffers
-// (pin()) save the kernel taking and giving back the pages of every operation, which is most of what an operation of a
-// large block costs.
+// A read of an eventfd is always in flight in the ring; wake() completes it. Registered buffers spare the kernel
+// pinning and unpinning the pages in every operation, which is most of the cost of an operation on a large block.
 class UringQueue final : public Queue {
   public:
     static std::string explain(int error);
@@ -45,11 +44,11 @@ class UringQueue final : public Queue {
     int reap(std::span<Completion> completions, bool wait) override;
     void wake() override;
     void abandon(unsigned in_flight) override;
-    bool pin(uint64_t address, uint64_t bytes) override;
-    void unpin(uint64_t address) override;
+    bool register_buffer(uint64_t address, uint64_t bytes) override;
+    void unregister_buffer(uint64_t address) override;
 
   private:
-    struct Pinned {
+    struct RegisteredBuffer {
         uint64_t address, bytes;
         unsigned slot;
     };
@@ -61,12 +60,12 @@ class UringQueue final : public Queue {
     void listen();
     int enter(bool wait);
     size_t collect(std::span<Completion> completions);
-    const Pinned* pinned(const Operation& operation) const;
+    const RegisteredBuffer* registered(const Operation& operation) const;
     bool set_slot(unsigned slot, uint64_t address, uint64_t bytes);
 
     int ring_fd_ = -1;
     int event_fd_ = -1;
-    uint64_t wakes_ = 0;  // where the read of the eventfd puts what it read
+    uint64_t wakes_ = 0;  // target of the read of the eventfd
     bool begun_ = false;
     bool alive_ = true;
 
@@ -75,11 +74,11 @@ class UringQueue final : public Queue {
     unsigned *cq_head_ = nullptr, *cq_tail_ = nullptr;
     io_uring_cqe* completions_ = nullptr;
     unsigned sq_mask_ = 0, cq_mask_ = 0, sq_size_ = 0;
-    unsigned unsubmitted_ = 0;  // entries that the kernel was not told of yet
-    unsigned refusals_ = 0;     // of the kernel to enter, in a row
+    unsigned unsubmitted_ = 0;  // entries in the ring that are not submitted yet
+    unsigned refusals_ = 0;     // consecutive failures of io_uring_enter
 
-    std::vector<Pinned> pinned_;        // by address
-    std::vector<unsigned> free_slots_;  // of the kernel's table of buffers; empty where it has none
+    std::vector<RegisteredBuffer> registered_;  // by address
+    std::vector<unsigned> free_slots_;          // free entries of the kernel's buffer table; empty if it has no table
 };
 
 }  // namespace infinity::aio

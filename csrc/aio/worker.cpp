@@ -16,7 +16,7 @@ namespace {
 void back_off(unsigned times) { std::this_thread::sleep_for(std::chrono::milliseconds(std::min(times, 10U))); }
 
 std::string why_short(const Request& request, uint64_t offset) {
-    if (request.direction == Direction::kWrite) return "the file system took no bytes and gave no reason";
+    if (request.direction == Direction::kWrite) return "the file system wrote no bytes and returned no error";
     struct stat status{};
     std::string text = "the file ended at or before offset " + std::to_string(request.file->locate(offset).offset);
     const int fd = request.file->members()[request.file->locate(offset).member].buffered_fd;
@@ -26,14 +26,14 @@ std::string why_short(const Request& request, uint64_t offset) {
     return text;
 }
 
-// What is about to be written is what is read later.
+// Records the checksums of a piece before it is written.
 void record(const Request& request, const Piece& piece) {
     Checksums* sums = request.file->checksums();
     if (!sums || request.direction != Direction::kWrite) return;
     sums->record(piece.first, piece.first + piece.left, request.offset + request.nbytes, request.memory(piece.first));
 }
 
-// Signals belong to the threads of the program, not to ours.
+// Starts a thread with all signals blocked, so that they are delivered to the program's own threads.
 std::thread start_without_signals(auto&& body, const std::string& name) {
     sigset_t all, before;
     sigfillset(&all);
@@ -117,7 +117,7 @@ bool Worker::collect() {
         if (stopping) return false;
         if (broken_ == 0) {
             reap();
-        } else {  // nothing can wake us any more
+        } else {  // without a queue, nothing can wake this thread
             back_off(10);
         }
     }
@@ -125,8 +125,7 @@ bool Worker::collect() {
 
 void Worker::fill() {
     while (!free_.empty()) {
-        // A buffered piece is served inside io_submit: let it be the last of its batch, or it would hold up what
-        // follows.
+        // A buffered piece may block in io_submit. It must be the last of its batch, or it would delay those after it.
         if (!ready_.empty() && !ready_.back()->piece.direct) return;
         Job* job = next_job();
         if (!job) return;
@@ -179,16 +178,16 @@ void Worker::submit() {
             ready_.erase(ready_.begin(), ready_.begin() + taken);
             stalls_ = 0;
         } else if (taken == 0 || taken == -EAGAIN || taken == -EINTR) {
-            if (in_flight_ > 0) return;  // a completion will make room
+            if (in_flight_ > 0) return;  // retried after the next completion
             if (stalls_ < queue_->patience()) {
                 ++stalls_;
                 if (taken != -EINTR) back_off(stalls_);
                 continue;
             }
             stalls_ = 0;
-            fail_first(taken == 0 ? EAGAIN : -taken, "the kernel would not take it (submission)");
-        } else {  // the first block is the one it objects to
-            fail_first(-taken, "the kernel would not take it (submission)");
+            fail_first(taken == 0 ? EAGAIN : -taken, "the kernel rejected its submission");
+        } else {  // the error is about the first operation
+            fail_first(-taken, "the kernel rejected its submission");
         }
     }
 }
@@ -225,7 +224,7 @@ void Worker::finish(Slot& slot, int64_t result) {
         if (!piece.direct) counters_.bytes_buffered.fetch_add(bytes, std::memory_order_relaxed);
         piece.advance(bytes);
         const bool whole = piece.left == 0;
-        if (!whole && bytes % request.file->alignment() != 0) piece.direct = false;  // the rest begins inside a block
+        if (!whole && bytes % request.file->alignment() != 0) piece.direct = false;  // the rest starts inside a block
         if (whole) {
             counters_.latencies.add(Clock::now() - slot.begun);
             request.verify(piece.first, piece.offset);
@@ -263,7 +262,7 @@ void Worker::release(Slot& slot) {
     free_.push_back(&slot);
 }
 
-// The completions cannot be read any more, and what has become of what is in flight is unknown.
+// Abandons the queue, whose completions cannot be read, and fails the pieces in flight, whose results are unknown.
 void Worker::break_down(int error) {
     queue_->abandon(static_cast<unsigned>(in_flight_));
     broken_ = error;

@@ -1,4 +1,4 @@
-// One I/O thread: a list of jobs, a queue of the kernel's, and the pieces in flight there.
+// One I/O thread: its jobs, its kernel queue, and the pieces in flight.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@ namespace infinity::aio {
 struct Counters {
     std::atomic<uint64_t> bytes_read{0};
     std::atomic<uint64_t> bytes_written{0};
-    std::atomic<uint64_t> bytes_buffered{0};  // of both, those that went through the page cache
-    Latencies latencies;                      // of pieces, from their submission to their completion
+    std::atomic<uint64_t> bytes_buffered{0};  // read or written through the page cache
+    Latencies latencies;                      // of pieces, from submission to completion
 };
 
 class Worker {
@@ -29,11 +29,11 @@ class Worker {
     Worker(std::unique_ptr<Queue> queue, unsigned depth, const std::string& name, Counters& counters);
     ~Worker() { stop(); }
 
-    // From any thread, until stop().
+    // Callable from any thread, until stop().
     void push(Job job);
-    // Has the thread do something with its queue; returns when it is done. From any other thread, until stop().
+    // Runs `work` on the worker's thread and waits for it. Callable from any other thread, until stop().
     void call(const std::function<void(Queue&)>& work);
-    // Completes everything that was pushed, then ends the thread. Once only does something.
+    // Completes all pushed jobs, then joins the thread. Idempotent.
     void stop();
 
   private:
@@ -46,9 +46,9 @@ class Worker {
     };
 
     void run();
-    bool collect();  // sleeps while there is nothing to do; false when stop() was called and nothing is left
+    bool collect();  // sleeps while idle; returns false once stop() was called and all jobs are done
     void fill();
-    Job* next_job();  // the one whose turn it is, with something left to do; or null
+    Job* next_job();  // returns the next unfinished job, alternating reads and writes; or null
     void submit();
     void reap();
     void prepare(Slot& slot);
@@ -62,22 +62,22 @@ class Worker {
     const std::unique_ptr<Queue> queue_;
     Counters& counters_;
 
-    std::mutex mutex_;  // guards the three below
+    std::mutex mutex_;  // guards the next three members
     std::vector<Job> inbox_;
     std::vector<std::function<void()>> calls_;
     bool stopping_ = false;
 
-    // The thread's own.
-    std::deque<Job> jobs_[2];  // reads and writes, served in turn: a burst of writes must not hold up a fetch
+    // Members below are used by the worker's thread only.
+    std::deque<Job> jobs_[2];  // reads and writes, served alternately, so that a burst of writes delays no fetch
     size_t turn_ = 0;
     std::vector<Slot> slots_;
     std::vector<Slot*> free_;
-    std::vector<Slot*> ready_;             // prepared, not yet taken by the kernel
+    std::vector<Slot*> ready_;             // prepared, not yet accepted by the kernel
     std::vector<Operation*> operations_;   // scratch for submit()
     std::vector<Completion> completions_;  // scratch for reap()
     size_t in_flight_ = 0;
-    unsigned stalls_ = 0;  // refusals to take a block while nothing was in flight
-    int broken_ = 0;       // errno of the call that cost this thread its queue
+    unsigned stalls_ = 0;  // consecutive rejected submissions while nothing was in flight
+    int broken_ = 0;       // errno of the call after which this thread abandoned its queue
 
     std::thread thread_;
 };

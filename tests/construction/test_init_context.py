@@ -1,4 +1,4 @@
-"""`infinity.Init`: models are built as without it, bit for bit, and stay ordinary models, with most of them on disk."""
+"""`infinity.Init`: models are bit-identical to those built without it, and ordinary, with most values on disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny(folder: Path, **options: Any) -> Config:
 
 
 def built(folder: Path, make: Callable[[], nn.Module] = Stack) -> nn.Module:
-    """Most of it is on disk."""
+    """Return a model with most of its values on disk."""
     with infinity.Init(tiny(folder)):
         model = seeded(make)
     assert kept(model.parameters()) > 0.7
@@ -57,7 +57,7 @@ def spill_of(model: nn.Module) -> Spill:
 
 
 def walk(model: nn.Module) -> None:
-    """Use every parameter, so that those used before have to leave."""
+    """Use every parameter, so that those used before are evicted."""
     for _ in range(2):
         for parameter in model.parameters():
             assert parameter.numel()
@@ -84,7 +84,9 @@ def open_files() -> list[str]:
 
 
 class Shifted(nn.Module):
-    """Changes values again when all are there, from outside of their modules, as `post_init` does; and draws more."""
+    """Changes values after construction from outside of their modules, as `post_init` does, and draws more random
+    numbers.
+    """
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class Shifted(nn.Module):
 
 
 def encoder() -> nn.Module:
-    """Its layers are deep copies of one."""
+    """Return an encoder, whose layers are deep copies of one."""
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
@@ -157,7 +159,7 @@ def test_engines_start_and_train_the_same(name: str, bf16: bool, tmp_path: Path)
 
 @pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
 def test_every_placement(param: str, optim: str, tmp_path: Path) -> None:
-    """Only where something is on nvme is there a folder to build in; elsewhere nothing is other than without Init."""
+    """Init builds in a folder only if a state is on nvme; otherwise it changes nothing."""
     config = tiny(tmp_path, param=param, optim=optim)
     with infinity.Init(config):
         model = seeded(Stack)
@@ -212,7 +214,7 @@ def assign_data(model: nn.Module) -> None:
 
 
 def edit_state_dict(model: nn.Module) -> None:
-    """A state_dict is made of views."""
+    """Edit a state_dict, which consists of views."""
     state = model.state_dict()
     walk(model)
     for value in state.values():
@@ -241,7 +243,7 @@ def load_assigned(model: nn.Module) -> None:
 
 
 def step(model: nn.Module) -> None:
-    """By an optimizer that was made, and with gradients that were set, before other parameters were used."""
+    """Step with an optimizer, and gradients, from before other parameters were used."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in held(model):
         parameter.grad = torch.ones_like(parameter)
@@ -265,7 +267,7 @@ def freeze(model: nn.Module) -> None:
 
 
 def replace(model: Any) -> None:
-    """Other parameters take the place of some, and others are shared."""
+    """Replace some parameters, and share others."""
     walk(model)
     for block in model.blocks:
         block.up.weight = nn.Parameter(block.up.weight.detach().clone() * 2)
@@ -335,7 +337,7 @@ def test_a_deep_copy(tmp_path: Path) -> None:
 
 
 def test_a_pickled_copy(tmp_path: Path) -> None:
-    """A plain one: the file belongs to the process."""
+    """A pickled copy is an ordinary model, since the file belongs to the process."""
     copied = pickle.loads(pickle.dumps(built(tmp_path, encoder)))
     assert_same(copied, seeded(encoder))
     assert not any(isinstance(module._parameters, NotedParameters) for module in copied.modules())
@@ -356,7 +358,7 @@ def test_looking_at_shapes_needs_no_values(tmp_path: Path) -> None:
 
 
 class Aliased(nn.Module):
-    """Fills a tensor after a parameter was made of it, and others were built."""
+    """Fills a tensor after it became a parameter and others were built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +388,7 @@ def test_memory_that_something_else_refers_to(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_works_on_a_parameter(tmp_path: Path) -> None:
-    """It may be in the middle of writing to it when another one builds."""
+    """A thread may be writing to a parameter while another builds."""
     model = nn.Linear(64, 64)
     used, go_on = threading.Event(), threading.Event()
 
@@ -436,7 +438,7 @@ def test_lazy_modules(tmp_path: Path) -> None:
 
 
 def test_processes_that_are_forked(tmp_path: Path) -> None:
-    """They share the file; it stays when they are done with it."""
+    """Forked processes share the file, which stays when they end."""
     model = built(tmp_path)
     child = os.fork()
     if child == 0:
@@ -497,7 +499,7 @@ def test_blocks_within_blocks(leaves_nothing: Path) -> None:
 
 
 def test_space_is_given_back_as_units_are_taken_over(leaves_nothing: Path) -> None:
-    """The engine's own files are there already: both together never take the model's size more than needed."""
+    """The engine's files exist already; both together never take more than the model's size plus a unit."""
     model = built(leaves_nothing)
     spill = spill_of(model)
     begun = spill.nbytes
@@ -559,7 +561,7 @@ def test_a_model_on_another_device(leaves_nothing: Path) -> None:
 
 
 def test_pretrained_weights(tmp_path: Path) -> None:
-    """Read at once into what was built; and, on the meta device, when an engine is made."""
+    """Weights are read at once into built models, and at construction of the engine into models on the meta device."""
     source = seeded(Stack, 1)
     save_file(source.state_dict(), tmp_path / "model.safetensors")
     for device in ("cpu", "meta"):

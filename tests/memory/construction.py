@@ -24,7 +24,7 @@ def on_meta(layers: int) -> nn.Module:
 
 
 def start(made: nn.Module, folder: str) -> None:
-    """Move its values to nvme."""
+    """Move the values of a model to nvme."""
     with infinity.initialize(made, config(folder), device=CpuDevice())[0] as engine:
         assert engine.ledger.tier_bytes()["host"] < 100e6
 

@@ -17,7 +17,9 @@ TOKENS = torch.arange(32).view(1, 32)
 
 
 def model(layers: int) -> GPT2:
-    """On the meta device. A block has 1.8 M parameters, 3.5 MB in bf16; its activations are recomputed in backward."""
+    """Return a model on the meta device. A block has 1.8 M parameters, 3.5 MB in bf16; backward recomputes its
+    activations.
+    """
     shape = GPT2Config(
         256, seq_length=32, num_layers=layers, hidden_size=384, num_attention_heads=6, checkpoint_activations=True
     )
@@ -55,7 +57,7 @@ def states_of_plain(layers: int) -> int:
 
 
 def train(layers: int, folder: str, steps: int = 3, **options: Any) -> None:
-    """options: of `config`."""
+    """Train. options: of `config`."""
     with infinity.initialize(model(layers), config(folder, **options), device=CpuDevice())[0] as engine:
         assert len(engine.units) > layers
         for _ in range(steps):
@@ -65,14 +67,14 @@ def train(layers: int, folder: str, steps: int = 3, **options: Any) -> None:
 
 
 def save_and_load(layers: int, folder: str) -> None:
-    """An engine that has not trained saves as much as one that has."""
+    """Save and load without training, since the checkpoint has the same size."""
     with infinity.initialize(model(layers), config(folder), device=CpuDevice())[0] as engine:
         engine.save_checkpoint(f"{folder}/{layers}")
         engine.load_checkpoint(f"{folder}/{layers}")
 
 
 def infer(layers: int, folder: str, device: str = "nvme", saved: bool = True) -> None:
-    """saved: what `save_and_load` wrote is loaded first."""
+    """Run inference. saved: load the checkpoint of `save_and_load` first."""
     with infinity.init_inference(model(layers), config(folder, device), device=CpuDevice()) as engine:
         if saved:
             engine.load_checkpoint(f"{folder}/{layers}")

@@ -46,7 +46,7 @@ def test_a_model_built_in_memory_takes_all_of_it(tmp_path: Path) -> None:
 
 
 def written(layers: int, folder: Path) -> dict[str, object]:
-    """Weights for that many layers, in files of six layers each."""
+    """Return weights for that many layers, in files of six layers each."""
     weights = folder / f"{layers} layers"
     weights.mkdir()
     model = construction.on_meta(layers)

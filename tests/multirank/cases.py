@@ -34,13 +34,13 @@ def global_batches(steps: int, samples: int) -> list[Batch]:
 
 
 def part(batch: Batch, number: int) -> Batch:
-    """The `number`-th SAMPLES of a global batch."""
+    """Return the `number`-th SAMPLES samples of a global batch."""
     rows = slice(number * SAMPLES, (number + 1) * SAMPLES)
     return batch[0][rows], batch[1][rows]
 
 
 def device_of(rank: int, late: bool) -> Device:
-    """Late copies are as late as the rank is high, so that ranks run apart."""
+    """Return a CPU device, or one whose copies are delayed by the rank, so that ranks drift apart."""
     return LateDevice(delay=0.002 + 0.02 * rank) if late else CpuDevice()
 
 
@@ -75,7 +75,7 @@ def training(
 
 
 def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **options: Any) -> dict[str, Any]:
-    """The same global batches on one rank: rank after rank as more accumulation, or all ranks' samples at once."""
+    """Train on the same global batches with one rank, with the ranks' samples as accumulation or in one micro-batch."""
     accumulation = options.pop("accumulation", 1)
     times = ranks if accumulated else 1
     samples = SAMPLES * ranks // times
@@ -93,7 +93,7 @@ def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **option
 
 
 def traffic(rank: int, *, folder: str, accumulation: int = 1, **options: Any) -> list[dict[str, int]]:
-    """Step by step: what was gathered and reduced, and what was fetched."""
+    """Return per step the bytes gathered and reduced, and the fetches."""
     config = engine_config(folder=folder, micro=SAMPLES, accumulation=accumulation, **options)
     with open_engine(seeded(lambda: Stack(depth=4)), config) as engine:
         steps = []
@@ -158,7 +158,7 @@ def extents(rank: int, *, folder: str, param: str, optim: str, **options: Any) -
 
 
 class Branching(nn.Module):
-    """Takes another path every step, as the data says; some blocks twice, some never."""
+    """A model whose data select another path every step; some blocks run twice, some never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ PATHS = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3], [0, 1, 2, 3, 4]
 
 
 def branching(rank: int, *, ranks: int, folder: str, update: str, late: bool = False) -> dict[str, Any]:
-    """Steps along PATHS, the same on every rank."""
+    """Train along PATHS, the same on every rank."""
     accumulation = 1 if ranks > 1 else 2
     config = engine_config(folder=folder, micro=SAMPLES, update=update, accumulation=accumulation)
     with open_engine(seeded(Branching), config, device_of(rank, late)) as engine:
@@ -187,7 +187,7 @@ def branching(rank: int, *, ranks: int, folder: str, update: str, late: bool = F
 
 
 class Expert(nn.Module):
-    """A block of four experts, of which each sample is for one."""
+    """A block of four experts; each sample uses one."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Routed(nn.Module):
 
 
 def routed(rank: int, *, ranks: int, folder: str, steps: int, **options: Any) -> dict[str, Any]:
-    """Training of experts; how often each rank used each of them."""
+    """Train experts; return how often each rank used each of them."""
     accumulation = 1 if ranks > 1 else 2
     config = engine_config(folder=folder, micro=SAMPLES, accumulation=accumulation, **options)
     used = [0] * 20
@@ -238,7 +238,7 @@ def routed(rank: int, *, ranks: int, folder: str, steps: int, **options: Any) ->
 
 
 def apart(rank: int, *, folder: str, stage: int, paths: list[list[int]], clip: float) -> dict[str, Any]:
-    """Ranks take the same path for two steps, and then each its own of `paths`."""
+    """Ranks take the same path for two steps, and then their own of `paths`."""
     config = engine_config("none", "none", folder=folder, micro=SAMPLES, stage=stage, prefetch_bytes=0, clip=clip)
     began = time.perf_counter()
     outcome: dict[str, Any] = {"raised": "", "stopped": ""}
@@ -257,7 +257,7 @@ def apart(rank: int, *, folder: str, stage: int, paths: list[list[int]], clip: f
 
 
 def bad_loss(rank: int, *, folder: str, where: int) -> dict[str, Any]:
-    """The loss is NaN on rank `where` only, in the third step; then training goes on with the next batch."""
+    """The loss is NaN only on rank `where` in the third step; training then continues with the next batch."""
     config = engine_config(folder=folder, micro=SAMPLES)
     with open_engine(seeded(Stack), config) as engine:
         raised = ""
@@ -302,7 +302,7 @@ def bad_gradient(rank: int, *, folder: str, where: int, update: str, clip: float
 
 
 def unequal_pace(rank: int, *, folder: str, steps: int, **options: Any) -> list[float]:
-    """Rank 1 stops for a moment at random places; the losses of all steps."""
+    """Return the losses while rank 1 pauses at random places."""
     config = engine_config(folder=folder, micro=SAMPLES, **options)
     generator = torch.Generator().manual_seed(5)
 
@@ -417,7 +417,7 @@ def accessed(rank: int, *, folder: str, stage: int) -> dict[str, Any]:
 
 
 def refused(rank: int, *, folder: str) -> list[str]:
-    """An engine that cannot be made, twice, then one that can."""
+    """Fail twice to construct an engine, then construct one."""
     errors = []
     for _ in range(2):
         try:

@@ -27,7 +27,7 @@ def four() -> Iterator[Group]:
 
 @pytest.fixture(scope="session")
 def single() -> Iterator[Group]:
-    """One rank with a process group: collectives take their whole path and move nothing."""
+    """One rank with a process group: collectives take their full path and transfer nothing."""
     group = Group(1)
     yield group
     group.stop()

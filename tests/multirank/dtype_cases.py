@@ -22,7 +22,7 @@ SCALE = 1024.0
 
 @dataclass(frozen=True)
 class Sums:
-    """How gradients are summed, in the words of the config. model: what the parameters are in."""
+    """Dtypes of gradient sums, as config keys. model: dtype of the parameters."""
 
     model: str
     communication: str
@@ -32,7 +32,7 @@ class Sums:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `engine_config`."""
+        """Return the options of `engine_config`."""
         return {
             "bf16": self.model == "bf16",
             "fp16": {"loss_scale": SCALE} if self.model == "fp16" else None,
@@ -44,12 +44,12 @@ class Sums:
 
 
 def add(one: torch.Tensor | None, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum, rounded once."""
+    """Return the sum, rounded once."""
     return other.to(dtype) if one is None else (one.float() + other.float()).to(dtype)
 
 
 def plain_gradients(model: nn.Module, batches: list[list[Batch]], sums: Sums) -> dict[str, torch.Tensor]:
-    """The summed gradients by name. batches: by micro-batch and rank."""
+    """Return name → summed gradient. batches: by micro-batch and rank."""
     communication, accumulated = DTYPES[sums.communication], DTYPES[sums.accumulated_in]
     factor = (SCALE if sums.model == "fp16" else 1.0) / sums.accumulation
 

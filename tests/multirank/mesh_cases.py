@@ -27,7 +27,7 @@ def mesh_of() -> DeviceMesh:
 
 
 def divided(mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """A Stack whose blocks are divided by columns and rows, and its norms over the sequence if asked for."""
+    """Return a Stack whose blocks are sharded by columns and rows, and its norms over the sequence if requested."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -57,7 +57,7 @@ def divided(mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
 
 
 def trained(rank: int, *, folder: str, steps: int, sequence: bool = False, **options: Any) -> dict[str, Any]:
-    """Losses (of this replica), norms, and all parameters whole at the end."""
+    """Return losses (of this replica), norms, and all final parameters, unsharded."""
     mesh = mesh_of()
     model = divided(mesh["tp"], sequence=sequence)
     accumulation = options.get("accumulation", 1)
@@ -103,7 +103,7 @@ def accessed(rank: int, *, folder: str) -> dict[str, torch.Tensor]:
 
 
 def pairs(rank: int, *, folder: str, steps: int) -> dict[str, Any]:
-    """Two replicas each of two models that know nothing of each other: ranks 0 and 2, and ranks 1 and 3."""
+    """Train two independent models with two replicas each: on ranks 0 and 2, and on ranks 1 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = seeded(lambda: Stack(width=32, depth=4, tied=True), rank % 2)
     with opened(model, groups[rank % 2], folder) as engine:
@@ -144,7 +144,7 @@ def refused(rank: int, *, folder: str) -> dict[str, str]:
 
 
 def saved(rank: int, *, folder: str, directory: str, how: str, **options: Any) -> dict[str, Any]:
-    """Train 2 steps, save, train 2 more; the later losses, and all states whole at the end."""
+    """Train 2 steps, save, train 2 more. Return the later losses and all final states, unsharded."""
     mesh = mesh_of()
     random.seed(0)
     with opened(divided(mesh["tp"], sequence=True), mesh["dp"], folder, **options) as engine:
@@ -157,7 +157,7 @@ def saved(rank: int, *, folder: str, directory: str, how: str, **options: Any) -
 
 
 def loaded(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str, Any]:
-    """Load, and train the later 2 steps."""
+    """Load, and train the last 2 steps."""
     mesh = mesh_of()
     with opened(divided(mesh["tp"], sequence=True), mesh["dp"], folder, **options) as engine:
         batches = [part(batch, engine.ranks.rank) for batch in global_batches(4, 2 * SAMPLES)]
@@ -168,7 +168,7 @@ def loaded(rank: int, *, folder: str, directory: str, **options: Any) -> dict[st
 
 
 def whole_states(engine: Engine) -> dict[str, torch.Tensor]:
-    """ "parameter/state" → master and moments in fp32."""
+    """Return "parameter/state" → master and moments in fp32."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         found[f"{name}/master"] = infinity.get_full_fp32_param(parameter)

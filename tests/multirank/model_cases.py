@@ -1,4 +1,4 @@
-"""Models that do more than call one block after another: what runs in the processes of a `support.ranks.Group`."""
+"""Models with more than a sequence of blocks. These functions run in the processes of a `support.ranks.Group`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkpointed(reentrant: bool) -> Callable[[nn.Module, torch.Tensor], torch.T
 
 
 def twice(reentrant: bool) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """Every block two times in a row, each under checkpointing."""
+    """Run every block twice in a row, each time under checkpointing."""
     run = checkpointed(reentrant)
     return lambda block, x: run(block, run(block, x))
 
@@ -40,7 +40,7 @@ class CheckpointedExperts(Routed):
 
 
 class Sided(Block):
-    """Has a parameter that only samples of one kind use, and one that none uses."""
+    """A block with a parameter that only samples of one kind use, and one that no sample uses."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -66,7 +66,7 @@ class OneSided(Stack):
 
 
 def sided_batches(steps: int) -> list[Batch]:
-    """Global batches of two micro-batches, of which only the second is odd."""
+    """Return global batches of two micro-batches, of which only the second is odd."""
     found = []
     for tokens, targets in global_batches(steps, 2 * SAMPLES):
         tokens = tokens.clone()
@@ -124,7 +124,7 @@ def modelled(
 
 
 class Normed(nn.Module):
-    """Linear layers and batch norms, and a buffer that is drawn at random: (batch, width) → mean squared error."""
+    """Linear layers and batch norms, and a random buffer: (batch, width) → mean squared error."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Normed(nn.Module):
 
 
 def normed(rank: int, *, folder: str, directory: str, stage: int) -> dict[str, Any]:
-    """Buffers of this rank: as its own model had them, at start, after training, and after loading what was saved."""
+    """Return this rank's buffers: of its own model, at the start, after training, and after loading a checkpoint."""
     found: dict[str, Any] = {}
 
     def note(when: str, model: nn.Module) -> None:

@@ -79,7 +79,9 @@ def held_back(
 
 
 def plainly(ranks: int, steps: Sequence[Step], config: Config) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """torch's AdamW on the batches of all ranks: the loss of every micro-batch, and the parameters at the end."""
+    """Train with torch's AdamW on the batches of all ranks. Return the loss of every micro-batch and the final
+    parameters.
+    """
     trained = model()
     params = config.optimizer.params
     optimizer = torch.optim.AdamW(trained.parameters(), params.lr, params.betas, params.eps, params.weight_decay)

@@ -1,4 +1,4 @@
-"""Ranks of which one is not like the others, or fails. What runs in the processes of a `support.ranks.Group`."""
+"""Cases with one rank that differs or fails. They run in the processes of a `support.ranks.Group`."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
 
 
 def is_single(rank: int, *, folder: str, stage: int, what: str) -> str:
-    """One rank looks at a state while the other trains on; what each is told."""
+    """One rank reads a state while the other trains on; return each rank's error."""
     config = engine_config("none", "none", folder=folder, micro=SAMPLES, stage=stage)
     with open_engine(seeded(Stack), config) as engine:
         batches = token_batches(4, batch=SAMPLES)

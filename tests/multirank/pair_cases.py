@@ -23,14 +23,14 @@ NUMEL = 4096
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whole numbers that differ between ranks and elements, small enough to be summed exactly."""
+    """Return integers that differ between ranks and elements, small enough for exact sums."""
     return ((torch.arange(length) * 7 + 31 * rank) % 50 - 20).to(dtype)
 
 
 def summed(
     rank: int, *, size: int, length: int, dtype: torch.dtype, everywhere: bool, longest: int | None = None
 ) -> torch.Tensor:
-    """`values` after a reduce-scatter, or an all-reduce. longest: bytes of a part that the buffer is made for."""
+    """Return `values` after a reduce-scatter or all-reduce. longest: bytes of the largest part that fits the buffer."""
     flat = values(rank, length, dtype)
     pairs = PairwiseCollectives(dist.group.WORLD, rank, size, sums=longest or length * dtype.itemsize)
     (pairs.all_reduce if everywhere else pairs.reduce_scatter)(flat)
@@ -57,7 +57,7 @@ def reported(rank: int, *, size: int) -> list[list[Any]]:
 
 
 def sent(rank: int, *, size: int, length: int) -> dict[str, int]:
-    """Bytes that this rank sends in each collective of `length` fp32 elements."""
+    """Return the bytes that this rank sends in each collective of `length` fp32 elements."""
     pairs = PairwiseCollectives(dist.group.WORLD, rank, size, sums=256)
     nbytes = 0
     send = dist.isend

@@ -1,4 +1,4 @@
-"""A training in several stretches, each on other ranks: what runs in the processes of a `support.ranks.Group`."""
+"""A training run in several stretches on different ranks. Runs in the processes of a `support.ranks.Group`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def saved(rank: int, *, folder: str, directory: str, how: str, late: bool = Fals
 
 
 def closed_at_once(rank: int, *, folder: str, directory: str, background: list[bool]) -> list[str]:
-    """Saves one after another, and the end of the engine right after; what is there then."""
+    """Return the saved files after several saves and an immediate close."""
     with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         for number, beside in enumerate(background):
             train(engine, token_batches(1, batch=SAMPLES, seed=rank))
@@ -54,7 +54,7 @@ def closed_at_once(rank: int, *, folder: str, directory: str, background: list[b
 
 
 def without_space(rank: int, *, folder: str, directory: str, where: str) -> dict[str, Any]:
-    """A save that the disk is too small for; what each rank is told, where, how often, and how training goes on."""
+    """Save to a disk that is too small; return each rank's errors, their places and number, and the later losses."""
     told = []
     batches = token_batches(6, batch=SAMPLES, seed=rank)
     with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
@@ -96,7 +96,7 @@ def undisturbed(rank: int, *, folder: str) -> dict[str, Any]:
 
 
 def killed(rank: int, *, folder: str, directory: str) -> None:
-    """Rank 1 is killed in the middle of a save; rank 0 writes down what it is told, and what is left."""
+    """Kill rank 1 in the middle of a save; rank 0 writes its error and the remaining files."""
     with pytest.MonkeyPatch.context() as patch:
         pace = Pace(patch)
         engine = open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES))
@@ -158,7 +158,7 @@ def of_several_minds(
 
 
 def unlike(rank: int, *, folder: str) -> str:
-    """Load folders of one name from machines without a shared file system; rank 1's is of another step."""
+    """Load folders of the same name without a shared file system; rank 1's is of another step."""
     own = Path(folder, str(rank))
     with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Ranks with different models or configs, and a rank that cannot make its engine: told on all ranks, at start."""
+"""Ranks with different models or configs, and a rank that fails to construct its engine: all ranks raise at start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from support.ranks import Group
     ids=str,
 )
 def test_different_configs(pair: Group, options: dict[str, Any], theirs: str, mine: str, tmp_path: Path) -> None:
-    """All ranks raise the same text, which names the first key that differs; a later engine works, nothing is left."""
+    """All ranks raise the same text, with the first key that differs; a later engine works, and no file is left."""
     one, other = pair.run(odd_cases.odd, folder=str(tmp_path), which=1, options=options)
     assert one == other
     assert one["type"] == "RanksError"
@@ -111,7 +111,9 @@ def test_different_hyper_parameters_of_a_group(pair: Group, tmp_path: Path) -> N
 def test_one_rank_cannot_make_its_engine(
     pair: Group, trouble: dict[str, Any], kind: str, text: str, which: int, tmp_path: Path
 ) -> None:
-    """It raises its own error, the other one names it, at once and not when the process group's 60 s are over."""
+    """The rank raises its own error, and the other raises one that names it, before the process group's time-out of 60
+    s.
+    """
     outcomes = pair.run(odd_cases.odd, timeout=30, folder=str(tmp_path), which=which, **trouble)
     mine, theirs = outcomes[which], outcomes[1 - which]
     assert mine["type"] == kind and text in mine["text"]
@@ -135,7 +137,7 @@ def lines_of(config: Config, model: Stack) -> list[str]:
 
 
 def test_every_key_is_compared_but_those_that_may_differ(tmp_path: Path) -> None:
-    """By what the config has, so that a key that is added is compared."""
+    """The test lists the config's keys, so that new keys are compared, too."""
     keys: list[str] = []
 
     def walk(section: dict[str, Any], prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""`infinity.Init` on several ranks: every rank builds a model of its own, and rank 0's is what they train."""
+"""`infinity.Init` on several ranks: every rank builds its own model, and all train rank 0's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank ends in mid-training: the others are told at once, stop, and leave nothing behind."""
+"""A rank ends in mid-training: the others raise at once, stop, and leave no files."""
 
 from __future__ import annotations
 

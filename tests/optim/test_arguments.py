@@ -45,7 +45,7 @@ BAD = [
     ({"momentum": -0.1}, r"momentum is -0\.1"),
     ({"dampening": math.nan}, r"dampening is -?nan"),
     ({"lr_decay": -1.0}, r"lr_decay is -1"),
-    ({"first": 100}, r"first is 100: arrays begin with a block, at a multiple of 256"),
+    ({"first": 100}, r"first is 100: arrays start at a block, so pass a multiple of 256"),
     ({"threads": -1}, r"threads is -1: pass 1 to 1024, or 0"),
     ({"threads": 100_000}, r"threads is 100000"),
     *(({name: 0}, rf"{name} is a null address") for name in SINGLE),

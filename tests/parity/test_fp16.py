@@ -104,7 +104,7 @@ def test_the_scale_is_saved_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_overflows_at_the_smallest_scale_end_in_an_error(tmp_path: Path) -> None:
-    """And not in an endless loop."""
+    """Overflows at the smallest scale raise an error instead of an endless loop."""
 
     def infinite(model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return model(*batch) * float("inf")
@@ -137,7 +137,7 @@ def test_a_backward_of_the_users_own(tmp_path: Path) -> None:
 
 
 def test_a_backward_of_the_users_own_without_the_scale_is_refused(tmp_path: Path) -> None:
-    """Its gradients would be divided by a scale that they do not have."""
+    """The gradients lack the loss scale by which the update divides them."""
     config = engine_config(folder=tmp_path, fp16={"initial_scale_power": 8})
     batches = token_batches(3)
     with open_engine(seeded(stack), config) as engine:

@@ -34,7 +34,7 @@ DECODING: dict[str, dict[str, Any]] = {
 
 
 def t5() -> nn.Module:
-    """An encoder that `generate` calls by itself, once."""
+    """Return a T5, whose encoder `generate` calls directly, once."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=4, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0, relative_attention_num_buckets=8,
@@ -146,7 +146,7 @@ def test_between_backward_and_step_of_updates_during_backward(tmp_path: Path) ->
 
 
 class Steps:
-    """Counts what is fetched by every forward of the model."""
+    """Counts the fetches of every forward of the model."""
 
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
@@ -165,7 +165,9 @@ class Steps:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_token_reads_no_unit_twice(name: str, prefetch: int, tmp_path: Path) -> None:
-    """Nor units that there is room to keep, besides those that are fetched ahead: the trace foresees decoding."""
+    """A token reads each unit at most once, and none that fits in the cache, besides prefetches: the trace predicts
+    decoding.
+    """
     with opened(MODELS[name], "nvme", tmp_path, prefetch_bytes=prefetch * 60_000, cache_bytes=2 * 60_000) as engine:
         used: set[int] = set()
         touch = engine.parts.store.tracer.touch

@@ -22,7 +22,7 @@ STEPS = 12
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Three groups that cut through units: matrices, vectors without decay, embeddings with a rate of their own."""
+    """Return three groups that cut through units: matrices, vectors without decay, embeddings with their own rate."""
     named = list(model.named_parameters())
     embeddings = [p for name, p in named if "embedding" in name]
     matrices = [p for name, p in named if "embedding" not in name and p.dim() > 1]
@@ -77,7 +77,7 @@ def test_groups_within_one_unit(clip: float, update: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
 def test_a_rate_that_changes_between_backward_and_step(update: str, tmp_path: Path) -> None:
-    """It counts for the step, as in torch, or is refused where units have been updated with the one before."""
+    """The new rate counts for the step, as in torch, or is rejected if units were updated with the old one."""
     losses = []
     with open_engine(seeded(Stack), engine_config(folder=tmp_path, update=update)) as engine:
         group = engine.optimizer.param_groups[0]
@@ -128,7 +128,9 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("update", ["auto", "next_forward"])
 def test_groups_that_change(change: str, update: str, tmp_path: Path) -> None:
-    """torch.optim trains what param_groups list at each step. An engine refuses, and goes on once that is undone."""
+    """torch.optim trains the parameters in param_groups at each step. An engine rejects changes, and continues once
+    they are undone.
+    """
     config, model = engine_config(folder=tmp_path, update=update), seeded(Stack)
     with Engine(model, config, groups_of(model), device=CpuDevice()) as engine:
         batches = token_batches(STEPS)
@@ -144,7 +146,7 @@ def test_groups_that_change(change: str, update: str, tmp_path: Path) -> None:
 
 
 def test_a_parameter_of_no_group_stays(tmp_path: Path) -> None:
-    """As in torch, what the optimizer was not given gets gradients and no update."""
+    """As in torch, a parameter outside of all groups gets gradients and no update."""
     config = engine_config(folder=tmp_path)
     model = seeded(Stack)
     with Engine(model, config, groups_of(model)[:2], device=CpuDevice()) as engine:
@@ -164,7 +166,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_scheduler(name: str, clip: float, accumulation: int, tmp_path: Path) -> None:
-    """The config's schedule gives what torch's AdamW gives at the same rates, set by hand."""
+    """The config's schedule equals torch's AdamW with the same rates, set by hand."""
     base = engine_config(folder=tmp_path, clip=clip, lr=3e-3, accumulation=accumulation)
     raw = base.model_dump(mode="json", exclude_unset=True)
     config = Config.load({**raw, "scheduler": {"type": name, "params": SCHEDULES[name]}})
@@ -198,7 +200,7 @@ def test_scheduler(name: str, clip: float, accumulation: int, tmp_path: Path) ->
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradient_norm(accumulation: int, tied: bool, tmp_path: Path) -> None:
-    """Within 1e-6 of torch.nn.utils.clip_grad_norm_'s, step by step; None where nothing needs it."""
+    """The norm is within 1e-6 of torch.nn.utils.clip_grad_norm_'s in every step; None if it is not needed."""
     config = engine_config(folder=tmp_path, clip=0.1, accumulation=accumulation)
     batches = token_batches(6 * accumulation)
     model, twin = seeded(lambda: Stack(tied=tied)), seeded(lambda: Stack(tied=tied))

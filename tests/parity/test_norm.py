@@ -1,4 +1,4 @@
-"""The gradient norm: the same bits wherever and whenever it is taken, and the right number."""
+"""The gradient norm: bit-identical at any place and time of computation, and correct."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def norms(folder: Path, device: Device | None = None, accumulation: int = 1, **o
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_it_is_the_same_on_arrival_and_later(bf16: bool, accumulation: int, tmp_path: Path) -> None:
-    """On the CPU it is taken as gradients arrive, on a device that the host cannot address when they are complete."""
+    """The norm is computed as gradients arrive on the CPU, and after they are complete on a device."""
     options: dict[str, Any] = {"bf16": bf16, "accumulation": accumulation}
     expected = norms(tmp_path, CpuDevice(), **options)
     assert None not in expected and len(set(expected)) == STEPS
@@ -51,7 +51,7 @@ def test_it_is_that_of_torch(tmp_path: Path) -> None:
 
 
 class Crossed(nn.Module):
-    """A gradient with strides of its own, and one that arrives transposed."""
+    """A model with a gradient of unusual strides, and one that arrives transposed."""
 
     def __init__(self) -> None:
         super().__init__()

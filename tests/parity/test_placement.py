@@ -1,4 +1,4 @@
-"""Where a state lives never changes a result: all nine pairs of tiers give the same bits."""
+"""The tier of a state never changes a result: all nine pairs of tiers are bit-identical."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 def run(device: Device, folder: Path, param: str, optim: str, *, bf16: bool, accumulation: int, clip: float) -> Result:
-    """Losses of `STEPS` steps, and at the end every parameter and every state of the optimizer."""
+    """Return the losses of `STEPS` steps, and the final parameters and optimizer states."""
     config = engine_config(param, optim, folder=folder, bf16=bf16, accumulation=accumulation, clip=clip)
     model = seeded(lambda: Stack(width=32, depth=4, tied=True))
     with open_engine(model, config, device) as engine:
@@ -33,7 +33,7 @@ def run(device: Device, folder: Path, param: str, optim: str, *, bf16: bool, acc
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
 def test_every_pair(late: bool, bf16: bool, accumulation: int, clip: float, tmp_path: Path) -> None:
-    """Losses, parameters, masters and moments, bit for bit, on the CPU and on a device with memory of its own."""
+    """Losses, parameters, masters and moments are bit-identical, on the CPU and on a device with its own memory."""
     reference: Result | None = None
     for param, optim in PLACEMENTS:
         device = LateDevice(delay=0.01) if late else CpuDevice()

@@ -61,7 +61,7 @@ def settled(result: Result) -> Result:
 
 
 def per_tensor(one: Result, other: Result) -> float:
-    """The largest ‖Δp‖ / ‖p‖ of any parameter."""
+    """Return the largest ‖Δp‖ / ‖p‖ of any parameter."""
     return max(
         float((one.parameters[name].double() - p.double()).norm() / p.double().norm())
         for name, p in other.parameters.items()

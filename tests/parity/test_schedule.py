@@ -56,7 +56,7 @@ def assert_bits(one: Result, other: Result) -> None:
     ids=["fp32", "fp32 clipped", "bf16 accumulated", "bf16 clipped"],
 )
 def test_knobs(bf16: bool, clip: float, accumulation: int, tmp_path: Path) -> None:
-    """Every knob gives the bits of the defaults: losses, parameters, masters and moments."""
+    """Every setting is bit-identical to the defaults: losses, parameters, masters and moments."""
     common: dict[str, Any] = {"bf16": bf16, "clip": clip, "accumulation": accumulation}
     reference = run(tmp_path, **common)
     units = set()

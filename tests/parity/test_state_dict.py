@@ -26,7 +26,7 @@ BEFORE, AFTER = token_batches(8)[:4], token_batches(8)[4:]
 
 
 class Skipping(Stack):
-    """A Stack with a block that some steps skip, a block that is never used, and small parameters of its own."""
+    """A Stack with a block that some steps skip, an unused block, and small parameters of its own."""
 
     def __init__(self) -> None:
         super().__init__(depth=5)
@@ -315,7 +315,7 @@ def edited(saved: dict[str, Any], **group: Any) -> dict[str, Any]:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """Bad state dicts raise an error that names the fault, before anything is changed."""
+    """Bad state dicts raise an error that names the fault, before any change."""
     model = seeded(Stack)
     plain = seeded(Stack)
     reference = torch.optim.AdamW(plain.named_parameters())

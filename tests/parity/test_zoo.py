@@ -30,7 +30,7 @@ def tokens(generator: torch.Generator, length: int = LENGTH) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Animal:
-    """How to make the model and a batch for it, and the least number of units that `unit_size` cuts it into."""
+    """Makes a model and a batch for it, with the least number of units for `unit_size`."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Inputs]
@@ -87,7 +87,7 @@ def loss_of(model: Any, batch: tuple[Inputs]) -> torch.Tensor:
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_as_a_plain_loop(name: str, clip: float, tmp_path: Path) -> None:
-    """Losses within 1e-6 relative, all parameters together within 1e-5."""
+    """Losses are within 1e-6 relative, all parameters together within 1e-5."""
     animal = ZOO[name]
     generator = torch.Generator().manual_seed(5)
     batches = [(animal.batch(generator),) for _ in range(STEPS)]

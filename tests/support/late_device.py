@@ -21,7 +21,7 @@ from infinity.tiers.transfer import DONE, Transfer
 
 
 class LateCopy:
-    """One copy in a queue. Waiting for it carries it out, and those before it in its queue, as a stream would."""
+    """One copy in a queue. A wait carries out the copy and those before it in its queue, as on a stream."""
 
     def __init__(
         self, queue: CopyQueue, destination: torch.Tensor, source: torch.Tensor, after: Transfer | None
@@ -87,7 +87,7 @@ class CopyQueue:
                 self._pending.popleft()
 
     def _watch(self) -> None:
-        """Carry out what is due, until nothing is pending."""
+        """Carry out due copies until none is pending."""
         while True:
             with self._access:
                 if not self._pending:

@@ -1,7 +1,7 @@
-"""An nvme tier for tests that is as late as a disk may be.
+"""An nvme tier for tests with the largest permitted delays.
 
-Reads see the file as it is when they are issued, and fill their destination, until then NaN, only when waited for;
-writes happen when waited for.
+Reads see the file as of their issue, and fill their destination, NaN until then, only in a wait. Writes happen in a
+wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infinity.tiers.transfer import Transfer
 
 
 class LateTransfer:
-    """Carried out by the first to wait for it."""
+    """Carried out by the first wait."""
 
     def __init__(self, carry_out: Callable[[], None]) -> None:
         self._carry_out: Callable[[], None] | None = carry_out
@@ -103,5 +103,5 @@ class LateSlab(Tier):
 
 
 def use_late_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that are made in this test have late disks."""
+    """Give engines made in this test late disks."""
     monkeypatch.setattr(open_tiers, "NvmeTier", LateNvmeTier)

@@ -17,7 +17,7 @@ from support.models import seeded
 
 
 class Residents:
-    """Counts the units that have a device buffer, whenever one is used."""
+    """Counts the units that have a device buffer at every use of a unit."""
 
     def __init__(self, engine: Engine) -> None:
         self.store = engine.parts.store
@@ -33,13 +33,13 @@ class Residents:
 
 
 def pool_buffers(engine: Engine) -> int:
-    """How many units can be resident at once."""
+    """Return how many units can be resident at once."""
     pool = next(pool for pool in engine.parts.pools if pool.name == "units")
     return sum(pool._counts.values())
 
 
 def free_buffers(engine: Engine) -> dict[str, tuple[int, int]]:
-    """pool → (buffers that are free, buffers)."""
+    """Return pool → (free buffers, buffers)."""
     return {
         pool.name: (sum(len(free) for free in pool._free.values()), sum(pool._counts.values()))
         for pool in engine.parts.pools
@@ -47,7 +47,7 @@ def free_buffers(engine: Engine) -> dict[str, tuple[int, int]]:
 
 
 def assert_nothing_leaked(engine: Engine) -> None:
-    """Once everything is in its tier, no unit is held and every pool has all its buffers back."""
+    """Assert that no unit is held and every pool is full, once all states are in their tiers."""
     engine.settle()
     assert not any(unit.pin_count for unit in engine.units)
     assert not engine.parts.store.resident()
@@ -93,6 +93,6 @@ def assert_trains_like_plain(
 
 
 def run_forward(model: nn.Module, *batch: torch.Tensor) -> float:
-    """The loss without gradients."""
+    """Return the loss, computed without gradients."""
     with torch.no_grad():
         return float(model(*batch))

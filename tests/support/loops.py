@@ -19,7 +19,7 @@ LossOf = Callable[[Any, tuple[Any, ...]], torch.Tensor]
 
 @dataclass
 class Result:
-    """Losses of every micro-batch, and the parameters at the end by name, in fp32 or as they were trained."""
+    """Losses of every micro-batch, and the final parameters by name, in fp32 or in their training dtype."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -27,13 +27,13 @@ class Result:
 
 
 def call(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
-    """The loss is what the model returns."""
+    """Return the model's output as the loss."""
     loss: torch.Tensor = model(*batch)
     return loss
 
 
 def plain(model: nn.Module, batches: Batches, config: Config, loss_of: LossOf = call) -> Result:
-    """Train `model` as the config says, with torch.optim.AdamW (or Adam) and nothing else. fp32 only."""
+    """Train `model` in fp32 as configured, with torch.optim.AdamW (or Adam) only."""
     accumulation = config.resolve_batch(1).accumulation
     params = config.optimizer.params
     kind = torch.optim.AdamW if config.optimizer.type == "AdamW" else torch.optim.Adam
@@ -53,14 +53,14 @@ def plain(model: nn.Module, batches: Batches, config: Config, loss_of: LossOf = 
 
 
 def plain_bf16(model: nn.Module, batches: Batches, config: Config, loss_of: LossOf = call) -> Result:
-    """The same in bf16 with an fp32 master: gradients are summed and the update is done in fp32."""
+    """Train in bf16 with an fp32 master; gradients are summed and applied in fp32."""
     return plain_16(model, batches, config, loss_of, torch.bfloat16)
 
 
 def plain_16(
     model: nn.Module, batches: Batches, config: Config, loss_of: LossOf, dtype: torch.dtype, loss_scale: float = 1.0
 ) -> Result:
-    """The same in a 16-bit type with an fp32 master, the loss multiplied by `loss_scale` and the gradients divided."""
+    """Train in a 16-bit dtype with an fp32 master; the loss is multiplied and gradients are divided by `loss_scale`."""
     masters = {name: p.detach().clone().float().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     model = model.to(dtype)
     accumulation = config.resolve_batch(1).accumulation
@@ -90,12 +90,12 @@ def plain_16(
 
 
 def open_engine(model: nn.Module, config: Config, device: Device | None = None) -> Engine:
-    """An engine on the CPU, whatever the machine has."""
+    """Return an engine on the CPU, on any machine."""
     return Engine(model, config, device=device or CpuDevice())
 
 
 def train(engine: Engine, batches: Batches, loss_of: LossOf = call) -> list[float]:
-    """Every micro-batch's loss."""
+    """Return every micro-batch's loss."""
     losses = []
     for batch in batches:
         loss = loss_of(engine, batch)
@@ -115,7 +115,7 @@ def trained(
 
 
 def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """Every parameter's present value by name: the units are fetched one by one, updates that are due included."""
+    """Return name → present value of every parameter, fetched unit by unit, with pending updates applied."""
     values = {}
     store = engine.parts.store
     for unit in engine.parts.units:
@@ -126,7 +126,7 @@ def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: Result, other: Result) -> None:
-    """Bit for bit, NaN never equal."""
+    """Assert bit-identical values; NaN is never equal."""
     assert one.losses == other.losses
     assert one.parameters.keys() == other.parameters.keys()
     for name, value in one.parameters.items():
@@ -134,7 +134,7 @@ def assert_same(one: Result, other: Result) -> None:
 
 
 def distance(one: Result, other: Result) -> float:
-    """‖Δp‖ / ‖p‖ over the whole model; NaN if any value is."""
+    """Return ‖Δp‖ / ‖p‖ over the whole model; NaN if any value is NaN."""
     difference = total = 0.0
     for name, value in other.parameters.items():
         difference += float((one.parameters[name].double() - value.double()).square().sum())
@@ -143,7 +143,7 @@ def distance(one: Result, other: Result) -> float:
 
 
 def assert_close(one: Result, other: Result, *, loss: float = 1e-6, parameters: float = 1e-5) -> None:
-    """Relative difference of every loss, and of all parameters together, within these. NaN fails."""
+    """Assert bounds on the relative differences of every loss and of all parameters together. NaN fails."""
     assert len(one.losses) == len(other.losses)
     worst = max(abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True))
     assert all(a == a and b == b for a, b in zip(one.losses, other.losses, strict=True)), "a loss is NaN"

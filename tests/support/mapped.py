@@ -1,4 +1,4 @@
-"""Which tensors are in a file that is mapped, by what the system says."""
+"""Finds tensors in mapped files, from /proc."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def in_file(tensor: torch.Tensor) -> bool:
 
 
 def kept(parameters: Iterable[nn.Parameter]) -> float:
-    """The part of the bytes of these parameters, of those that are not tiny, that is in a file."""
+    """Return the fraction of these parameters' bytes that is in a file, without tiny ones."""
     large = [parameter for parameter in parameters if parameter.nbytes >= PAGE]
     return sum(p.nbytes for p in large if in_file(p)) / sum(p.nbytes for p in large)

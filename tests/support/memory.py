@@ -1,4 +1,4 @@
-"""The most memory that a piece of work takes, in a process of its own."""
+"""Measures the peak memory of a function in a process of its own."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Stack(nn.Module):
 
 
 class Linears(nn.Module):
-    """Nothing but `nn.Linear`, whose saved weight follows no later assignment.
+    """A model of `nn.Linear` only, whose saved weights do not follow later assignments.
 
     (batch, width) and targets of that shape → mean squared error.
     """
@@ -91,6 +91,6 @@ def vector_batches(
 
 
 def seeded(make: Callable[[], Model], seed: int = 0) -> Model:
-    """`make()`, with the same initial values every time."""
+    """Return `make()`, with the same initial values every time."""
     torch.manual_seed(seed)
     return make()

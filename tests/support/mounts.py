@@ -9,7 +9,7 @@ import pytest
 
 
 def mount(*arguments: str) -> Callable[[], None]:
-    """Mount; the test is skipped where that is not allowed. Returns what unmounts."""
+    """Mount, or skip the test if that is not permitted. Return a function that unmounts."""
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"this machine does not let a test mount: {done.stderr.strip()}")

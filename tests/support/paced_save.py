@@ -19,7 +19,7 @@ PATIENCE = 20.0
 
 
 class Watched:
-    """A transfer that tells when it is waited for before it is done."""
+    """A transfer that reports waits before it is done."""
 
     def __init__(self, transfer: Transfer, waited: Callable[[], None]) -> None:
         self._transfer, self._waited = transfer, waited
@@ -34,7 +34,7 @@ class Watched:
 
 
 class Pace:
-    """Saves that are started from now on are slow."""
+    """Slows down saves that are started from now on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waited: list[int] = []
@@ -67,7 +67,7 @@ class Pace:
         monkeypatch.setattr(Writer, "write", slowly)
 
     def free(self) -> None:
-        """Stop no more."""
+        """End the pauses."""
         with self._changed:
             self._free = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A group of processes that lives through many tests: starting one costs seconds, a case in it milliseconds."""
+"""A group of processes for many tests: starting one takes seconds, a case in it milliseconds."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from infinity.engine.training import Engine
 
 
 def states_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """ "parameter/state" → master and moments, as they are kept. Updates that are due are done first."""
+    """Return "parameter/state" → master and moments in their stored format, after pending updates."""
     engine.settle()
     found: dict[str, torch.Tensor] = {}
     for unit in engine.units:

@@ -98,7 +98,7 @@ def swapped(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [tied, swapped])
 def test_a_module_in_the_place_of_another(change: Callable[[Any], None]) -> None:
-    """The engine would save the former parameter under the name that the model now has for another."""
+    """The engine would save the old parameter under the name of the new one."""
     with open_engine(seeded(Stack), engine_config()) as engine:
         model: Any = engine.module
         train(engine, BATCHES[:1])

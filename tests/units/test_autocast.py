@@ -1,4 +1,4 @@
-"""torch.autocast keeps casts of leaf parameters until its context ends; for parameters that come and go it must not."""
+"""torch.autocast caches casts of leaf parameters until its context ends; for fetched parameters it must not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def nothing() -> Iterator[None]:
 @pytest.mark.parametrize("around", [nothing, bf16], ids=["forward only", "the whole loop"])
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"accumulation": 2}], ids=str)
 def test_training(around: Any, options: dict[str, Any]) -> None:
-    """Around the whole loop a cached cast would be that of the first step for ever."""
+    """A cast cached around the whole loop would be that of the first step."""
     compare(Stack, around, **options)
 
 
@@ -64,7 +64,7 @@ def test_checkpointing(reentrant: bool) -> None:
 
 
 class Inside(Stack):
-    """The context is the model's own, made once and entered in every forward."""
+    """A model with its own context, made once and entered in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_nothing_is_cached_and_the_users_setting_comes_back(make_engine: OpenEng
 
 
 def test_the_users_setting_comes_back_from_a_part_of_the_model(make_engine: OpenEngine) -> None:
-    """As a model's own `generate` calls its encoder; from one that raises too."""
+    """The setting is restored after a call of a part, such as an encoder in `generate`, also if it raises."""
     engine = make_engine(seeded(Stack))
     with torch.no_grad(), bf16():
         engine.module.blocks[1](torch.zeros(1, 2, 32))

@@ -24,7 +24,7 @@ again = partial(checkpoint, use_reentrant=False)
 
 
 class Part(nn.Module):
-    """(batch, 32) → the same, by `run`, which computes parts of it again."""
+    """(batch, 32) → the same, by `run`, which recomputes parts of it."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def weight_first(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """Backward asks for an edited weight before any activation; the recomputation edits it once more."""
+    """Backward needs an edited weight before any activation; the recomputation edits it again."""
 
     def product(x: torch.Tensor) -> torch.Tensor:
         part.scale.data.mul_(0.95)
@@ -62,7 +62,7 @@ def weight_first(part: Part, x: torch.Tensor) -> torch.Tensor:
 
 
 def edited_after_use(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """PyTorch ends the recomputation with its last saved tensor, and does not come to the edit."""
+    """PyTorch ends the recomputation with its last saved tensor, before the edit."""
 
     def product(x: torch.Tensor) -> torch.Tensor:
         y = part.up(x) * part.scale
@@ -73,7 +73,7 @@ def edited_after_use(part: Part, x: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """The recomputation finds the parameters, where forward had tensors that stood for them."""
+    """The recomputation sees the parameters, where forward saw stand-ins."""
     named = {name: 0.9 * p for name, p in part.up.named_parameters()}
     return functional_call(_Checkpointed(part.up), {f"part.{name}": value for name, value in named.items()}, (x,))
 
@@ -96,7 +96,7 @@ def nested(part: Part, x: torch.Tensor) -> torch.Tensor:
 
 
 def derivative(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """Its backward within the recomputation is cut short by the end of that."""
+    """Its backward within the recomputation is cut short when that ends."""
 
     def slope(x: torch.Tensor) -> torch.Tensor:
         create = torch.is_grad_enabled()
@@ -148,6 +148,6 @@ def test_recomputation_as_in_a_plain_loop(run: Run, accumulation: int, place: di
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_units_of_a_layer(run: Run, place: dict[str, Any]) -> None:
-    """So small that modules inside of the checkpoint fetch and hold units of their own."""
+    """Units are so small that modules inside of the checkpoint fetch and hold their own."""
     place = {**place, **({"unit_size": 1024} if "unit_size" in place else {})}
     assert_same_story(lambda: Net(run), training(BATCHES), place=place, units=8, leaks=True)

@@ -1,4 +1,4 @@
-"""Activation checkpointing that the user wrote, reentrant and not: units are fetched again and counted right."""
+"""Activation checkpointing by the user, reentrant and not: units are fetched again and their uses counted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_block_used_twice_in_a_row(reentrant: bool | None, options: dict[str, 
 
 
 class Looped(Stack):
-    """All blocks, then all blocks again, as ALBERT shares its layers."""
+    """Runs all blocks twice, as ALBERT shares its layers."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()

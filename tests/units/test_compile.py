@@ -80,7 +80,7 @@ def trained(
 
 
 class Uncompiled:
-    """Stands for an engine in the plain loop."""
+    """Replaces an engine in the plain loop."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -346,7 +346,7 @@ class OfBlocks(Stack):
 
 
 class Offloading:
-    """Saved-tensor hooks as those of activation offloading, which pass parameters through as they are."""
+    """Saved-tensor hooks like those of activation offloading, which pass parameters through unchanged."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
         return tensor if isinstance(tensor, nn.Parameter) else [tensor.clone()]

@@ -1,4 +1,4 @@
-"""Units are found in any module tree: every parameter is in one, blocks by themselves, crumbs with their parent."""
+"""Units are found in any module tree: each parameter is in one, blocks are units, small parts join their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits of parameters take effect wherever and however they are made, as in plain PyTorch."""
+"""Edits of parameters take effect as in plain PyTorch, at any place and in any way."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def hold_updates(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def set_when_awaited(waited_for: threading.Event, unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the event when somebody waits for the unit's update to end."""
+    """Set the event when a thread waits for the end of the unit's update."""
     wait = Promise.wait
 
     def watched(promise: Promise) -> None:

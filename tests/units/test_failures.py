@@ -1,4 +1,4 @@
-"""An exception anywhere in a step leaks no buffer and no hold, and what comes after is as if the step had not been."""
+"""An exception anywhere in a step leaks no buffer and no hold, and training continues as without the step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Trouble(Exception):
 
 
 class Interrupt(KeyboardInterrupt):
-    """As Ctrl-C does, not an Exception."""
+    """An exception that is no Exception, like Ctrl-C."""
 
 
 class Failing(Block):
-    """Raises in forward or in backward when it is told to."""
+    """Raises in forward or in backward on request."""
 
     where: str = ""
     error: type[BaseException] = Trouble
@@ -84,7 +84,7 @@ PLACES = [
 def test_training_goes_on(
     run: Callable[..., Any] | None, where: str, accumulation: int, error: type[BaseException]
 ) -> None:
-    """A step fails twice and is done again. Updates wait for the next forward, so a failed backward changed nothing."""
+    """A step fails twice and is repeated. Updates wait for the next forward, so a failed backward changes nothing."""
     config = engine_config(update="next_forward", prefetch_bytes=0, accumulation=accumulation)
     expected = plain(seeded(lambda: failing(run)), BATCHES, config)
     with open_engine(seeded(lambda: failing(run)), config) as engine:
@@ -117,7 +117,7 @@ def test_training_goes_on(
 
 
 def test_a_backward_that_fails_before_its_first_gradient(make_engine: OpenEngine) -> None:
-    """It ends the step all the same: gradients that were accumulated before are dropped."""
+    """The failed backward ends the step: gradients accumulated before are dropped."""
     config = engine_config(update="next_forward", accumulation=2)
     engine = make_engine(seeded(Stack), config)
 

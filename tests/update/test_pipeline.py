@@ -1,4 +1,4 @@
-"""The update pipeline by itself: tiles, order of updates of one unit, errors, gradients that are not finite."""
+"""The update pipeline: tiles, order of updates of one unit, errors, non-finite gradients."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Bench:
         self.pipeline = UpdatePipeline(places, update_run)
 
     def job(self, step: int, gradient: torch.Tensor | None = None, *, require_finite: bool = False) -> UpdateJob:
-        """An update; without a gradient it is the one in the tier."""
+        """Return an update; without a gradient, it reads the one in the tier."""
         arriving: Future[Gradient] | None = None
         if gradient is not None:
             lease = self.grads.lease(self.layout.nbytes)
@@ -111,7 +111,7 @@ def gradients(count: int, numel: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("live", [True, False], ids=["gradient in memory", "gradient in its tier"])
 def test_updates_of_one_unit_follow_each_other(bench: Bench, live: bool) -> None:
-    """The second is submitted while the first one is still writing its states, and must not read the former ones."""
+    """The second update is submitted while the first writes its states, and must not read the old ones."""
     given = gradients(4, bench.layout.numel)
     before: Transfer = DONE
     for step, gradient in enumerate(given, 1):
@@ -180,7 +180,7 @@ def test_a_failure_of_a_small_update_is_raised_by_who_waits(in_memory: Bench) ->
 @pytest.mark.parametrize("tile", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_transfer_that_fails(bench: Bench, kind: str, tile: int) -> None:
-    """The error reaches whoever waits for the update, every buffer comes back, and other updates go on."""
+    """Waits for the update raise the error, all buffers are released, and other updates continue."""
     gradient = gradients(1, bench.layout.numel)[0]
     where = bench.extents[State.OPTIM].offset + tile * TILE * 8
     bench.tier.failing.add((kind, where))
@@ -194,7 +194,7 @@ def test_a_transfer_that_fails(bench: Bench, kind: str, tile: int) -> None:
 
 
 def test_an_update_after_one_whose_write_failed(bench: Bench) -> None:
-    """It would read states that were never written: it fails with the same error, and writes nothing."""
+    """The second update needs states that were not written, so it fails with the same error and writes nothing."""
     first, second = gradients(2, bench.layout.numel)
     where = bench.extents[State.OPTIM].offset + TILE * 8
     bench.tier.failing.add(("write", where))
@@ -225,7 +225,7 @@ def test_a_gradient_that_never_came(bench: Bench) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [0, TILE, NUMEL - 1])
 def test_a_gradient_that_is_not_finite_changes_nothing(bench: Bench, bad: float, where: int) -> None:
-    """Wherever the bad element is, the whole unit keeps its former values and states."""
+    """A non-finite element at any place leaves all values and states of the unit unchanged."""
     first, second, third = gradients(3, bench.layout.numel)
     for step, gradient in ((1, first), (2, second)):
         job = bench.job(step, gradient)

@@ -1,5 +1,5 @@
-// infinity.native._adam_cuda: addresses of a device's memory in, kernels put on a stream, nothing waited for or allocated.
-// Types and documentation for users of Python: infinity/native/_adam_cuda.pyi.
+// Python bindings of infinity.native._adam_cuda: take device addresses, launch kernels on a stream without
+// synchronization, allocate nothing. Documented in infinity/native/_adam_cuda.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -57,7 +57,7 @@ void py_join(const py::object& param, const py::object& remainder, const py::obj
     join(high, low, to, count, {device, stream});
 }
 
-std::vector<std::string> architectures() {  // as CMake was given them: 75-real;90
+std::vector<std::string> architectures() {  // in CMake's notation: 75-real;90
     std::vector<std::string> names;
     std::istringstream list(INFINITY_CUDA_ARCHITECTURES);
     for (std::string name; std::getline(list, name, ' ');) {
@@ -85,7 +85,7 @@ PYBIND11_MODULE(_adam_cuda, m) {
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
           "bf16 and int16 back to fp32.");
     m.def("device_count", &device_count, "Devices that this module could use; 0 without a driver.");
-    m.def("refusal", &refusal, "What CUDA says if there is no device, else nothing.");
+    m.def("refusal", &refusal, "CUDA's error if there is no device; empty otherwise.");
     m.def("compute_capability", &compute_capability, "device"_a, "10 * major + minor.");
     m.attr("ARCHITECTURES") = architectures();
     m.attr("TOOLKIT") = INFINITY_CUDA_TOOLKIT;

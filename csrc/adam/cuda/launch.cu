@@ -11,16 +11,17 @@
 namespace infinity::adam::cuda {
 namespace {
 
-constexpr std::size_t kMostBlocks = std::size_t{1} << 20;  // of a grid; beyond that, each does several parts
+constexpr std::size_t kMostBlocks = std::size_t{1}
+                                    << 20;  // of a grid; with more elements, each block processes several parts
 
 void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
-    cudaGetLastError();  // so that the next call is not blamed for it
+    cudaGetLastError();  // clears the error, so that later calls do not report it
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
                              ")");
 }
 
-// The stream's device is the calling thread's for one scope: kernels go to no other.
+// Makes the stream's device current for one scope.
 class OnDevice {
   public:
     explicit OnDevice(int device) : wanted_(device) {
@@ -37,7 +38,7 @@ class OnDevice {
     int before_ = 0, wanted_;
 };
 
-// Enough blocks for `n` elements at `each` a block.
+// Launches enough blocks for `n` elements, with `each` elements per block.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), std::size_t n, std::size_t each, const Stream& stream,
             Arguments... arguments) {
@@ -49,7 +50,7 @@ void launch(void (*kernel)(Parameters...), std::size_t n, std::size_t each, cons
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "launching a kernel");
 }
 
-// Whether an array of elements of `width` bytes can be gone over in whole runs.
+// Returns true if an array with elements of `width` bytes is aligned to runs.
 bool runs_of(std::size_t width, const void* array) {
     return reinterpret_cast<std::uintptr_t>(array) % (kRun * width) == 0;
 }
@@ -58,10 +59,10 @@ bool aligned(Format format, const Arrays& a) {
     const std::size_t moment = a.moments == Moments::kEight ? 1 : a.moments == Moments::kBf16 ? 2 : 4;
     return runs_of(format == Format::kFp32 ? 4 : 2, a.param) &&
            runs_of(format == Format::kRemainder ? 2 : 4, a.master) && runs_of(grad_bytes(a.grad_dtype), a.grad) &&
-           runs_of(moment, a.moment[0]) && runs_of(moment, a.moment[1]);  // what is unused is null
+           runs_of(moment, a.moment[0]) && runs_of(moment, a.moment[1]);  // unused addresses are null
 }
 
-// ---- the table, as kernel.h has it ----
+// ---- the table, as in kernel.h ----
 
 using UpdateKernel = void (*)(Arrays, Coefficients, std::size_t, bool);
 

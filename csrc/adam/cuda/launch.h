@@ -1,5 +1,5 @@
-// What the bindings call: kernels put on a stream, nothing waited for. Addresses are of the device's memory. What CUDA
-// refuses is a std::runtime_error with CUDA's own words.
+// Launches kernels on a stream, without synchronization. Addresses are in the device's memory. CUDA errors throw
+// std::runtime_error with CUDA's text.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ struct Stream {
 void update(Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients, std::size_t n,
             const Stream& stream);
 
-// As adam.h defines it, to `out`. tiles: memory for the sums of ceil(n / kSumTile) tiles. initial_at: where `initial`
-// is on the device, or null.
+// Arguments of a sum, defined in adam.h, that is written to `out`. tiles: memory for ceil(n / kSumTile) sums of tiles.
+// initial_at: device address of `initial`, or null.
 struct Sum {
     const void* values;
     std::size_t n;
@@ -35,10 +35,10 @@ void split(const float* master, std::uint16_t* param, std::int16_t* remainder, s
 void join(const std::uint16_t* param, const std::int16_t* remainder, float* master, std::size_t n,
           const Stream& stream);
 
-// 0 if there are none, or no driver for them: then `refusal` is what CUDA says.
+// Returns 0 if there is no device or no driver; `refusal` returns CUDA's error then.
 int device_count();
 std::string refusal();
-// As 10 * major + minor.
+// Returns 10 * major + minor.
 int compute_capability(int device);
 
 }  // namespace infinity::adam::cuda

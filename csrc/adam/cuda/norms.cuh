@@ -1,4 +1,4 @@
-// Sums of squares, and between fp32 masters and their two halves, on a GPU.
+// CUDA kernels for sums of squares, and for splitting and joining fp32 masters.
 #pragma once
 
 #include "runs.cuh"
@@ -6,7 +6,7 @@
 namespace infinity::adam {
 namespace {
 
-// A warp for each tile: lane k is lane k of the definition, see adam.h.
+// One warp per tile; lane k is lane k of the definition in infinity/native/_adam.pyi.
 template <class G>
 __global__ void __launch_bounds__(kThreads) sum_tiles(const void* values, std::size_t n, double* tiles) {
     static_assert(kSumLanes == kWarp);
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kThreads) sum_tiles(const void* values, std::s
     }
 }
 
-// One block: the tiles' sums one after another, as the definition has them. initial_at, unless null, is where `initial`
-// is, which may be `out`.
+// Runs as one block and adds the tiles' sums in order, as in the definition. initial_at: address of `initial`, or null;
+// may be `out`.
 __global__ void __launch_bounds__(kThreads) add_tiles(const double* tiles, std::size_t count, double scale,
                                                       double initial, const double* initial_at, double* out) {
     __shared__ double some[kThreads];

@@ -1,6 +1,6 @@
-// How a thread reads and writes flat arrays: in runs of kRun consecutive elements, one access each, so that a warp's
-// accesses are of consecutive bytes whatever the width of the elements. Runs at an array's end, and those of arrays
-// whose addresses are aligned to their elements only, go element by element.
+// Reads and writes flat arrays in runs of kRun consecutive elements per thread, one access each, so that a warp
+// accesses consecutive bytes for any element width. Runs at an array's end, and runs of arrays aligned only to their
+// elements, are accessed element by element.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,11 +15,11 @@
 namespace infinity::adam {
 namespace {
 
-constexpr int kRun = 4;  // 16 bytes of fp32, the widest access there is
+constexpr int kRun = 4;  // 16 bytes of fp32, the widest access
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarp = 32;
 
-// Which elements a run has: `count` of kRun from element i on; `whole`: all, by one access.
+// The elements of a run: `count` of kRun from element i on. whole: all of them, in one access.
 struct Extent {
     std::size_t i;
     int count;
@@ -29,7 +29,7 @@ struct Extent {
         : i(i), count(i < n ? static_cast<int>(n - i < kRun ? n - i : kRun) : 0), whole(aligned && count == kRun) {}
 };
 
-// What one access moves; it may alias the elements.
+// The type of one access, which may alias the elements.
 template <std::size_t bytes>
 struct [[gnu::may_alias]] alignas(bytes) Word {
     std::uint32_t words[bytes / 4];
@@ -70,7 +70,7 @@ __device__ inline void load_grads(float (&to)[kRun], const Arrays& a, const Exte
 template <std::size_t bytes>
 using Element = std::conditional_t<bytes == 1, std::uint8_t, std::conditional_t<bytes == 2, std::uint16_t, float>>;
 
-// A run of all arrays, in registers.
+// One run of all arrays, in registers.
 template <class F, std::size_t moment_bytes, int moments>
 struct Registers {
     static constexpr bool kHasMaster = F::kMasterBytes != 0;
@@ -88,7 +88,7 @@ struct Registers {
 #pragma unroll
         for (int k = 0; k < moments; ++k) load_run(moment[k], a.moment[k], e);
     }
-    // As the formats take them.
+    // Returns the registers as arrays for the formats.
     __device__ Arrays values() {
         Arrays arrays{};
         arrays.param = param;

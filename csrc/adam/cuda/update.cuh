@@ -1,4 +1,4 @@
-// The update on a GPU: the rules, formats and codes of the CPU's kernels, an element at a time in registers.
+// CUDA kernels of the update: rules, formats and codes of the CPU kernels, element by element in registers.
 #pragma once
 
 #include "../codec.h"
@@ -8,7 +8,7 @@
 namespace infinity::adam {
 namespace {
 
-// Moments of 16 or 32 bits. `aligned`: every array to kRun of its elements.
+// Updates with 16- or 32-bit moments. aligned: every array is aligned to kRun of its elements.
 template <class F, class M, class R>
 __global__ void __launch_bounds__(kThreads)
     update_runs(const Arrays a, const Coefficients c, std::size_t n, bool aligned) {
@@ -16,14 +16,15 @@ __global__ void __launch_bounds__(kThreads)
     const std::size_t stride = std::size_t{gridDim.x} * kThreads * kRun;
     for (std::size_t i = (std::size_t{blockIdx.x} * kThreads + threadIdx.x) * kRun; i < n; i += stride) {
         Registers<F, M::kBytes, R::kMoments> run(a, Extent(i, n, aligned));
-        const Numbers<Plain> numbers(c.random, i);  // a run does not cross a multiple of 2^32: `first` is a block's
+        const ElementRandom<Plain> element_random(c.random,
+                                                  i);  // no run crosses a multiple of 2^32, since `first` is at a block
 #pragma unroll
         for (int k = 0; k < kRun; ++k) {
             float p = F::load(run.values(), k);
             float m = M::load(run.moment[0], k), v = R::kMoments == 2 ? M::load(run.moment[1], k) : m;
             rule(p, run.grad[k], m, v);
             F::store(run.values(), k, p);
-            const std::uint32_t random = M::random(numbers, k);
+            const std::uint32_t random = M::random(element_random, k);
             M::template store<0>(run.moment[0], k, Plain::canonical(m), random);
             if constexpr (R::kMoments == 2) M::template store<1>(run.moment[1], k, Plain::canonical(v), random);
         }
@@ -41,10 +42,10 @@ __device__ inline std::uint32_t warp_max(std::uint32_t x) {
     return x;
 }
 
-// A thread's share of a block with moments of 8 bits: values that wait for the block's largest, and their codes.
+// A thread's share of a block with 8-bit moments: values until the block's largest is known, and their codes.
 template <int k, bool root, int runs>
 struct Codes {
-    using Code = Eight<Plain, k, root>;
+    using Code = Codec8<Plain, k, root>;
     float values[runs][kRun];
     std::uint32_t largest = 0;
 
@@ -52,20 +53,20 @@ struct Codes {
         const std::uint32_t magnitude = Code::magnitude(value);
         largest = largest > magnitude ? largest : magnitude;
     }
-    // The block's new scale; what is finite becomes codes in `to`.
+    // Returns the block's new scale. Collective over the warp.
     __device__ std::uint32_t scale() const { return scale_of(warp_max(largest)); }
     __device__ void encode(std::uint8_t (&to)[kRun], int run, std::uint32_t scale,
-                           const Numbers<Plain>& numbers) const {
+                           const ElementRandom<Plain>& element_random) const {
         const Code code(scale);
 #pragma unroll
         for (int j = 0; j < kRun; ++j) {
-            const std::uint32_t byte = code.encode(values[run][j], numbers.random(j));
+            const std::uint32_t byte = code.encode(values[run][j], element_random.bits(j));
             to[j] = scale == kNotFinite ? std::uint8_t{0} : static_cast<std::uint8_t>(byte);
         }
     }
 };
 
-// Moments of 8 bits: a warp for each block.
+// Updates with 8-bit moments, one warp per block.
 template <class F, class R, int root>
 __global__ void __launch_bounds__(kThreads)
     update_blocks(const Arrays a, const Coefficients c, std::size_t n, bool aligned) {
@@ -77,10 +78,10 @@ __global__ void __launch_bounds__(kThreads)
     for (std::size_t block = std::size_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; block * kBlock < n;
          block += stride) {
         const std::size_t begin = block * kBlock + lane * kRun;
-        // All loads before the first store, which they could else not be moved across.
+        // All loads come before the first store, since the compiler cannot move them across it.
         Run runs[kRuns] = {Run(a, Extent(begin, n, aligned)), Run(a, Extent(begin + kWarp * kRun, n, aligned))};
-        const Eight<Plain, 0, root == 0> first(a.scale[0][block]);
-        const Eight<Plain, 1, root == 1> second(R::kMoments == 2 ? a.scale[1][block] : kLeastScale);
+        const Codec8<Plain, 0, root == 0> first(a.scale[0][block]);
+        const Codec8<Plain, 1, root == 1> second(R::kMoments == 2 ? a.scale[1][block] : kLeastScale);
         Codes<0, root == 0, kRuns> codes0;
         Codes<1, root == 1, kRuns> codes1;
 #pragma unroll
@@ -107,9 +108,9 @@ __global__ void __launch_bounds__(kThreads)
         }
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
-            const Numbers<Plain> numbers(c.random, begin + r * kWarp * kRun);
-            codes0.encode(runs[r].moment[0], r, scale0, numbers);
-            if constexpr (R::kMoments == 2) codes1.encode(runs[r].moment[1], r, scale1, numbers);
+            const ElementRandom<Plain> element_random(c.random, begin + r * kWarp * kRun);
+            codes0.encode(runs[r].moment[0], r, scale0, element_random);
+            if constexpr (R::kMoments == 2) codes1.encode(runs[r].moment[1], r, scale1, element_random);
             runs[r].store_values(a);
             runs[r].store_moments(a);
         }

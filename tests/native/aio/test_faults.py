@@ -1,4 +1,4 @@
-"""Every result is inspected: what can be continued is, everything else is the request's own error, told in full."""
+"""Every result is inspected: recoverable ones are continued, others become the request's error, with all details."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_short_again_and_again(store: Any, memory: Any, scramble: Any, engine: A
 def test_the_rest_of_a_block_is_buffered(
     tmp_path: Path, memory: Any, engine: Any, faults: Any, short: int, direct_bytes: int
 ) -> None:
-    """O_DIRECT cannot go on inside a block. Two different files show which descriptor served what."""
+    """O_DIRECT cannot continue inside a block. Two different files show which descriptor was used."""
     (tmp_path / "direct").write_bytes(b"d" * 2 * BLOCK)
     (tmp_path / "buffered").write_bytes(b"b" * 2 * BLOCK)
     faults({"where": "block", "bytes": short})
@@ -141,7 +141,7 @@ def test_refused_at_submission(store: Any, memory: Any, engine: Any, faults: Any
 
 
 def test_done_only_when_nothing_is_in_flight(store: Any, memory: Any, engine: Any, faults: Any) -> None:
-    """The first piece fails at once, the last is still under the kernel: the buffer is not the caller's yet."""
+    """The first piece fails at once and the last is in flight, so the buffer is not released yet."""
     faults({"where": "event", "error": errno.EIO}, {"where": "event", "hold": True, "after": PIECES - 2})
     disk, buffer, io = store(NBYTES), memory(NBYTES), engine()
     request = io.read(disk.file, 0, buffer.address, NBYTES)
@@ -195,13 +195,13 @@ def test_no_queue_at_all(engine: Any, backend: str, faults: Any, error: int, of_
 
 
 def test_all_threads_get_as_much(engine: Any, faults: Any) -> None:
-    """The first thread must not take what the second then lacks."""
+    """All threads get the same depth, although the first could get more."""
     faults({"where": "setup", "error": errno.EAGAIN, "after": 1})
     assert engine(queue_depth=32, threads=2, own=True).queue_depth == 16
 
 
 def test_beyond_what_the_system_has(store: Any, memory: Any, engine: Any) -> None:
-    """More slots than fs.aio-max-nr allows, for real: granted in part, or refused in words."""
+    """More slots than fs.aio-max-nr, on the real kernel: granted in part, or rejected with the reason."""
     try:
         io = engine(queue_depth=65_536, threads=3, own=True)
     except OSError as error:
@@ -227,7 +227,7 @@ def test_file_ends_inside_a_read(store: Any, memory: Any, engine: Any, mode: str
 def test_a_write_that_takes_nothing(store: Any, memory: Any, engine: Any, faults: Any) -> None:
     faults({"where": "block", "bytes": 0})
     disk, buffer, io = store(BLOCK), memory(BLOCK), engine()
-    with pytest.raises(OSError, match="took no bytes") as caught:
+    with pytest.raises(OSError, match="wrote no bytes") as caught:
         io.write(disk.file, 0, buffer.address, BLOCK).wait(10)
     assert caught.value.errno == errno.EIO
 
@@ -257,7 +257,7 @@ def test_memory_that_is_not_there(store: Any, engine: Any, mode: str) -> None:
 def test_full_disk(
     small_disk: Path, store: Any, memory: Any, scramble: Any, engine: Any, mode: str, shift: int
 ) -> None:
-    """A real file system fills up: the requests that fit are whole, the others fail with ENOSPC, and reads go on."""
+    """On a full file system, requests that fit complete, the others fail with ENOSPC, and reads continue."""
     nbytes, io = 1 << 20, engine(block_size=1 << 18)
     disk, buffer = store(0, mode, small_disk), memory(nbytes + BLOCK)
     buffer[:] = scramble(nbytes + BLOCK)

@@ -64,7 +64,7 @@ inline void meet(Meeting& meeting) {
     while (meeting.round == round) swapcontext(&block.fibers[self].context, &block.scheduler);
 }
 
-// What lane `from` of the calling thread's warp brought.
+// Returns the value of lane `from` of the calling thread's warp.
 template <class T>
 T exchange(T value, unsigned from) {
     Meeting& warp = block.warps[threadIdx.x / kWarp];
@@ -82,7 +82,7 @@ inline void body() {
     block.fibers[self].done = block.progress = true;
 }
 
-// Whether every thread of block number `index` came to its end.
+// Returns true if every thread of block number `index` ended.
 inline bool run_block(unsigned index, unsigned threads, char* stacks) {
     blockIdx.x = index;
     block.fibers = std::vector<Fiber>(threads);

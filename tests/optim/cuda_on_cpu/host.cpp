@@ -1,4 +1,4 @@
-// What of the module is C++ already, in one, which compiles faster.
+// The C++ sources of the module in one translation unit, which compiles faster.
 #include "../../../csrc/adam/arguments.cpp"
 #include "../../../csrc/adam/coefficients.cpp"
 #include "../../../csrc/adam/cuda/bindings.cpp"
