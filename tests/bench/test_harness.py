@@ -1,4 +1,4 @@
-"""What all benchmarks measure with: turns, medians, child processes, the machine, results."""
+"""The helpers of all benchmarks: turns, medians, child processes, the machine, results."""
 
 import json
 from collections import Counter
