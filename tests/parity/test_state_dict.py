@@ -366,7 +366,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     frozen = half_frozen()
     with (
         Engine(frozen, engine_config(folder=tmp_path), frozen.parameters(), device=CpuDevice()) as engine,
-        pytest.raises(ModelError, match=r"parameter 0 \(embedding.weight\), which is not trained"),
+        pytest.raises(ModelError, match=r"parameter 0 \(embedding.weight\), which this engine does not train"),
     ):
         engine.optimizer.load_state_dict(saved)
     frozen = half_frozen()
