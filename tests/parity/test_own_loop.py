@@ -238,7 +238,7 @@ def test_dropped_gradients_leave_no_trace(tmp_path: Path) -> None:
         with open_engine(seeded(Stack), config) as engine:
             if dropped:
                 engine.backward(engine(*BATCHES[7]))
-                with pytest.raises(UsageError, match=r"1 of 4 micro-batches are in.*engine.drop_gradients\(\)"):
+                with pytest.raises(UsageError, match=r"1 of 4 micro-batches are collected.*engine.drop_gradients\(\)"):
                     engine.save_checkpoint(tmp_path / "saved")
                 engine.drop_gradients()
                 engine.save_checkpoint(tmp_path / "saved")

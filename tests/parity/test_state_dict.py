@@ -388,7 +388,7 @@ def test_not_between_backward_and_step(update: str, tmp_path: Path) -> None:
     with open_engine(seeded(Stack), engine_config(folder=tmp_path, accumulation=2, update=update)) as engine:
         saved = engine.optimizer.state_dict()
         assert saved["state"] == {}
-        for done, said in ((1, "1 of 2 micro-batches are in.*engine.drop_gradients"), (2, "after engine.step")):
+        for done, said in ((1, "1 of 2 micro-batches are collected.*engine.drop_gradients"), (2, "after engine.step")):
             engine.backward(engine(*BEFORE[0]))
             for call in (
                 engine.optimizer.state_dict,
