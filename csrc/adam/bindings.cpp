@@ -122,7 +122,7 @@ std::vector<std::string> isa_names() {
 }
 
 PYBIND11_MODULE(_adam, m) {
-    m.doc() = "Optimizer steps over flat arrays in host memory, given by address.";
+    m.doc() = "Optimizer steps over flat arrays in host memory, passed by address.";
     install_fork_handler();
     def_update<const py::object&, const std::string&>(
         m,
@@ -134,25 +134,26 @@ PYBIND11_MODULE(_adam, m) {
         },
         "threads"_a = 0, "isa"_a = "auto");
     m.def("bare", &py_bare, "streams"_a, "threads"_a = 0,
-          "Reads and writes as an update does, with one addition a word: the floor that memory sets. Spoils the data.");
+          "Read and write with an update's access pattern, one addition per word, as a lower bound of its time. "
+          "Destroys the data of written streams.");
     m.def("first_touch", &py_first_touch, "address"_a, "nbytes"_a, "threads"_a = 0,
-          "Zeros, written by the threads that will update what is there.");
+          "Write zeros with the threads of an update there.");
     m.attr("BLOCK") = kBlock;
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "scale"_a = 1.0,
           "initial"_a = 0.0, "threads"_a = 0, "isa"_a = "auto",
-          "initial + sum of (scale * x)^2 in fp64, the same bits for any number of threads.");
+          "Return initial + sum of (scale * x)^2 in fp64, bit-identical for any number of threads.");
     m.def("receive", &py_receive, "source"_a, "target"_a, "n"_a, py::kw_only(), "source_dtype"_a, "target_dtype"_a,
           "add"_a = false, "threads"_a = 0, "isa"_a = "auto",
-          "target = source, or target += source; returns the sum of squares of the result.");
+          "Set target = source, or target += source; return the sum of squares of the result.");
     m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, "threads"_a = 0, "isa"_a = "auto",
-          "A 64-bit hash of the bytes, the same for any number of threads.");
+          "Return a 64-bit hash of the bytes, independent of the number of threads.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
-          "fp32 to bf16 (half away from zero) and the int16 that makes it exact.");
+          "Split fp32 into bf16 (half away from zero) and the int16 remainder.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
-          "bf16 and int16 back to fp32.");
-    m.def("available_isas", &isa_names, "Instruction sets of this build that this machine runs, fastest first.");
-    m.def("default_isa", [] { return std::string(available_isas().front().name); }, "What isa='auto' means here.");
-    m.def("default_threads", &default_threads, "What threads=0 means here: processors this thread may run on.");
+          "Join bf16 and int16 remainder to fp32.");
+    m.def("available_isas", &isa_names, "Return the instruction sets that this machine supports, fastest first.");
+    m.def("default_isa", [] { return std::string(available_isas().front().name); }, "Return the isa of 'auto'.");
+    m.def("default_threads", &default_threads, "Return the number of processors that this thread may run on.");
 }
 
 }  // namespace

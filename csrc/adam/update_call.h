@@ -57,7 +57,8 @@ void def_update(pybind11::module_& m, const Run& run, const Names&... own) {
         "rule"_a, py::kw_only(), "param"_a, "master"_a, "grad"_a, "moments"_a, "scales"_a, "n"_a, "format"_a,
         "grad_dtype"_a, "moment_format"_a, "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,
         "weight_decay"_a = 0.0, "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false,
-        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own..., "One step on n elements, in place.");
+        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own...,
+        "Perform one step on n elements, in place.");
 }
 
 }  // namespace infinity::adam

@@ -149,7 +149,7 @@ def find(directory: Path, tag: str | None) -> Path:
         try:
             tag = (directory / LATEST).read_text(encoding="utf-8").strip()
         except OSError:
-            fix = "nothing was saved there, or give the tag to load"
+            fix = "nothing was saved there, or pass the tag to load"
             if (directory / INDEX).is_file():
                 fix = f"it is a checkpoint itself: pass {str(directory.parent)!r} and tag={directory.name!r}"
             raise CheckpointError(f"{directory} has no file {LATEST!r}: {fix}") from None

@@ -1,4 +1,4 @@
-"""The cases that the native kernels are tried on, as fixtures; what they are made of is in support/adam_arrays.py."""
+"""Cases for the native kernels, as fixtures; support/adam_arrays.py builds their arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with the arguments is an error that says what to do, and changes nothing."""
+"""Invalid arguments raise an error with the fix, and change nothing."""
 
 from __future__ import annotations
 

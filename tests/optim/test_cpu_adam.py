@@ -1,4 +1,4 @@
-"""The wrapper on tensors: formats from dtypes, and one clear error for each tensor that does not fit."""
+"""The wrapper on tensors: formats follow dtypes, and each tensor that does not fit raises one clear error."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_shapes_slices_and_empty_tensors(kind: str, moments: Any, rule: Any) -> 
     hyper = Hyper(rule, momentum=0.9)
 
     def states() -> list[torch.Tensor]:
-        """param, moments, scales, and the master where there is one."""
+        """Return param, moments, scales, and the master if there is one."""
         param, remainder = split_master(start)
         lists = zero_moments(rule, total, moments)
         target = {"fp32": start.clone(), "master_fp16": start.half()}.get(kind, param)
@@ -164,7 +164,7 @@ def test_a_parameter_that_requires_grad_is_updated() -> None:
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 1e300])
 def test_a_scale_that_is_not_finite_goes_through(scale: float) -> None:
-    """As a gradient that is not finite does: clipping by a norm of NaN leaves NaN, and does not stop the update."""
+    """A non-finite scale acts like a non-finite gradient: clipping by a norm of NaN updates to NaN."""
     param, moments = torch.ones(300), [torch.zeros(300), torch.zeros(300)]
     update_flat(param, None, torch.ones(300), moments, [], Hyper(), 1, grad_scale=scale)
     assert param.isnan().all() and not any(moment.isfinite().any() for moment in moments)

@@ -1,4 +1,4 @@
-"""CPUAdam beside torch.optim.AdamW: the same steps, the same state dicts, and errors for what it cannot do."""
+"""CPUAdam compared with torch.optim.AdamW: the same steps and state dicts, and errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_twenty_steps_of_torch(adamw_mode: bool, maximize: bool) -> None:
 
 @pytest.mark.parametrize("order", ["torch first", "ours first", "back and forth"])
 def test_state_dicts_are_exchanged_in_mid_training(order: str) -> None:
-    """20 steps, 5 at a time, each part by another optimizer that loads what the one before saved."""
+    """20 steps, 5 with each of four optimizers, each of which loads the state of the previous one."""
     turns = {"torch first": "TTOO", "ours first": "OOTT", "back and forth": "OTOT"}[order]
     expected = model()
     train(expected, torch.optim.AdamW(expected.parameters(), foreach=False, **OPTIONS), range(20))
@@ -386,7 +386,7 @@ def test_a_gradient_with_the_negative_bit() -> None:
 
 
 class Wrapped(torch.Tensor):
-    """As a DTensor: there is more of it elsewhere."""
+    """A tensor like a DTensor, with shards elsewhere."""
 
     def to_local(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)

@@ -1,4 +1,4 @@
-"""The module of the CUDA kernels where it was built, and what is said where it was not. Needs no GPU."""
+"""The module of the CUDA kernels, if it was built, and the reasons given if it was not. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The source of the CUDA kernels, compiled for the host, gives the bits of the plain kernel: its indices, tails, warps
-and blocks, checked where there is no GPU. tests/gpu/test_cuda_adam.py asks the same of a GPU.
+"""The CUDA kernels' source, compiled for the host, is bit-identical to the plain kernel. It checks indices, tails,
+warps and blocks without a GPU; tests/gpu/test_cuda_adam.py checks them on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = (0, 1, 3, 4, 5, 31, 33, 127, 129, 255, 256, 257, 1028, 4099)
 
 @pytest.fixture(scope="session")
 def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """infinity._adam_cuda, whole, of which the kernels run on the CPU."""
+    """The module infinity.native._adam_cuda, with kernels that run on the CPU."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the kernels for the host")

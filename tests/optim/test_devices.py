@@ -52,7 +52,7 @@ def test_torchs_kernels_do_what_ours_do(kept: str, rule: Any, scale: float) -> N
 
 
 def test_the_norm_is_of_the_parts_and_nothing_else() -> None:
-    """Each from its own beginning, added in order; what lies between may be anything."""
+    """The norm sums each part from its own start, in order, and ignores the bytes in between."""
     shard = torch.randn(20_000, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.linspace(-10, 10, 20_000)
     parts = [Part(0, 100), Part(256, 9_000), Part(9_216, 19_999, copies=4)]
     shard[100:256], shard[19_999:] = float("nan"), float("inf")

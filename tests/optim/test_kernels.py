@@ -1,4 +1,4 @@
-"""Every instruction set gives the bits of the plain kernel, whatever the size, the alignment and the values."""
+"""Every instruction set is bit-identical to the plain kernel, for any size, alignment and values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_million(make: Callable[..., Any], format: str, moments: str, isa: str
 def test_an_element_does_not_depend_on_its_place(
     make: Callable[..., Any], format: str, grad_dtype: str, rule: str, moments: str
 ) -> None:
-    """The vector body and the staged tail are the same arithmetic: element by element gives the same as all at once."""
+    """The vector body and the staged tail use the same arithmetic, so element-wise updates equal one of the whole."""
     whole = make(format, grad_dtype, 67, rule=rule, moments=moments, seed=4, hostile=True)
     expected = whole.copy().call()
     for i in range(whole.n):

@@ -1,4 +1,4 @@
-"""Moments of 16 and 8 bits: what is stored is the description's code, within one step, right in the mean."""
+"""Moments of 16 and 8 bits: stored codes follow the description, are within one step, and unbiased."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = [0, 1, 12345, 0xFFFFFFFFFFFFFFFF]
 
 
 def store(values: Array, kind: Any, *, root: bool = False, key: int = 0, isa: str = "auto") -> tuple[Array, Array]:
-    """(codes or bf16 patterns, scales) that the kernel keeps for fp32 values; of |values| if root."""
+    """Return (codes or bf16 patterns, scales) that the kernel stores for fp32 values; for |values| if root."""
     n = values.size
     param = np.zeros(n, np.float32)
     moment = np.zeros(n, np.uint8 if kind == "8bit" else np.uint16)
@@ -52,7 +52,7 @@ def one_step(
 
 
 def grid(scale: int, root: bool) -> npt.NDArray[np.float64]:
-    """The magnitudes of all codes in order, of roots if `root`: the description, in fp64."""
+    """Return the magnitudes of all codes in order, of roots if `root`, from the description in fp64."""
     bits = 4 if root else 3
     code = np.arange(256 if root else 128)
     return np.asarray(((1 + (code & (2**bits - 1)) / 2**bits) * 2.0 ** (code >> bits) - 1) * 2.0 ** (scale - 141))
@@ -66,7 +66,7 @@ def grid(scale: int, root: bool) -> npt.NDArray[np.float64]:
 def test_an_update_is_that_of_fp32_on_what_is_stored(
     make: Callable[..., Any], format: str, rule: str, moments: str, hostile: bool, isa: str
 ) -> None:
-    """Decoded, updated in fp32, encoded in numpy: the same bits, parameters and moments, also across 2^32."""
+    """Decoding, an fp32 update and encoding in numpy give the same parameters and moments, also across 2^32."""
     for n, first in ((1, 0), (300, 256), (5000, 2**32 - 1024), (1000, 2**63)):
         whole = make(format, "bf16", n, rule=rule, moments=moments, seed=n, hostile=hostile)
         expected = whole.with_fp32_moments().call("plain").with_moments_as(moments, key=99, first=first)
@@ -87,7 +87,7 @@ def test_random_bits_are_even_and_differ() -> None:
 
 
 def test_neighbours_and_steps_draw_independently() -> None:
-    """As noise would: errors of neighbours, of the two moments and of successive steps neither add up nor cancel."""
+    """Errors of neighbours, of the two moments and of successive steps are uncorrelated."""
     n, lags = 1 << 16, 600
     for key in range(4):
         x = _random_bits(key, 0, n)
@@ -193,7 +193,9 @@ def test_unchanged_values_keep_their_codes(root: bool, isa: str) -> None:
 
 @pytest.mark.parametrize("root", [False, True])
 def test_codes_are_within_one_step(root: bool, isa: str) -> None:
-    """The code of one of the two neighbours, for blocks of any size and spread; the scale is the largest's exponent."""
+    """A value gets one of its two neighbouring codes, for blocks of any size and range; the scale is the largest's
+    exponent.
+    """
     rng = np.random.default_rng(1)
     blocks = 200
     values = rng.standard_normal((blocks, BLOCK)) * 2.0 ** rng.uniform(-30, 0, (blocks, BLOCK))
@@ -233,7 +235,7 @@ def test_codes_are_right_in_the_mean(root: bool) -> None:
 
 
 def test_an_average_follows_gradients_that_are_less_than_half_a_step() -> None:
-    """Rounding to nearest would leave the average where it starts: each step changes it by 1 in 1000."""
+    """Each step changes the average by 1 in 1000, which rounding to nearest would lose."""
     n = 64 * BLOCK
     param, grad = np.zeros(n, np.float32), np.full(n, 2.0, np.float32)
     codes, scales = store(np.full(n, 1.0, np.float32), "8bit")
@@ -255,7 +257,7 @@ def test_zero_stays_zero(isa: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 255, 256, 300, 511, 512, 600])
 def test_a_block_that_is_not_finite(value: float, at: int, isa: str, rule: Any) -> None:
-    """It is zero codes with scale 255, reads as NaN from then on, and leaves its neighbours alone."""
+    """The block has zero codes and scale 255, decodes to NaN, and does not affect its neighbours."""
     n = 601
     rng = np.random.default_rng(2)
     values = rng.standard_normal(n).astype(np.float32)
@@ -285,7 +287,7 @@ def test_a_block_that_is_not_finite(value: float, at: int, isa: str, rule: Any) 
 
 
 def test_a_root_that_is_not_zero_never_becomes_zero(make: Callable[..., Any], isa: str) -> None:
-    """However small beside the block's largest: updates divide by it. Zero stays zero."""
+    """A non-zero root stays non-zero, however small compared with the block's largest, since updates divide by it."""
     values = torch.zeros(256)
     values[1:200] = torch.logspace(-36, -1, 199)
     values[200] = 1.0

@@ -1,4 +1,4 @@
-"""Gradients on their way in: copied or added as torch does, and summed in the same pass with the same bits."""
+"""`receive` copies or adds gradients as torch does, and returns the bit-identical sum of squares in the same pass."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_array_is_not_added_to_itself() -> None:
 @pytest.mark.parametrize("add", [False, True], ids=["copied", "added"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["dense", "transposed"])
 def test_a_part_of_the_target(add: bool, transposed: bool) -> None:
-    """`at` places a source in a part of a flat target, as gradients of a unit are collected."""
+    """`at` places a source in a part of a flat target, as gradients in a unit."""
     target, source = values(5000, torch.float32, 1), values(60, torch.float32, 2).view(6, 10)
     source = source.t() if transposed else source
     expected = target.clone()

@@ -18,7 +18,7 @@ STEPS, N = 20, 10_007
 
 
 def gradients(seed: int) -> list[torch.Tensor]:
-    """Gradients of very different sizes, as layers and steps have them; some elements are always zero."""
+    """Return gradients of very different sizes, as in layers and steps; some elements are always zero."""
     generator = torch.Generator().manual_seed(seed)
     scales = 10.0 ** torch.linspace(-9, 1, N)
     scales[::17] = 0.0
@@ -74,7 +74,7 @@ def test_one_step_against_fp64(
     step: int,
     seed: int,
 ) -> None:
-    """AdamW only: the L2 gradient may cancel to any relative error."""
+    """Tests AdamW only, since an L2 gradient may cancel to any relative error."""
     rng = np.random.default_rng(seed)
     p, g, m = (rng.standard_normal(100).astype(np.float32) for _ in range(3))
     v = np.square(rng.standard_normal(100)).astype(np.float32)
@@ -97,7 +97,7 @@ def test_one_step_against_fp64(
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_formats_hold_the_same_master(rule: Any, moments: Any) -> None:
-    """20 steps from bf16 gradients: the master in all formats is the same, and param is its rounding."""
+    """After 20 steps from bf16 gradients, all formats have the same master, and param is its rounding."""
     hyper = Hyper(rule, 1e-2, (0.9, 0.95), 1e-8, 0.1, momentum=0.9)
     start = torch.randn(N, generator=torch.Generator().manual_seed(3))
     masters: dict[str, torch.Tensor] = {}
@@ -160,7 +160,7 @@ def test_twenty_steps_of_adagrad(weight_decay: float, lr_decay: float) -> None:
 
 
 def follows(hyper: Hyper, grads: list[torch.Tensor], kind: Any) -> None:
-    """20 steps of `hyper` and of torch's optimizer over one parameter, which kind([param]) makes."""
+    """Compare 20 steps of `hyper` and of torch's optimizer, made by kind([param])."""
     start = torch.randn(N, generator=torch.Generator().manual_seed(1))
     expected = torch.nn.Parameter(start.clone())
     optimizer = kind([expected])
@@ -175,7 +175,7 @@ def follows(hyper: Hyper, grads: list[torch.Tensor], kind: Any) -> None:
 
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.0), (0.0, 0.9)], ids=str)
 def test_twenty_steps_of_lion(betas: tuple[float, float]) -> None:
-    """Against the paper's formula in fp64. Gradients are not near zero, where rounding decides the sign."""
+    """Compares with the paper's formula in fp64. Gradients are not near zero, where rounding decides the sign."""
     hyper = Hyper("lion", 1e-2, betas, weight_decay=0.1)
     start = torch.randn(N, generator=torch.Generator().manual_seed(1))
     param, (moments, scales) = start.clone(), zero_moments("lion", N, "fp32")

@@ -1,4 +1,4 @@
-"""fp32 = bf16 + 16-bit remainder: every pattern comes back, and the bf16 is the nearest, ties away from zero."""
+"""fp32 = bf16 + 16-bit remainder: every pattern is restored, and the bf16 is the nearest, ties away from zero."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def join(param: Bits, remainder: Bits, isa: str = "auto", threads: int = 0) -> B
 
 
 def expected_bf16(bits: Bits) -> Bits:
-    """Nearest bf16 in fp64 arithmetic on the values, ties to the larger magnitude: shares nothing with the kernel."""
+    """Return the nearest bf16 by fp64 arithmetic, ties to the larger magnitude, independently of the kernel."""
     magnitude = bits & 0x7FFFFFFF
     below = (magnitude >> 16).astype(np.uint32)
 
@@ -93,7 +93,7 @@ def test_a_strided_cover_of_all_patterns(isa: str) -> None:
 
 
 def test_counts_that_the_design_states() -> None:
-    """Finite values that show as infinity and ties that differ from torch's cast, over upper halves 0 to 0xFFFF."""
+    """Counts finite values that become infinity, and ties that differ from torch's cast, over all upper halves."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     ties = upper | 0x8000
     finite = ties[(ties & 0x7F800000) != 0x7F800000]
@@ -143,7 +143,7 @@ def test_torch_join_of_any_two_halves() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_four_billion_patterns(isa: str) -> None:
-    """In pieces that stay in cache."""
+    """Tests all patterns, in pieces that fit in the cache."""
     size = 1 << 19
     counter = np.arange(size, dtype=np.uint32)
     for start in range(0, 1 << 32, size):

@@ -1,4 +1,4 @@
-"""The sum of squares: the same bits for every ISA, number of threads, alignment and cut; and the right number."""
+"""The sum of squares is correct, and bit-identical for every ISA, number of threads, alignment and split."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def native(x: Array, dtype: Any, **options: Any) -> float:
 
 
 def defined(x: Array, scale: float = 1.0, initial: float = 0.0) -> float:
-    """The definition in infinity/native/_adam.pyi, in numpy."""
+    """Return the sum as defined in infinity/native/_adam.pyi, in numpy."""
     padded = np.zeros(-(-x.size // TILE) * TILE)
     padded[: x.size] = as_doubles(x)
     total = initial

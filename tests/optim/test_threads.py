@@ -44,7 +44,7 @@ def test_many_callers_at_once(make: Callable[..., Any]) -> None:
 
 
 def test_many_short_calls(make: Callable[..., Any]) -> None:
-    """Workers that wake late find the job done, again and again."""
+    """Workers that wake late find the job done, many times."""
     whole = make("fp32", "fp32", 70_000, seed=2)
     expected = whole.copy().call(threads=1)
     for _ in range(300):
@@ -70,7 +70,7 @@ def test_the_interpreter_runs_meanwhile(make: Callable[..., Any]) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_after_fork(make: Callable[..., Any]) -> None:
-    """Also while another thread is inside a call, whose locks the child then finds taken."""
+    """The child works even if another thread was inside a call, whose locks stay locked in the child."""
     whole = make("fp32", "fp32", N, seed=4)
     expected = whole.copy().call(threads=2)
     stop = threading.Event()
@@ -174,7 +174,7 @@ def test_default_threads_of_a_process_that_a_launcher_starts() -> None:
 
 
 def test_idle_threads_sleep_and_the_process_ends() -> None:
-    """In a process of its own, where nothing else runs: no processor time while idle, and no hang at exit."""
+    """A process of its own uses no processor time while idle, and exits without a hang."""
     program = """
 import time
 from array import array

@@ -1,4 +1,4 @@
-"""An update that is cut into tiles gives the bits of the whole: rounding follows the number of an element."""
+"""An update split into tiles is bit-identical to a single one, since rounding follows the number of an element."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.plan.formats import BLOCK
 
 
 def in_tiles(whole: Any, cuts: list[int], first: int, isa: str, order: int) -> Any:
-    """The arrays after each [begin, end) was updated by itself, in memory of its own."""
+    """Return the arrays after each [begin, end) was updated separately, in memory of its own."""
     result = whole.copy()
     for begin, end in list(itertools.pairwise(cuts))[::order]:
         tile = whole.copy((1, 0, 3, 0, 1, 2, 0), n=end, begin=begin).call(isa, first=first + begin)

@@ -366,7 +366,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     frozen = half_frozen()
     with (
         Engine(frozen, engine_config(folder=tmp_path), frozen.parameters(), device=CpuDevice()) as engine,
-        pytest.raises(ModelError, match=r"parameter 0 \(embedding.weight\), which is not trained"),
+        pytest.raises(ModelError, match=r"parameter 0 \(embedding.weight\), which this engine does not train"),
     ):
         engine.optimizer.load_state_dict(saved)
     frozen = half_frozen()
@@ -388,7 +388,7 @@ def test_not_between_backward_and_step(update: str, tmp_path: Path) -> None:
     with open_engine(seeded(Stack), engine_config(folder=tmp_path, accumulation=2, update=update)) as engine:
         saved = engine.optimizer.state_dict()
         assert saved["state"] == {}
-        for done, said in ((1, "1 of 2 micro-batches are in.*engine.drop_gradients"), (2, "after engine.step")):
+        for done, said in ((1, "1 of 2 micro-batches are collected.*engine.drop_gradients"), (2, "after engine.step")):
             engine.backward(engine(*BEFORE[0]))
             for call in (
                 engine.optimizer.state_dict,

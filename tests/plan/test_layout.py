@@ -1,4 +1,4 @@
-"""Layouts for any shapes, groups and ranks: nothing overlaps, everything is aligned, runs cover what was asked for."""
+"""Layouts for any shapes, groups and ranks: no overlap, correct alignment, and runs that cover the requested slots."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_shards_divide_the_unit_into_whole_blocks(layout: UnitLayout) -> None:
 @given(layouts(), st.data())
 @settings(max_examples=200)
 def test_runs_hold_the_elements_of_the_slots_given(layout: UnitLayout, data: st.DataObject) -> None:
-    """By element: who belongs to a slot that was given is in the one run of its group and step, others in none."""
+    """Each element of a requested slot is in the one run of its group and step; other elements are in none."""
     every = st.integers(0, len(layout.slots) - 1)
     steps = {slot: data.draw(st.integers(1, 3)) for slot in data.draw(st.sets(every))}
     expected: list[tuple[int, int] | None] = [None] * layout.numel
@@ -115,7 +115,7 @@ def test_parts_are_the_slots_of_every_shard(layout: UnitLayout) -> None:
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
 def test_elements_are_numbered_through_the_model_on_any_number_of_ranks(sizes: list[int], ranks: int) -> None:
-    """And in any division into units."""
+    """The numbers are the same for any division into units, too."""
     first = 0
     units = []
     for index, size in enumerate(sizes):

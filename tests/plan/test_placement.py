@@ -1,4 +1,4 @@
-"""Placement: every state of every unit has a place of its own on its tier, aligned; tiles cut it without a gap."""
+"""Placement: every state of every unit has its own aligned extent on its tier, and tiles cover it without a gap."""
 
 from __future__ import annotations
 

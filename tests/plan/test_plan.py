@@ -1,4 +1,4 @@
-"""A plan: what it says is allocated, and it is refused if memory is short."""
+"""A plan predicts the allocated bytes, and is rejected if memory is short."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 class CountingDevice(CpuDevice):
-    """Counts what is allocated for the device and for the host."""
+    """Counts the bytes allocated for the device and for the host."""
 
     def __init__(self) -> None:
         self.device_bytes = 0
@@ -52,7 +52,7 @@ class CountingDevice(CpuDevice):
 
 
 class CountingLateDevice(LateDevice):
-    """The same, with memory of its own."""
+    """The same, with its own memory."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -137,7 +137,7 @@ def test_too_little_memory_is_refused_before_a_byte(
 
 
 class Repeated(nn.Module):
-    """Blocks of several units each, of which the last differs."""
+    """Blocks of several units each, the last of which differs."""
 
     def __init__(self, depth: int, width: int = 64) -> None:
         super().__init__()

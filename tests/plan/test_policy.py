@@ -36,7 +36,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 def test_gradients_of_bf16(
     backend: str, stage: int, accumulation: int, given: dict[str, Any], expected: tuple[torch.dtype, ...]
 ) -> None:
-    """(collected, reduced, stored)."""
+    """`expected` is (collected, reduced, stored)."""
     config = Config.load({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **given})
     ranks = RankInfo(backend=backend)
     assert policy(config, accumulation, ranks).grads(BF16) == expected

@@ -24,7 +24,7 @@ def fits(classes: dict[int, int], together: tuple[int, ...]) -> bool:
 
 @given(SIZES, st.integers(1, 5))
 def test_any_units_fit_together(sizes: list[int], depth: int) -> None:
-    """`depth` of them, whichever they are."""
+    """Any `depth` units fit together."""
     classes = size_classes(sizes, depth)
     assert all(fits(classes, together) for together in combinations(sizes, min(depth, len(sizes))))
     assert max(classes) == max(sizes)
@@ -50,7 +50,7 @@ def test_few_that_are_held_together_change_nothing() -> None:
 
 
 def cheapest(sizes: list[int], depth: int) -> int:
-    """Over all ways to cut the sorted sizes into classes."""
+    """Return the least bytes over all ways to cut the sorted sizes into classes."""
     ordered = sorted(sizes)
     best = None
     for count in range(len(ordered)):

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def no_leaks(tmp_path: Path) -> Iterator[None]:
-    """Whatever happens, no descriptor stays open and nothing stays in the folder, or in the folders in it."""
+    """Assert that no descriptor stays open, and no file stays in the folder or its subfolders."""
     before = os.listdir("/proc/self/fd")
     yield
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -1,4 +1,4 @@
-"""Memory that a process may take: the machine's, or what the limits on its control groups leave."""
+"""Memory available to a process: the machine's, or what its control groups' limits leave."""
 
 from __future__ import annotations
 

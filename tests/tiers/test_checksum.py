@@ -1,4 +1,4 @@
-"""Checksums: nothing changes with them on, and a byte that a drive changed is an error that names it, never a loss."""
+"""Checksums: they change no result, and a byte that a drive changes is an error with its location."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(config: Any, device: LateDevice | None = None) -> Result:
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "clip": 0.5}, {"accumulation": 2, "tile_size": 32768}], ids=str)
 @pytest.mark.parametrize(("param", "optim"), ON_NVME)
 def test_training_is_the_same(tmp_path: Path, param: str, optim: str, options: dict[str, Any], late: bool) -> None:
-    """Bit for bit, on one path and on two."""
+    """Training is bit-identical, on one path and on two."""
     device = LateDevice(0.01) if late else None
     options = {**options, "param": param, "optim": optim}
     expected = run(configured(tmp_path, checksum=False, **options), device)
@@ -89,7 +89,7 @@ def test_training_is_the_same(tmp_path: Path, param: str, optim: str, options: d
 
 
 def test_units_of_odd_sizes(tmp_path: Path) -> None:
-    """Extents that end inside a block, and a frozen unit of bytes, which ends inside a page."""
+    """Extents end inside a block, and a frozen unit of bytes ends inside a page."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -123,7 +123,7 @@ def nvme(engine: Engine) -> NvmeTier:
 
 
 def flip(engine: Engine, extent: Extent, offset: int) -> None:
-    """Change one bit at `offset` of the extent, as a drive might, through the file's own buffered descriptor."""
+    """Change one bit at `offset` of the extent through the file's buffered descriptor, as a drive might."""
     descriptors = nvme(engine)._file._fds[1::2]
     at = extent.offset + offset
     member, place = 0, at
@@ -145,13 +145,13 @@ def the_first_byte(extent: Extent) -> int:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of an undisturbed run."""
+    """Return the losses of an undisturbed run."""
     with open_engine(seeded(Stack), configured(tmp_path_factory.mktemp("expected"))) as engine:
         return train(engine, BATCHES)
 
 
 def mismatch(engine: Engine, expected: list[float], start: int) -> ChecksumError:
-    """The error that training on meets; no loss before it is another than it would have been."""
+    """Train on and return the error; losses before it must equal those of an undisturbed run."""
     losses = []
     with pytest.raises(ChecksumError) as caught:
         for batch in BATCHES[start:]:
@@ -194,7 +194,7 @@ def test_a_flipped_bit(
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 def test_a_flipped_bit_in_a_gradient(tmp_path: Path, late: bool) -> None:
-    """Between backward and the update that was waiting for all gradients."""
+    """The bit flips between backward and an update that waits for all gradients."""
     config = configured(tmp_path, clip=0.5)
     with open_engine(seeded(Stack), config, LateDevice(0.01) if late else None) as engine:
         train(engine, BATCHES[:2])
@@ -208,7 +208,7 @@ def test_a_flipped_bit_in_a_gradient(tmp_path: Path, late: bool) -> None:
 
 
 def test_every_block_of_the_file(tmp_path: Path) -> None:
-    """Whichever byte changes, reading what it belongs to says so, and reading anything else does not."""
+    """A changed byte is reported by reads of its extent, and by no others."""
     with open_engine(seeded(Stack), configured(tmp_path, paths=2, clip=0.5)) as engine:
         train(engine, BATCHES[:2])
         engine.settle()
@@ -275,7 +275,7 @@ def faults() -> Iterator[Any]:
 
 @pytest.mark.parametrize("after", [0, 40, 150])
 def test_a_transfer_that_changes_a_byte(faults: Any, tmp_path: Path, expected: list[float], after: int) -> None:
-    """Whatever is being read when it happens."""
+    """Any read that changes a byte is reported."""
     faults([{"where": "event", "flip": True, "only": "read", "after": after}])
     with open_engine(seeded(Stack), configured(tmp_path)) as engine:
         error = mismatch(engine, expected, 0)

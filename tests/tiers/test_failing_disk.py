@@ -26,7 +26,7 @@ BATCHES = token_batches(6)
 
 @pytest.fixture
 def faults() -> Iterator[Any]:
-    """faults(...): what engines made from then on meet; they are made with a fault that never strikes until then."""
+    """faults(...): inject faults into engines made in the test, which start with a fault that never occurs."""
     yield _aio._inject
     _aio._inject([])
 
@@ -45,7 +45,7 @@ def run_until_it_fails(engine: Engine) -> OSError:
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"optim": "cpu"}, {"param": "none"}], ids=str)
 @pytest.mark.parametrize("after", [30, 100])
 def test_the_error_reaches_the_caller(faults: Any, options: dict[str, Any], only: str, after: int, late: bool) -> None:
-    """Wherever in the step it happens: in a fetch, in an update, in the gradients. Every later call is refused."""
+    """The error may occur in a fetch, an update or the gradients. Every later call raises, too."""
     device = LateDevice() if late else None
     faults([{"where": "event", "error": errno.EIO, "only": only, "after": after, "times": 1}])
     engine = open_engine(seeded(Stack), engine_config(**{"prefetch_bytes": 20_000, **options}), device)
@@ -72,7 +72,7 @@ def test_an_error_at_start_leaves_nothing(faults: Any) -> None:
 
 @pytest.mark.parametrize("where", ["block", "submit", "getevents"])
 def test_what_is_no_error_changes_nothing(faults: Any, where: str) -> None:
-    """Short transfers, refused submissions and interrupted waits are continued: bit for bit the same training."""
+    """Short transfers, rejected submissions and interrupted waits are continued, and training is bit-identical."""
     config = engine_config(prefetch_bytes=20_000)
     expected = trained(seeded(Stack), BATCHES, config)
     kinds: dict[str, dict[str, Any]] = {
@@ -88,7 +88,7 @@ def test_what_is_no_error_changes_nothing(faults: Any, where: str) -> None:
 
 
 def poisoned(bad_at: int) -> Stack:
-    """The gradient of one weight is NaN in backward number `bad_at`, the loss is not."""
+    """Make the gradient of one weight NaN in backward number `bad_at`, with a finite loss."""
     model = seeded(Stack)
     backwards = 0
 
@@ -106,7 +106,7 @@ def poisoned(bad_at: int) -> Stack:
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("options", [{"clip": 0.5}, {"update": "next_forward"}, {"update": "after_backward"}], ids=str)
 def test_a_gradient_that_is_not_finite_changes_nothing(options: dict[str, Any], late: bool) -> None:
-    """Found before any unit is updated: the step is refused, the next one is as if it had not been."""
+    """The gradient is found before any update: the step raises, and the next one is unaffected."""
     config = engine_config(prefetch_bytes=20_000, **options)
     expected = trained(seeded(Stack), [*BATCHES[:2], *BATCHES[3:]], config)
     with open_engine(poisoned(3), config, LateDevice() if late else None) as engine:
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(options: dict[str, Any], 
 
 
 def test_a_gradient_that_is_not_finite_during_backward_stops_the_engine() -> None:
-    """Other units of the step are updated by then; the unit itself is as it was."""
+    """Other units of the step are updated by then; the unit itself is unchanged."""
     config = engine_config(prefetch_bytes=20_000)
     with open_engine(poisoned(3), config) as engine:
         train(engine, BATCHES[:2])

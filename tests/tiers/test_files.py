@@ -1,4 +1,4 @@
-"""Swap files: anonymous, reserved, direct where it works, and one clear error where they cannot be."""
+"""Swap files: anonymous, reserved, direct where supported, and one clear error otherwise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, error: int, when: Callable[..., bool]) -> None:
-    """os.<name> fails with `error` when `when(*arguments)`."""
+    """Make os.<name> fail with `error` if `when(*arguments)`."""
     real = getattr(os, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -76,7 +76,7 @@ def test_where_no_file_is_anonymous(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_folder_that_stays_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on NFS, where a removed file keeps a name while it is open."""
+    """NFS keeps a name for a removed file while it is open."""
     refuse(monkeypatch, "open", errno.EOPNOTSUPP, is_tmpfile)
     refuse(monkeypatch, "rmdir", errno.ENOTEMPTY, lambda *_: True)
     swap = open_swap_files([tmp_path], MB, name="x")
@@ -87,7 +87,7 @@ def test_folder_that_stays_until_the_end(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("how", ["open", "pwrite", "preadv"])
 def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Some file systems refuse the flag, others accept it and refuse the transfer."""
+    """Some file systems reject the flag, others accept it and reject the transfer."""
     refuse(monkeypatch, how, errno.EINVAL, is_direct if how == "open" else lambda *_: True)
     with (
         pytest.warns(RuntimeWarning, match=f"{tmp_path} .* refuses direct I/O .*page cache") as caught,
@@ -131,7 +131,7 @@ def test_not_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("also_named", [False, True])
 def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, also_named: bool) -> None:
-    """The permission is refused by the seam: nothing is unwritable for root."""
+    """The error is injected, since root may write everywhere."""
     refuse(monkeypatch, "open", errno.EOPNOTSUPP if also_named else errno.EACCES, is_tmpfile)
     refuse(monkeypatch, "mkdir", errno.EROFS, lambda *_: True)
     reason = "Read-only file system" if also_named else "Permission denied"

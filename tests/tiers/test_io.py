@@ -1,4 +1,4 @@
-"""Which I/O engine is opened, and what is said when the kernel refuses one."""
+"""Selection of the I/O engine, and errors if the kernel rejects one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def faults() -> Iterator[Any]:
 
 
 def refused(name: str, error: int, monkeypatch: pytest.MonkeyPatch, text: str = "refused") -> None:
-    """Engines whose backend begins with `name` fail with `error`."""
+    """Make engines fail with `error` if their backend's name starts with `name`."""
     real = _aio.Engine
 
     def make(*sizes: int, backend: str = "") -> _aio.Engine:
@@ -89,7 +89,7 @@ def test_a_build_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("engine", "reasons"), [("auto", 2), ("libaio", 1), ("io_uring", 1)])
 def test_nothing_left_to_try(faults: Any, engine: str, reasons: int) -> None:
-    """Every reason is given: both engines' where either would do."""
+    """The error has the reasons of both engines if either would do."""
     faults([{"where": "setup", "error": errno.EAGAIN, "times": -1}])
     with pytest.raises(StorageError) as caught:
         open_engine(engine, **SIZES)

@@ -38,7 +38,7 @@ def test_trains_as_on_a_prompt_disk(
 
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
 def test_one_unit_of_several_tiles(monkeypatch: pytest.MonkeyPatch, update: str) -> None:
-    """A model that is one unit is updated again while its states may still be on their way to the disk."""
+    """A model of one unit is updated again while its states may still be in flight to the disk."""
     batches = vector_batches(8, width=96)
     config = engine_config(unit_size="64MiB", update=update)
     make = lambda: Linears(96, depth=1)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Host memory knows when it is given back to the system: the kernel must not use its pages any longer."""
+"""Host memory reports its release, after which the kernel must not use its pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_told_once_when_the_last_view_is_gone() -> None:
 
 
 def test_told_while_it_is_still_mapped() -> None:
-    """Later, its address may be another's."""
+    """The report comes before the unmapping, after which the address may be reused."""
     seen: list[bool] = []
     memory = host_tensor(NBYTES)
     address = memory.data_ptr()
@@ -52,7 +52,7 @@ def test_empty_tensors_too() -> None:
 
 
 def test_registered_buffers_come_and_go(tmp_path: Path) -> None:
-    """New memory often gets the address of what was just unmapped; what the disk holds must arrive in the new."""
+    """New memory often gets the address of unmapped memory; reads must arrive in the new pages."""
     engine = open_engine(block_size=1 << 20, queue_depth=4, threads=1)
     tier = NvmeTier(open_swap_files([tmp_path], NBYTES, name="x"), NBYTES, engine, CpuDevice())
     extent = Extent("nvme", 0, NBYTES, "test")

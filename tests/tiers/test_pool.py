@@ -1,4 +1,4 @@
-"""Leases: given back once, poisoned, reused in the order asked for, replaced when somebody still looks."""
+"""Leases: returned once, poisoned, reused in the requested order, replaced while a view of them exists."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_released_buffer_is_nan_in_every_format() -> None:
 
 @pytest.mark.parametrize("fifo", [True, False])
 def test_the_order_of_reuse(fifo: bool) -> None:
-    """First in, first out shows lifetime errors that handing the same buffer back would hide."""
+    """First in, first out exposes lifetime errors that immediate reuse would hide."""
     made = pool({64: 3}, fifo=fifo)
     leases = [made.lease(64) for _ in range(3)]
     addresses = [lease.address for lease in leases]
@@ -98,7 +98,7 @@ def test_waiting_for_a_buffer() -> None:
 
 
 def test_many_threads_share_a_pool() -> None:
-    """No two hold one buffer at a time."""
+    """No two threads hold one buffer at the same time."""
     made = pool({64: 3}, poison=True, fifo=True)
     wrong: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Striping: where each byte lies, that training does not see it, that a path which fails leaves nothing on others."""
+"""Striping: the place of each byte, unchanged training, and no leftovers if one path fails."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_shares_are_what_the_chunks_need(nbytes: int, chunk: int, paths: int) ->
 
 
 class Model:
-    """A striped file with nothing in it but the map: byte o is in member (o // chunk) % n at the offset beside."""
+    """A model of a striped file: byte o is in member (o // chunk) % n at the offset in the map."""
 
     def __init__(self, nbytes: int, members: int) -> None:
         self.members = members
@@ -193,7 +193,7 @@ def test_no_path() -> None:
 
 
 def test_space_on_one_file_system_is_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each share would fit alone."""
+    """Each share would fit alone, but not all of them."""
     monkeypatch.setattr(files, "open_anonymous", lambda *_: pytest.fail("something was created"))
     paths = folders(tmp_path, 2)
     status = os.statvfs(tmp_path)
@@ -258,7 +258,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_second_path_that_is_small(tmp_path: Path, small_disk: Path) -> None:
-    """Two file systems: each has to hold its own share, no more, and there is nothing to warn of."""
+    """On two file systems, each holds only its own share, without a warning."""
     (first,) = folders(tmp_path, 1)
     with pytest.raises(OutOfSpaceError, match=f"too little space in {small_disk}: 5,242,880 bytes are needed"):
         open_swap_files([first, small_disk], 10 << 20, name="x")
@@ -292,7 +292,7 @@ AIO = {"block_size": CHUNK, "thread_count": 2}
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "clip": 0.5}, {"param": "cpu"}, {"optim": "none"}], ids=str)
 def test_training_is_the_same(tmp_path: Path, options: dict[str, Any], late: bool) -> None:
-    """Bit for bit, whatever the number of paths."""
+    """Training is bit-identical for any number of paths."""
     paths = folders(tmp_path, 3)
     one, two, three = (
         trained_on(paths[:count], {**options, "aio": AIO}, LateDevice(0.01) if late else None) for count in (1, 2, 3)

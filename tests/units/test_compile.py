@@ -449,14 +449,14 @@ class Recomputed(Block):
 
 
 def test_checkpoint_within_a_graph(make_engine: OpenEngine) -> None:
-    """Blocks of one graph each, which calls a checkpoint."""
+    """Blocks of one graph each, with a checkpoint inside."""
     assert_as_plain(make_engine, compiled_blocks(lambda: OfBlocks(Recomputed), fullgraph=True), **BLOCKS)
 
 
 @pytest.mark.filterwarnings("ignore:something still refers to the parameters of unit")
 @pytest.mark.parametrize("around", ["model", "block", "part"])
 def test_saved_tensor_hooks_around_compiled_code(make_engine: OpenEngine, around: str) -> None:
-    """Hooks that keep the parameters they are given: those of a part of a unit may not keep them until backward."""
+    """Hooks that keep the parameters passed to them; those of a part of a unit may not keep them until backward."""
 
     class Parted(Block):
         def __init__(self, width: int) -> None:
@@ -521,12 +521,12 @@ class Custom(Block):
 @pytest.mark.parametrize("kind", [Edited, Custom])
 @pytest.mark.parametrize("options", [NVME, BLOCKS], ids=["nvme", "blocks"])
 def test_compiled_blocks_of_other_kinds(make_engine: OpenEngine, kind: type[Block], options: dict[str, Any]) -> None:
-    """Parameters that compiled code edits, or keeps for backward by itself."""
+    """Parameters that compiled code edits, or saves for backward itself."""
     assert_as_plain(make_engine, compiled_blocks(lambda: OfBlocks(kind)), **options)
 
 
 def test_autocast(make_engine: OpenEngine) -> None:
-    """torch.autocast around a compiled model, and within the function that is compiled."""
+    """torch.autocast around a compiled model, and inside of the compiled function."""
 
     def run(engine: Any) -> list[float]:
         def called(*batch: torch.Tensor) -> Any:
@@ -541,7 +541,7 @@ def test_autocast(make_engine: OpenEngine) -> None:
 
 
 def test_threads_and_evaluation(make_engine: OpenEngine) -> None:
-    """Graphs made in one thread, used and made in others one after the other, with evaluation between."""
+    """Graphs made in one thread are used in others, one after another, with evaluation in between."""
 
     def run(engine: Any) -> list[float]:
         losses: list[float] = []
@@ -584,7 +584,7 @@ def test_several_sequence_lengths(make_engine: OpenEngine) -> None:
 
 @pytest.mark.parametrize("options", [NVME, BLOCKS], ids=["nvme", "blocks"])
 def test_inductor_within_its_tolerance(make_engine: OpenEngine, options: dict[str, Any]) -> None:
-    """Blocks compiled by inductor. Where parts of a block are units its kernels are others, and so is the rounding."""
+    """Blocks compiled by inductor. If parts of a block are units, its kernels and their rounding differ."""
     batches = token_batches(3)
     model = seeded(lambda: Stack(depth=2))
     expected = plain(model, blocks_in_place(model, "inductor"), batches)

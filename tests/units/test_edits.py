@@ -222,7 +222,7 @@ def test_in_a_forward_hook_without_gradients(edit: Edit, place: dict[str, Any]) 
 @PLACES
 @pytest.mark.parametrize("number", [0, 5])
 def test_in_a_tensor_hook_of_backward(number: int, place: dict[str, Any]) -> None:
-    """The gradient of a layer's output edits another layer that backward needs no more, or never needed."""
+    """The hook of an output's gradient edits another layer, which backward no longer needs or never needed."""
 
     def story(loop: Any) -> Any:
         layers = loop.model.layers

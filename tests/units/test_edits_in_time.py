@@ -103,7 +103,7 @@ def set_when_awaited(waited_for: threading.Event, unit: Unit, monkeypatch: pytes
 
 
 def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its write refers to the buffer, and is no view that somebody keeps: it is waited for."""
+    """The write in flight references the buffer and is not a kept view, so the engine waits for it."""
     waited_for = hold_updates(monkeypatch)
     batch, *_ = vector_batches(1, width=96)
     engine = make_engine(seeded(lambda: Linears(96, depth=1)), unit_size="64MiB", update="next_forward")
@@ -121,7 +121,7 @@ def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, m
 def test_a_step_after_backward_ends_once_the_update_is_written(
     make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step waits for the write and leaves it to no later use of the unit."""
+    """The step waits for the write, instead of a later use of the unit."""
     waited_for = hold_updates(monkeypatch)
     batch, *_ = vector_batches(1, width=96)
     engine = make_engine(seeded(lambda: Linears(96, depth=1)), unit_size="64MiB", update="after_backward")

@@ -136,7 +136,7 @@ def test_a_backward_that_fails_before_its_first_gradient(make_engine: OpenEngine
 
 
 def test_a_backward_that_failed_after_updates_stops_the_engine(make_engine: OpenEngine) -> None:
-    """Later blocks are updated before earlier ones fail: half a step cannot be undone, and the engine says so."""
+    """Later blocks are updated before earlier ones fail. Half a step cannot be undone, so the engine raises."""
     engine = make_engine(seeded(failing))
     for batch in BATCHES[:3]:
         engine.backward(engine(*batch))

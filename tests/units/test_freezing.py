@@ -1,4 +1,4 @@
-"""`requires_grad` may be changed at any time for what was trained when the engine was made."""
+"""`requires_grad` of parameters that were trained at construction may be changed at any time."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_unfreezing_what_was_frozen_at_the_start(
 
 
 class Scaled(nn.Module):
-    """(batch, 32) → the same, by frozen scales of a ParameterDict, whose own forward nobody calls."""
+    """(batch, 32) → the same, by frozen scales of a ParameterDict, whose own forward is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Scales(nn.Module):
 @PLACES
 @pytest.mark.parametrize("used", ["in forward", "in the loop"])
 def test_unfreezing_what_no_module_holds(used: str, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """It is refused where it is used, in whatever code."""
+    """The error is raised where the parameter is used, in any code."""
     place = {**place, **({"unit_size": 64} if "unit_size" in place else {})}
     engine = make_engine(seeded(Scales), **place)
     scale = engine.module.layers[1].scales["other"]

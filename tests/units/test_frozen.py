@@ -1,4 +1,4 @@
-"""A frozen base with a small trained part: few units are resident however deep the base is, and nothing of it moves."""
+"""A frozen base with a small trained part: few units are resident for any depth of the base, which is never written."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_derivative_in_a_forward_is_refused_by_name(
     make_engine: OpenEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With what to use instead, and the engine goes on."""
+    """The error names the alternative, and the engine continues."""
     engine = make_engine(seeded(Slopes), **place)
     before = training(BATCHES[:2])(EngineLoop(engine))
     with monkeypatch.context() as patched:
@@ -261,7 +261,7 @@ def test_nothing_is_left_behind(make_engine: OpenEngine) -> None:
 
 
 class Twice(Small):
-    """One of its layers is under two names."""
+    """A model with one layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()

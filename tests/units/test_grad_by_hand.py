@@ -47,7 +47,7 @@ BY_HAND: list[Callable[[nn.Module], object]] = [
 def test_is_refused_between_backward_and_step(
     by_hand: Callable[[nn.Module], object], update: str, make_engine: OpenEngine
 ) -> None:
-    """The error names the alternatives, and the step goes on unharmed."""
+    """The error names the alternatives, and the step continues unharmed."""
     engine = make_engine(seeded(Linears), update=update)
     engine.backward(engine(*BATCHES[0]))
     with pytest.raises(UsageError, match=r"\.grad was .*gradient_clipping.*get_full_grad"):

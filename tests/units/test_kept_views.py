@@ -75,7 +75,7 @@ def test_in_every_schedule_with_micro_batches(view: str, update: str) -> None:
 
 
 class Lender(nn.Module):
-    """(batch, 32) → the same. Its first forward leaves a view of its weight to the layer after the next."""
+    """(batch, 32) → the same. Its first forward passes a view of its weight to the layer after the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_a_module_keeps_a_view_of_anothers_parameter(place: dict[str, Any]) -> N
 
 
 class Unused(nn.Module):
-    """(batch, 32) → the same. Its weight is used by a view that a forward without gradients made, and gets none."""
+    """(batch, 32) → the same. Its weight is used through a view made in a forward without gradients, and gets none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_a_parameter_without_a_gradient_counts_no_edit(place: dict[str, Any]) ->
 
 
 class Returning(nn.Module):
-    """x → the same, or what the function gives of its weight."""
+    """x → the same, or the function's result for its weight."""
 
     def __init__(self, returned: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Returning(nn.Module):
 
 
 class Codebooks(nn.Module):
-    """Uses what its layers return, and with `decay` edits it."""
+    """Uses the results of its layers, and edits them with `decay`."""
 
     def __init__(self, returned: Callable[[torch.Tensor], torch.Tensor], decay: float = 1.0) -> None:
         super().__init__()

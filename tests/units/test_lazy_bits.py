@@ -1,4 +1,6 @@
-"""Saved weights keep what their memory does not show: conjugate and negative bits, complex views, subclasses."""
+"""Saved weights keep properties that their memory does not show: conjugate and negative bits, complex views,
+subclasses.
+"""
 
 from __future__ import annotations
 

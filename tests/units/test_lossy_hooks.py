@@ -1,4 +1,4 @@
-"""Saved-tensor hooks of the user's that round: backward gets what they give back, of weights too."""
+"""The user's saved-tensor hooks may round: backward gets the rounded values, of weights, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = vector_batches(5)
 
 
 def coarse(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded so far that it shows in every gradient."""
+    """Return the tensor rounded so coarsely that it shows in every gradient."""
     return (tensor.detach() * 4).round() / 4 if tensor.is_floating_point() else tensor
 
 
@@ -47,7 +47,7 @@ def test_hooks_that_round(inside: bool, place: dict[str, Any]) -> None:
 @LATE_TOO
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_hooks_of_the_loop(place: dict[str, Any]) -> None:
-    """Around the whole forward."""
+    """Hooks around the whole forward."""
 
     def story(loop: Any) -> list[float]:
         seen = []

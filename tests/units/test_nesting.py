@@ -24,7 +24,7 @@ BATCHES = vector_batches(4, width=WIDTH)
 
 
 class Level(nn.Module):
-    """Uses its own parameters before and after the levels below it run. (batch, WIDTH) → the same."""
+    """Uses its own parameters before and after the levels below it. (batch, WIDTH) → the same."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

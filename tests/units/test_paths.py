@@ -196,7 +196,7 @@ def test_several_forwards_for_one_backward(options: dict[str, Any], late: bool) 
 
 @pytest.mark.parametrize("options", [{"clip": 0.5}, {"update": "after_backward"}], ids=str)
 def test_several_backwards_for_one_step(options: dict[str, Any]) -> None:
-    """Gradients of backwards that follow each other are summed, as `.grad` would be."""
+    """Gradients of consecutive backwards are summed, as in `.grad`."""
     config = engine_config(prefetch_bytes=0, **options)
     reference = seeded(Stack)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.01)
@@ -226,7 +226,7 @@ def test_a_second_backward_after_an_update_during_backward_is_refused(make_engin
 
 
 class Shifts(nn.Module):
-    """Adds parameters, of which autograd saves nothing."""
+    """Adds parameters, for which autograd saves nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Shifts(nn.Module):
 
 
 def test_a_gradient_after_the_update_is_refused(make_engine: OpenEngine) -> None:
-    """The second backward needs no values of the units that the first one updated: only its gradients show it."""
+    """The second backward needs no values of the units updated by the first, so only its gradients reveal it."""
     engine = make_engine(seeded(Shifts), unit_size=256, cache_bytes=1 << 20, update="during_backward")
     inputs = torch.randn(3, 4, 32)
     for x in inputs[:2]:
@@ -253,7 +253,7 @@ def test_a_gradient_after_the_update_is_refused(make_engine: OpenEngine) -> None
 
 
 def test_two_losses_of_one_forward(make_engine: OpenEngine) -> None:
-    """The second backward's graph still refers to the units, so the first updates none of them."""
+    """The second backward's graph still references the units, so the first updates none of them."""
 
     class TwoHeaded(Stack):
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -281,7 +281,7 @@ def test_two_losses_of_one_forward(make_engine: OpenEngine) -> None:
 
 
 def test_repeated_forwards_as_in_generation(make_engine: OpenEngine) -> None:
-    """One token more each time, without gradients: as the plain model, with the next units fetched ahead."""
+    """One more token each time, without gradients: equals the plain model, with the next units prefetched."""
 
     class Generates(Stack):
         def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -339,7 +339,7 @@ def test_a_submodule_called_by_itself(make_engine: OpenEngine) -> None:
 
 
 def test_gradients_that_zero_grad_drops(make_engine: OpenEngine) -> None:
-    """As plain PyTorch: a batch whose gradients are dropped might not have been."""
+    """As in plain PyTorch, a batch whose gradients are dropped has no effect."""
     kept, dropped = token_batches(2)
     losses = []
     for skip in (False, True):

@@ -1,4 +1,4 @@
-"""Forward hooks that raise leave no unit held, and training goes on as if nothing had happened."""
+"""Forward hooks that raise leave no unit held, and training continues unchanged."""
 
 from __future__ import annotations
 

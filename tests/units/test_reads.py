@@ -29,7 +29,7 @@ SCHEDULES = pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"accumulatio
 
 
 class Borrowing(nn.Module):
-    """A block that also uses a weight of another one, as DeBERTa does with its position embedding."""
+    """A block that also uses a weight of another one, as in DeBERTa with its position embedding."""
 
     def __init__(self, width: int, lender: list[Block]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Borrowing(nn.Module):
 
 
 class Lending(Stack):
-    """Every block reads a weight of the first; the last lines read weights of blocks from outside all of them."""
+    """A model whose blocks read a weight of the first block, and that reads weights of blocks itself."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_tied_embeddings(options: dict[str, Any]) -> None:
 
 
 def test_a_head_that_is_the_embedding_weight_itself() -> None:
-    """Tied in code, not in the module tree."""
+    """The weights are tied in code, not in the module tree."""
 
     class Functional(Stack):
         def __init__(self) -> None:
@@ -89,7 +89,7 @@ def test_a_head_that_is_the_embedding_weight_itself() -> None:
 
 @SCHEDULES
 def test_weights_in_the_loss_outside_the_model(options: dict[str, Any]) -> None:
-    """A penalty that reads weights after the model's forward, of units that are long released."""
+    """A penalty reads weights after the model's forward, when their units have been evicted."""
 
     def loss_of(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
         module = getattr(model, "module", model)
@@ -121,7 +121,7 @@ def test_shapes_dtypes_and_devices_are_the_parameters_own(make_engine: OpenEngin
 
 
 class Passing(Stack):
-    """Reads a parameter, and passes it on to blocks that run long after other units took the buffers."""
+    """Reads a parameter, and passes it to blocks that run long after other units took the buffers."""
 
     def __init__(self, reentrant: bool | None = None, depth: int = 8) -> None:
         super().__init__(depth=depth)
@@ -147,7 +147,7 @@ class Passing(Stack):
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 def test_a_parameter_that_is_passed_on(reentrant: bool | None, late: bool, options: dict[str, Any]) -> None:
-    """Its unit stays as long as somebody has the parameter, so no module sees a placeholder."""
+    """The unit stays resident while a reference to the parameter exists, so no module sees a placeholder."""
     device = LateDevice() if late else None
     make = lambda: Passing(reentrant)  # noqa: E731
     assert_trains_like_plain(make, BATCHES, units=10, device=device, prefetch_bytes=40_000, **options)
@@ -156,7 +156,7 @@ def test_a_parameter_that_is_passed_on(reentrant: bool | None, late: bool, optio
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)
 def test_more_parameters_that_are_passed_on_than_fit(options: dict[str, Any], late: bool) -> None:
-    """They stay valid, in buffers that are not reused, for as long as somebody has them."""
+    """The parameters stay valid while they are referenced, in buffers that are not reused."""
 
     class Many(Stack):
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ def test_a_users_edit_between_steps(edit: Callable[[Any], None], options: dict[s
 
 
 def test_an_edit_in_bf16_outlives_the_update(make_engine: OpenEngine) -> None:
-    """Both ways to keep a master take the edited value over."""
+    """Both formats of the master adopt the edited value."""
     results = []
     for master in ("remainder", "fp32"):
         engine = make_engine(seeded(Stack), bf16=True, master=master, prefetch_bytes=0, lr=0.0, weight_decay=0.0)

@@ -29,7 +29,7 @@ WHERE = pytest.mark.parametrize("place", [MEMORY, NVME], ids=["memory", "nvme"])
 
 
 class Nested(Linears):
-    """Has a part without parameters of its own, one without any, and a buffer."""
+    """A model with a part without parameters of its own, one without any, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_states_of_the_optimizer(use: str, place: dict[str, Any], make_engine: O
 @WHERE
 @pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "kept"])
 def test_edits_of_a_state_dict(dropped: bool, place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """In a plain loop they change the model. The next forward says that they did not, and then training goes on."""
+    """In a plain loop such edits change the model. The next forward raises an error, and then training continues."""
     engine = make_engine(seeded(Linears), **place)
     expected = training(BATCHES)(PlainLoop(seeded(Linears), engine.config))
     loop, model = EngineLoop(engine), engine.module
@@ -243,7 +243,7 @@ def test_a_forked_child(touch: str, place: dict[str, Any], make_engine: OpenEngi
 @WHERE
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_that_lets_go(place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """A child that closes or drops the engine releases nothing of the parent's."""
+    """A child that closes or drops the engine releases none of the parent's resources."""
     config = engine_config(**place)
     expected = training(BATCHES)(PlainLoop(seeded(Linears), config))
     engine = make_engine(seeded(Linears), config)

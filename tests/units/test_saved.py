@@ -1,4 +1,4 @@
-"""Autograd saves a reference, not bytes: what is saved out of a unit is found again wherever the unit is by then."""
+"""Autograd saves references instead of bytes: a saved tensor of a unit is found in the unit's present buffer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def keeping() -> Linears:
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)
 def test_a_view_kept_by_a_function(options: dict[str, Any]) -> None:
-    """Its buffer is never reused, the values are right, and each unit is named once."""
+    """The view's buffer is never reused, its values are correct, and one warning names each unit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_trains_like_plain(keeping, VECTORS, units=8, quarantines=True, unit_size=4096, **options)
@@ -101,7 +101,7 @@ def test_a_view_kept_by_a_function(options: dict[str, Any]) -> None:
 
 
 class SavesLate(torch.autograd.Function):
-    """x * weight; autograd saves the weight when `between` has run."""
+    """x * weight; autograd saves the weight after `between` has run."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, between: Callable[[], object]) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_a_parameter_that_is_saved_after_its_unit_was_released() -> None:
 
 
 def test_a_view_that_the_model_returns(make_engine: OpenEngine) -> None:
-    """It is the caller's own: whatever becomes of the buffer, its values stay."""
+    """The view is the caller's, and keeps its values when the buffer is reused."""
 
     class Returns(Stack):
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -197,7 +197,7 @@ def test_an_edit_of_a_parameter_whose_unit_was_evicted_since(make_engine: OpenEn
 
 
 def test_an_edit_of_an_activation(make_engine: OpenEngine) -> None:
-    """PyTorch's own check is off while hooks are on, so the hooks make it; the words are PyTorch's."""
+    """PyTorch's check is disabled under hooks, so the hooks check, with PyTorch's text."""
 
     class Edits(Stack):
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -261,9 +261,9 @@ def test_a_gradient_penalty_ends_no_micro_batch(update: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"update": "next_forward"}], ids=str)
 def test_a_graph_that_is_kept_for_a_second_backward(options: dict[str, Any], late_device: LateDevice) -> None:
-    """As long as a graph refers to a unit, the unit is not updated during backward.
+    """A unit is not updated during backward while a graph references it.
 
-    Tied, as nothing refers to an embedding alone: whether it was updated by then was a matter of when it was evicted.
+    The embedding is tied, since otherwise no graph references it, and its update would depend on its eviction.
     """
     model, reference = seeded(lambda: Stack(tied=True)), seeded(lambda: Stack(tied=True))
     config = engine_config(prefetch_bytes=0, **options)

@@ -1,4 +1,4 @@
-"""Parameters that autograd saves themselves, and not a view of them: of a user's own type, and with data assigned."""
+"""Parameters that autograd saves themselves, instead of a view: of a user's own type, and with assigned data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tagged(nn.Parameter):
 
 
 class Tag(torch.autograd.Function):
-    """x * weight; looks at the type and field of the weight in backward."""
+    """x * weight; checks the type and field of the weight in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def assigned_before(part: Part, x: torch.Tensor) -> torch.Tensor:
 
 
 def assigned_after(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """Backward finds the data of later in the parameter."""
+    """Assign data after the forward; backward sees the later data in the parameter."""
     y = product(part, x)
     part.weight.data = 0.9 * part.weight.data
     return y

@@ -1,4 +1,4 @@
-"""The trace: what it says about the next use, and how the tracer follows, departs and records anew."""
+"""The trace: its answers about the next use, and how the tracer follows, deviates and records again."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_cycle_that_was_cut_short_is_no_trace() -> None:
 
 
 def test_a_shorter_cycle_replaces_the_trace() -> None:
-    """It kept to the trace as far as it went, but the rest would be fetched for nothing."""
+    """The cycle follows the trace to its own end; the rest of the trace would only cause useless fetches."""
     tracer = Tracer()
     cycle(tracer, [0, 1, 2])
     cycle(tracer, [0, 1])

@@ -22,7 +22,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def deberta_v2() -> nn.Module:
-    """Every layer is passed the position embeddings that one layer norm makes of a weight."""
+    """Return a model whose layers all get the position embeddings that a layer norm computes from one weight."""
     config = transformers.DebertaV2Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
         max_position_embeddings=LENGTH, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4,
@@ -32,7 +32,7 @@ def deberta_v2() -> nn.Module:
 
 
 def deberta() -> nn.Module:
-    """Every layer is passed the weight of the encoder's position embedding, the parameter itself."""
+    """Return a model whose layers all get the weight of the encoder's position embedding."""
     config = transformers.DebertaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
         max_position_embeddings=LENGTH, relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0,
@@ -42,7 +42,7 @@ def deberta() -> nn.Module:
 
 
 def albert() -> nn.Module:
-    """Six layers that are one, and an embedding that is narrower than the model."""
+    """Return a model of six shared layers, with an embedding narrower than the model."""
     config = transformers.AlbertConfig(
         vocab_size=VOCABULARY, embedding_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
         num_hidden_groups=2, num_attention_heads=2, max_position_embeddings=LENGTH, classifier_dropout_prob=0.0,
@@ -106,7 +106,7 @@ def test_trains(name: str, reentrant: bool | None, bf16: bool, tmp_path: Path) -
 
 
 def test_generates(tmp_path: Path) -> None:
-    """`generate` with its cache, before and after a step, says what the plain model says."""
+    """`generate` with its cache, before and after a step, gives the plain model's tokens."""
     reference, model = seeded(gpt2), seeded(gpt2)
     config = engine_config(folder=tmp_path, unit_size=60_000)
     prompt = BATCHES[0][0][:1, :4]

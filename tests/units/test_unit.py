@@ -1,4 +1,4 @@
-"""A unit's residency: the table of moves, placeholders, edits and what counts as a view."""
+"""A unit's residency: the table of transitions, placeholders, edits, and the definition of a view."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bound() -> tuple[Unit, Pool]:
 
 
 def test_the_table_of_moves() -> None:
-    """Every pair of residencies, allowed or refused; the reader's table above is the code's."""
+    """Every pair of residencies is allowed or refused; the table above, for readers, equals the code's."""
     allowed = {tuple(move.split()) for move in ALLOWED.replace("\n", " ").split(",")}
     assert {(a.name, b.name) for a, b in TRANSITIONS} == allowed
     for before, after in product(Residency, Residency):

@@ -1,4 +1,4 @@
-"""The unit that makes room for another one: the one that is used last, of those that cost nothing to evict."""
+"""Eviction: the unit used furthest in the future, among those that cost nothing to evict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCHES = vector_batches(2)
 
 
 class Busy:
-    """A transfer that nobody may wait for."""
+    """A transfer for which no wait is allowed."""
 
     def wait(self) -> None:
         raise AssertionError("a unit was waited for although another one could make room")
@@ -34,7 +34,7 @@ class Busy:
 
 
 class Writing:
-    """The end of an update, which refers to the unit's buffer until it is waited for."""
+    """The end of an update, which references the unit's buffer until it is waited for."""
 
     def __init__(self, unit: Unit) -> None:
         self.references = [unit.shard_bytes(0), unit.shard_bytes(0)]
@@ -65,7 +65,7 @@ class WithWide(Linears):
 
 
 def evaluated(make_engine: OpenEngine, make: Callable[[], nn.Module] = Linears) -> tuple[Engine, list[Unit], Unit]:
-    """An engine whose trace is known, its units in the order of their eviction, and one that is released."""
+    """Return an engine with a known trace, its units in the order of eviction, and an evicted one."""
     engine = make_engine(seeded(make), **NVME)
     for batch in BATCHES:
         with torch.no_grad():
@@ -111,7 +111,7 @@ def test_one_whose_transfers_have_ended_is_not_busy(how: str, make_engine: OpenE
 
 
 def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> None:
-    """It is the furthest of those that are busy: the others, which were fetched ahead, stay."""
+    """The unit under update is the furthest of the busy ones, so the prefetched ones stay."""
     engine, victims, wanted = evaluated(make_engine)
     updated, *fetched = victims
     engine.parts.store._leave(updated)
@@ -127,7 +127,7 @@ def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> Non
 
 @HOW
 def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
-    """It takes the buffer of one that is free, or none."""
+    """A prefetch takes a free unit's buffer or none."""
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
     store.tracer.begin("eval")
@@ -143,7 +143,7 @@ def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
 
 
 def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
-    """A view would keep the buffer of an evicted unit, at the price of one more."""
+    """Evicting a viewed unit would cost one more buffer, which its view keeps."""
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
     store.tracer.begin("eval")
@@ -158,7 +158,7 @@ def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
 
 
 def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that departs from its trace waits for the read into the buffer that it takes."""
+    """A step that deviates from its trace waits for the read into the buffer that it takes."""
     schedule = Schedule(0, drift=0)
     use_seeded_disks(monkeypatch, schedule)
     engine, _, _ = evaluated(make_engine)
@@ -181,7 +181,7 @@ def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, mo
 
 
 def test_one_of_another_size_stays(make_engine: OpenEngine) -> None:
-    """The buffer would be of no use, although its next use is the furthest."""
+    """A unit of another size stays, although its next use is the furthest, since its buffer would not fit."""
     engine, victims, wanted = evaluated(make_engine, WithWide)
     store, wide = engine.parts.store, engine.units[7]
     store.tracer.begin("eval")

@@ -104,7 +104,7 @@ def plainly(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_a_weight_that_backward_needs_after_its_gradient(run: Run, product: Product, make_engine: OpenEngine) -> None:
     """The update waits for the step, since recomputation keeps the weight itself and would read the new values.
 
-    Backward waits for an update under way, so that an early one changes the result.
+    Backward waits for an update in flight, so an early update changes the result.
     """
     config = engine_config(prefetch_bytes=0, update="during_backward", lr=1e-2)
     expected = plain(seeded(lambda: Straights(run, lambda: None, product)), BATCHES, config)

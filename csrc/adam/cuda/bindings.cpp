@@ -69,7 +69,7 @@ std::vector<std::string> architectures() {  // in CMake's notation: 75-real;90
 }
 
 PYBIND11_MODULE(_adam_cuda, m) {
-    m.doc() = "Optimizer steps over flat arrays in a CUDA device's memory, given by address.";
+    m.doc() = "Optimizer steps over flat arrays in a CUDA device's memory, passed by address.";
     def_update<int, std::uintptr_t>(
         m,
         [](const UpdateCall& call, int device, std::uintptr_t stream) {
@@ -79,14 +79,14 @@ PYBIND11_MODULE(_adam_cuda, m) {
         "device"_a, "stream"_a);
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "out"_a, "tiles"_a,
           "scale"_a = 1.0, "initial"_a = 0.0, "initial_at"_a = py::none(), "device"_a, "stream"_a,
-          "initial + sum of (scale * x)^2 in fp64, written to `out`.");
+          "Write initial + sum of (scale * x)^2 in fp64 to `out`.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
-          "fp32 to bf16 (half away from zero) and the int16 that makes it exact.");
+          "Split fp32 into bf16 (half away from zero) and the int16 remainder.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
-          "bf16 and int16 back to fp32.");
-    m.def("device_count", &device_count, "Devices that this module could use; 0 without a driver.");
-    m.def("refusal", &refusal, "CUDA's error if there is no device; empty otherwise.");
-    m.def("compute_capability", &compute_capability, "device"_a, "10 * major + minor.");
+          "Join bf16 and int16 remainder to fp32.");
+    m.def("device_count", &device_count, "Return the number of devices; 0 without a driver.");
+    m.def("refusal", &refusal, "Return CUDA's error if there is no device; empty otherwise.");
+    m.def("compute_capability", &compute_capability, "device"_a, "Return 10 * major + minor.");
     m.attr("ARCHITECTURES") = architectures();
     m.attr("TOOLKIT") = INFINITY_CUDA_TOOLKIT;
     m.attr("SUM_TILE") = kSumTile;

@@ -17,8 +17,8 @@ _CACHED = 1 << 16
 
 class WrongByte(NamedTuple):
     offset: int
-    found: int
-    wanted: int
+    read: int
+    expected: int
 
 
 class Contents:
@@ -55,21 +55,21 @@ class Contents:
             self._checksums[key] = _aio.checksum(self.pattern.address + key[0], nbytes)
         return self._checksums[key]
 
-    def wrong_byte(self, offset: int, found: NDArray[np.uint8], *, exactly: bool = False) -> WrongByte | None:
-        """Return the first wrong byte of `found`, which was read at `offset`; None if all are correct.
+    def wrong_byte(self, offset: int, content: NDArray[np.uint8], *, exactly: bool = False) -> WrongByte | None:
+        """Return the first wrong byte of `content`, which was read at `offset`; None if all are correct.
 
         Compares checksums, unless `exactly` is set or there is none. Checksums read half as much, without the GIL.
         """
-        if not exactly and self.checksum(offset, len(found)) == _aio.checksum(found.ctypes.data, len(found)):
+        if not exactly and self.checksum(offset, len(content)) == _aio.checksum(content.ctypes.data, len(content)):
             return None
-        pages = self._pages(offset, len(found))
+        pages = self._pages(offset, len(content))
         edges = [0, *(np.flatnonzero(np.diff(pages)) + 1).tolist(), len(pages)]
         for first, last in itertools.pairwise(edges):
-            start, part = offset + first * PAGE, found[first * PAGE : last * PAGE]
-            wanted = self.pattern.expected(start, len(part), int(pages[first]))
-            if not np.array_equal(part.view(np.uint64), wanted.view(np.uint64)):
-                where = int(np.argmax(part != wanted))
-                return WrongByte(start + where, int(part[where]), int(wanted[where]))
+            start, part = offset + first * PAGE, content[first * PAGE : last * PAGE]
+            expected = self.pattern.expected(start, len(part), int(pages[first]))
+            if not np.array_equal(part.view(np.uint64), expected.view(np.uint64)):
+                where = int(np.argmax(part != expected))
+                return WrongByte(start + where, int(part[where]), int(expected[where]))
         return None
 
     def _pages(self, offset: int, nbytes: int) -> NDArray[np.int32]:

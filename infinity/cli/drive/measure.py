@@ -96,11 +96,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A request in flight. found: the buffer of a read at `offset`; None for a write."""
+    """A request in flight. buffer: that of a read at `offset`; None for a write."""
 
     request: _aio.Request
     offset: int
-    found: NDArray[np.uint8] | None = None
+    buffer: NDArray[np.uint8] | None = None
 
 
 _PASS = Workload("write")
@@ -317,25 +317,25 @@ class Bench:
     def _compare(self, done: _Pending) -> float:
         """Compare a read and return the CPU seconds taken. Raises OSError (EIO) if bytes differ from those written."""
         begin = time.thread_time()
-        if done.found is not None:
-            self._check(done.offset, done.found)
+        if done.buffer is not None:
+            self._check(done.offset, done.buffer)
         return time.thread_time() - begin
 
     def _land(self, reading: _Pending) -> None:
         reading.request.wait()
-        if reading.found is not None:
-            self._check(reading.offset, reading.found, exactly=True)
+        if reading.buffer is not None:
+            self._check(reading.offset, reading.buffer, exactly=True)
 
-    def _check(self, offset: int, found: NDArray[np.uint8], *, exactly: bool = False) -> None:
-        wrong = self.contents.wrong_byte(offset, found, exactly=exactly)
+    def _check(self, offset: int, content: NDArray[np.uint8], *, exactly: bool = False) -> None:
+        wrong = self.contents.wrong_byte(offset, content, exactly=exactly)
         if wrong is not None:
             raise self._error(wrong)
-        self.verified_bytes += len(found)
+        self.verified_bytes += len(content)
 
     def _error(self, wrong: WrongByte) -> OSError:
         folder = self.paths[wrong.offset // self._chunk % len(self.paths)]
         text = (
-            f"byte {wrong.offset:,} of {self.nbytes:,} was read as {wrong.found:#04x}, but {wrong.wanted:#04x} was "
+            f"byte {wrong.offset:,} of {self.nbytes:,} was read as {wrong.read:#04x}, but {wrong.expected:#04x} was "
             "written: check this drive (kernel log, smartctl) before you store data on it"
         )
         return OSError(errno.EIO, text, str(folder))
