@@ -115,7 +115,7 @@ def test_each_rank_gets_its_random_numbers_back_and_all_hear_of_damage(pair: Gro
     one, two = pair.run(cases.interrupted, folder=str(tmp_path), directory=str(tmp_path / "saved"))
     assert one["drawn"][0] == one["drawn"][1] != two["drawn"][0] == two["drawn"][1]
     assert sorted("another rank" in outcome["said"] for outcome in (one, two)) == [False, True]
-    assert all("use another checkpoint" in outcome["said"] for outcome in (one, two))
+    assert all("Use another checkpoint" in outcome["said"] for outcome in (one, two))
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: Group, tmp_path: Path) -> None:
