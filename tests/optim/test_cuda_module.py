@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import infinity
+import infinity.native
 from infinity.cli.report import collect
 from infinity.optim import cuda_adam
 
@@ -45,7 +45,7 @@ def test_without_a_gpu_a_call_is_an_error_in_cudas_words() -> None:
 
 def test_a_build_without_them_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "infinity.native._adam_cuda", None)
-    monkeypatch.delattr(infinity, "_adam_cuda", raising=False)
+    monkeypatch.delattr(infinity.native, "_adam_cuda", raising=False)
     reason = "this build has no CUDA kernels (nvcc was not found when it was built)"
     assert cuda_adam.why_not() == reason and not cuda_adam.available()
     assert collect()["cuda"]["own kernels"] == f"{reason}; torch's fused AdamW updates on CUDA devices"

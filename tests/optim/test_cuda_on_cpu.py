@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
-import infinity
+import infinity.native
 from infinity.cli.report import collect
 from infinity.optim import cpu_adam, cuda_adam
 from infinity.optim.moments import zero_moments
@@ -109,7 +109,7 @@ def test_arguments_are_checked_as_the_cpus_are(kernels: CudaKernels) -> None:
 @pytest.fixture
 def wrapped(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "infinity.native._adam_cuda", module)
-    monkeypatch.setattr(infinity, "_adam_cuda", module, raising=False)
+    monkeypatch.setattr(infinity.native, "_adam_cuda", module, raising=False)
     monkeypatch.setattr(cuda_adam, "_device", lambda name, tensor: tensor.device)
     monkeypatch.setattr(cuda_adam, "_where", lambda device: {"device": 0, "stream": 0})
     cuda_adam.why_not.cache_clear()
