@@ -44,7 +44,7 @@ _SUMS_AT_ONCE = 2
 # Half are read ahead, half are written.
 _TILE_BUFFERS = 6
 
-_EXCHANGE_BYTES = 16 << 20
+EXCHANGE_BYTES = 16 << 20
 """Bytes of a rank's receive buffer for sums: two pieces per other rank, one being summed and one arriving."""
 _PIECES = (256 << 10, 4 << 20)
 """Smallest and largest bytes of a piece: smaller ones cost round trips, larger ones exceed the cache."""
@@ -148,7 +148,7 @@ def staging_pool() -> PoolSpec:
 def exchange_piece(largest_sum: int, ranks: int) -> int:
     """Return the bytes of a piece in exchanges between pairs of ranks. largest_sum: bytes of the largest part."""
     low, high = _PIECES
-    piece = max(low, min(high, _EXCHANGE_BYTES // (2 * max(1, ranks - 1))))
+    piece = max(low, min(high, EXCHANGE_BYTES // (2 * max(1, ranks - 1))))
     return min(piece // _LINE, -(-largest_sum // _LINE)) * _LINE
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.comm import pairs
 from infinity.comm.pairs import PairwiseCollectives
+from infinity.plan.pools import EXCHANGE_BYTES
 from multirank import cases, pair_cases
 from multirank.test_ranks import assert_bits
 from support.ranks import Group
@@ -86,11 +86,11 @@ def test_the_buffer_is_in_the_ledger(pair: Group, tmp_path: Path) -> None:
 @pytest.mark.parametrize("longest", [0, 100, 10 << 20, 1 << 30])
 def test_the_buffer_is_no_larger_than_needed_and_than_allowed(size: int, longest: int) -> None:
     nbytes = PairwiseCollectives(None, 0, size, sums=longest).nbytes  # type: ignore[arg-type]
-    assert nbytes <= pairs.BUFFER_BYTES
+    assert nbytes <= EXCHANGE_BYTES
     assert nbytes % (2 * max(1, size - 1) * 8) == 0, "pieces of whole elements"
     assert nbytes <= 2 * (size - 1) * (longest + 63)
     if size > 1 and longest:
-        assert nbytes >= min(2 * (size - 1) * longest, pairs.BUFFER_BYTES // 2)
+        assert nbytes >= min(2 * (size - 1) * longest, EXCHANGE_BYTES // 2)
 
 
 def test_stages_give_the_same_bits_on_three_ranks(three: Group, tmp_path: Path) -> None:
