@@ -40,14 +40,14 @@ _WAITS = {
     "join": "join",
 }
 _WITHOUT_ARGUMENTS = {"result", "exception", "join"}  # as `", ".join(names)` and `logger.exception(text)` have some
-_COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignment|hold|token)s?$")
-_MARKS = re.compile(r"^(updated_early|exposed|collected|_viewed|_kept)$")
+_COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignment|pin_count|token)s?$")
+_MARKS = re.compile(r"^(updated_early|kept_alias|collected|_viewed|_kept)$")
 """Attributes that record events of units."""
 _CHANGES = {"add", "discard", "remove", "pop", "clear", "update"}
 _NOTICES = {"notice", "_on_unpack"}
 _LOCKS = re.compile(r"(?:^|_)(lock|mutex|changed|turn|access|condition)$")
 _LIFETIME = re.compile(
-    r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|exposed|pinned|victims"
+    r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|kept_alias|pinned|victims"
     r"|evictable|placeholders)(?:_|$)"
 )
 """Words in the names of functions that decide whether a unit or its buffer is still needed."""
