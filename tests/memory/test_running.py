@@ -40,7 +40,7 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("device", ["nvme", "cpu"])
 def test_the_peak_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
-    """Python, torch and activations, which a plain loop has too, come beside the plan, and 16 MB. An engine with
+    """Python, torch and activations, which a plain loop has too, come beside the plan, and 32 MB. An engine with
     parameters in host memory returns them to the model when it is closed.
     """
     states = running.states_of_plain(FEW)
@@ -50,7 +50,7 @@ def test_the_peak_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
     peak = peak_rss(running.train, layers=FEW, folder=str(tmp_path), device=device)
     said = f"plan {plan / 1e6:.0f} MB, around it {around / 1e6:.0f} MB, returned {returned / 1e6:.0f} MB"
     print(f"peak RSS {peak / 1e6:.0f} MB: {said}")
-    assert peak <= around + plan + returned + 16e6, said
+    assert peak <= around + plan + returned + 32e6, said
 
 
 @pytest.mark.slow
