@@ -43,7 +43,7 @@ class BaseEngine(ABC):
     """The fix after the engine has stopped, for messages."""
 
     def __init__(self, model: nn.Module, config: Config, parts: EngineParts) -> None:
-        self._finalizer = weakref.finalize(self, parts.closer())
+        self._finalizer = weakref.finalize(self, _release, parts.closer(), os.getpid())
         self.module = uncompiled(model)
         """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
         self._called = model
@@ -235,3 +235,9 @@ class BaseEngine(ABC):
         if self.parts.ranks.error:  # set by the thread of collectives, which has no caller to raise it
             self._broken = self.parts.ranks.error
             raise RanksError(self._broken)
+
+
+def _release(close: Callable[[], None], process: int) -> None:
+    """Call `close`, but in a forked child, where the engine's threads do not exist and joining them would hang."""
+    if os.getpid() == process:
+        close()

@@ -264,10 +264,9 @@ class Engine(BaseEngine):
                 coefficient = self.config.gradient_clipping / (norm + 1e-6)
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN propagates, as in torch
         gradients.settle()
-        hypers = self.optimizer.hypers()
         for index in self.updates.collector.take_ready():
             unit = parts.units[index]
-            unit.due_update = self.updates.updater.job(unit, hypers, scale, None)
+            unit.due_update = self.updates.updater.job(unit, scale, None)
             if unit.lease is not None:
                 store.start_update(unit, unit.due_update)
         self.loss_scale.passed()

@@ -18,19 +18,19 @@ class Updater:
 
     def __init__(self, store: UnitStore, gradients: GradStore, ranks: Communicator, *, check_nan: bool) -> None:
         self.hypers: Sequence[Hyper] = ()
-        """Hyper-parameters of the present backward, one entry per param_group."""
+        """Hyper-parameters of the jobs that are created next, one entry per param_group."""
         self._store = store
         self._gradients = gradients
         self._ranks = ranks
         self._check_nan = check_nan
 
-    def job(self, unit: Unit, hypers: Sequence[Hyper], scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
+    def job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         """Return the job that updates `unit` in this step. gradient: None to read it from its tier."""
         slots, rank = self._gradients.slots, self._ranks.shard_rank
         return UpdateJob(
             unit.layout,
             lambda: unit.layout.runs(rank, unit.advance(slots[unit.index])),
-            hypers,
+            self.hypers,
             scale,
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
@@ -43,4 +43,4 @@ class Updater:
 
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
         """Start the update of a unit whose gradient is complete."""
-        self._store.start_update(unit, self.job(unit, self.hypers, 1.0 / self._ranks.size, gradient))
+        self._store.start_update(unit, self.job(unit, 1.0 / self._ranks.size, gradient))

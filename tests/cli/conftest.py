@@ -8,7 +8,7 @@ import pytest
 
 from infinity.cli.drive import tune as tuning
 from infinity.cli.drive.search import Space
-from support.commands import open_files
+from support.descriptors import open_files
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from infinity.engine.training import Engine
 from infinity.errors import ConfigError, ModelError, OutOfSpaceError, StorageError
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config
+from support.descriptors import open_files
 from support.loops import train
 from support.mapped import in_file, kept
 from support.models import Stack, seeded, token_batches
@@ -72,12 +73,10 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-def open_files() -> list[str]:
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        if os.path.exists(link := f"/proc/self/fd/{descriptor}"):
-            found.append(os.readlink(link))
-    return found + [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+def files_in_use() -> list[str]:
+    """Return the paths of files that this process has open or mapped."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [*open_files(), *(line.split(maxsplit=5)[-1] for line in maps)]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -440,6 +439,7 @@ def test_lazy_modules(tmp_path: Path) -> None:
 def test_processes_that_are_forked(tmp_path: Path) -> None:
     """Forked processes share the file, which stays when they end."""
     model = built(tmp_path)
+    gc.collect()  # else the child collects what earlier tests left, and joins threads that it does not have
     child = os.fork()
     if child == 0:
         del model
@@ -460,13 +460,13 @@ def leaves_nothing(tmp_path: Path) -> Iterator[Path]:
     yield folder
     gc.collect()
     assert os.listdir(folder) == []
-    assert [file for file in open_files() if file.startswith(str(folder))] == []
+    assert [file for file in files_in_use() if file.startswith(str(folder))] == []
     assert not torch_module._global_parameter_registration_hooks
 
 
 def test_a_model_that_is_never_trained(leaves_nothing: Path) -> None:
     model = built(leaves_nothing)
-    assert [file for file in open_files() if file.startswith(str(leaves_nothing))]
+    assert [file for file in files_in_use() if file.startswith(str(leaves_nothing))]
     assert os.listdir(leaves_nothing) == []
     del model
 

@@ -37,6 +37,7 @@ from infinity.errors import (
 from infinity.native import _aio
 from infinity.tiers.device import CpuDevice
 from support.configs import raw
+from support.descriptors import open_files
 from support.loops import train
 from support.models import Stack, seeded, token_batches
 from support.mounts import mount
@@ -47,18 +48,6 @@ HUGE = 1 << 21
 
 def make(model: nn.Module, config: dict[str, Any]) -> infinity.Engine:
     return infinity.initialize(model=model, config=config, device=CpuDevice())[0]
-
-
-def open_files() -> dict[str, int]:
-    """Return path → number of open descriptors of this process."""
-    found: dict[str, int] = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            continue
-        found[target] = found.get(target, 0) + 1
-    return found
 
 
 @pytest.fixture

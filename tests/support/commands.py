@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,6 @@ SMALL = ["--size", "16MiB", "--block-size", "256KiB", "--queue-depth", "4"]
 
 def run(*arguments: str | Path, columns: int = 80) -> Any:
     return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": str(columns)})
-
-
-def open_files() -> Iterator[str]:
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def refused(code: int, said: str, *arguments: str | Path) -> None:

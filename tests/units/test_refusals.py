@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import multiprocessing
 import os
 import pickle
 import signal
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +24,9 @@ from conftest import OpenEngine
 from infinity.errors import UsageError
 from support.beside import MEMORY, NVME, EngineLoop, PlainLoop, assert_like, training
 from support.configs import engine_config
+from support.descriptors import open_files
 from support.lifetime import assert_nothing_leaked
+from support.loops import open_engine
 from support.models import Linears, seeded, vector_batches
 
 BATCHES = vector_batches(6)
@@ -242,8 +247,30 @@ def test_a_forked_child(touch: str, place: dict[str, Any], make_engine: OpenEngi
 
 @WHERE
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_that_lets_go(place: dict[str, Any], make_engine: OpenEngine) -> None:
-    """A child that closes or drops the engine releases none of the parent's resources."""
+def test_a_child_that_drops_the_engine(place: dict[str, Any], tmp_path: Path) -> None:
+    """A child in which the engine is collected ends, and closes nothing that is open in the parent."""
+    config = engine_config(folder=tmp_path, **place)
+    expected = training(BATCHES)(PlainLoop(seeded(Linears), config))
+    loops = [EngineLoop(open_engine(seeded(Linears), config))]
+    seen = training(BATCHES[:3])(loops[0])
+
+    def drop() -> None:
+        engine, files = weakref.ref(loops[0].engine), open_files()
+        loops.clear()
+        gc.collect()
+        assert engine() is None
+        assert open_files() == files
+
+    assert in_child(drop) == (0, "")
+    seen += training(BATCHES[3:])(loops[0])
+    assert_like(seen, expected)
+    loops[0].engine.close()
+
+
+@WHERE
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_closes_the_engine(place: dict[str, Any], make_engine: OpenEngine) -> None:
+    """A child that closes the engine releases none of the parent's resources."""
     config = engine_config(**place)
     expected = training(BATCHES)(PlainLoop(seeded(Linears), config))
     engine = make_engine(seeded(Linears), config)
