@@ -70,8 +70,7 @@ class Communicator:
         self._failure = ""
         self._disagreement = ""
         self.replicas = data_parallel(group)
-        self.model = TensorParallelMesh()
-        """The model-parallel ranks of this replica."""
+        self._mesh = TensorParallelMesh()
         if self.replicas is not None:
             self.rank, self.size = dist.get_rank(self.replicas), dist.get_world_size(self.replicas)
             self.backend = str(dist.get_backend(self.replicas))
@@ -99,6 +98,11 @@ class Communicator:
         return self._disagreement
 
     @property
+    def model(self) -> TensorParallelMesh:
+        """The model-parallel ranks of this replica."""
+        return self._mesh
+
+    @property
     def info(self) -> RankInfo:
         """Return the properties of the ranks that a plan depends on."""
         return RankInfo(self.size, self.shards, self.backend, self.model.size)
@@ -112,6 +116,10 @@ class Communicator:
     def shard_rank(self) -> int:
         """Index of this rank's shard."""
         return self.rank if self._sharded else 0
+
+    def set_mesh(self, mesh: TensorParallelMesh) -> None:
+        """Set the model-parallel ranks. Known once the model was read, whose errors this object already carries."""
+        self._mesh = mesh
 
     def set_layouts(self, units: Sequence[UnitLayout]) -> None:
         """Set the layouts of units, by index; the same on all ranks. Allocates the buffers of collectives."""

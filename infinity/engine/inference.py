@@ -51,8 +51,8 @@ class InferenceEngine(BaseEngine):
                     undo.callback(parameter.requires_grad_, True)
             if next(model.parameters(), None) is None:
                 raise ModelError("the model has no parameters: call the model directly, without an engine")
-            plan, units = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
-            parts = assemble(model, config, [], plan, units, seam, ranks, self._on_backward, self._on_backward_end)
+            planned = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
+            parts = assemble(model, planned, seam, ranks, self._on_backward, self._on_backward_end)
             undo.callback(parts.closer())
             ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()

@@ -71,8 +71,8 @@ class Engine(BaseEngine):
             self.batch = config.resolve_batch(ranks.size)
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-            plan, units = plan_model(model, config, groups, seam, ranks)
-            parts = assemble(model, config, groups, plan, units, seam, ranks, self._on_backward, self._on_backward_end)
+            planned = plan_model(model, config, groups, seam, ranks)
+            parts = assemble(model, planned, seam, ranks, self._on_backward, self._on_backward_end)
             undo.callback(parts.closer())
             self.optimizer = UnitOptimizer(
                 present_groups(groups, names, parts.units),

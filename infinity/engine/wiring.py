@@ -1,8 +1,12 @@
-"""Builds the parts of an engine from a plan: opens tiers, streams values in, and connects the parts."""
+"""Plans a model, and builds the parts of an engine from the plan: opens tiers, streams values in, connects the parts.
+
+The config ends here: `plan_model` is its last reader but for the engine itself, and parts are built from the plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,6 +44,15 @@ from infinity.update.kernels import check_on_device, update_run
 from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
 
 
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model's plan, its units, and the lines that have to be equal on all ranks (`infinity.comm.agreement`)."""
+
+    plan: Plan
+    units: ModelUnits
+    common: tuple[str, ...]
+
+
 def plan_model(
     model: nn.Module,
     config: Config,
@@ -49,9 +62,9 @@ def plan_model(
     *,
     train: bool = True,
     dtype: torch.dtype | None = None,
-) -> tuple[Plan, ModelUnits]:
-    """Discover the units of `model`, and return the engine's plan and the units. Other arguments: see `make_plan`."""
-    ranks.model = TensorParallelMesh.of(model, ranks.replicas)
+) -> PlannedModel:
+    """Discover the units of `model` and plan its engine. Allocates nothing. Other arguments: see `make_plan`."""
+    ranks.set_mesh(TensorParallelMesh.of(model, ranks.replicas))
     if train and ranks.model.size > 1 and config.infinity.moments == "8bit":
         raise ConfigError(
             'infinity.moments is "8bit", whose blocks of 256 elements would straddle the shards of tensor parallelism: '
@@ -64,15 +77,18 @@ def plan_model(
         dtype=dtype or compute_dtype(config),
         copies=ranks.model.copies,
     )
-    return make_plan(config, units.discovered, ranks.info, device.info, train=train, dtype=dtype), units
+    plan = make_plan(config, units.discovered, ranks.info, device.info, train=train, dtype=dtype)
+    common = in_common(config, plan.units, model)
+    if train:
+        common += groups_in_common(config, groups)
+        if plan.policy.optim_tier == "device" and plan.device.type == "cuda":
+            check_on_device(config.optimizer.rule, config.infinity.moments)
+    return PlannedModel(plan, units, tuple(common))
 
 
 def assemble(
     model: nn.Module,
-    config: Config,
-    groups: Sequence[dict[str, object]],
-    plan: Plan,
-    model_units: ModelUnits,
+    planned: PlannedModel,
     device: Device,
     ranks: Communicator,
     on_backward_begin: Callable[[], None],
@@ -81,27 +97,23 @@ def assemble(
     """Build the parts for `model`, and move its values to their tiers. on_backward_begin, on_backward_end: as of
     `BackwardTracker`. Releases everything after an error.
 
-    Collective: ranks compare their configs, plans and groups before anything is allocated.
+    Collective: ranks compare `planned.common` before anything is allocated.
     """
+    plan = planned.plan
     check_aliases(model)
     make_buffers(model)
     check_values(model)
+    ranks.check_consistent(planned.common)
     ranks.set_layouts(plan.units)
-    common = in_common(config, plan.units, model)
-    if plan.update is not None:
-        common += groups_in_common(config, groups)
-        if plan.policy.optim_tier == "device" and plan.device.type == "cuda":
-            check_on_device(config.optimizer.rule, config.infinity.moments)
-    ranks.check_consistent(common)
     tiers = open_tiers(plan, device, ranks.rank)
     try:
         states = UnitStates(plan.placement, tiers, plan.policy.states, plan.policy.tile_size, ranks, device)
-        in_order = model_units.in_order(plan.units)
+        in_order = planned.units.in_order(plan.units)
         units = stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         share_buffers(model, ranks)
         move_buffers(model, device.torch_device)
         backward = BackwardTracker(on_backward_begin, on_backward_end)
-        return wire(plan, config, units, model_units, tiers, states, device, ranks, backward)
+        return wire(plan, units, planned.units.needed, tiers, states, device, ranks, backward)
     except BaseException:
         for tier in tiers.values():
             tier.close()
@@ -110,41 +122,29 @@ def assemble(
 
 def wire(
     plan: Plan,
-    config: Config,
     units: Sequence[Unit],
-    model_units: ModelUnits,
+    needed: Mapping[nn.Module, Sequence[int]],
     tiers: dict[str, Tier],
     states: UnitStates,
     device: Device,
     ranks: Communicator,
     backward: BackwardTracker,
 ) -> EngineParts:
-    """Connect the parts of an engine. This is the only function that passes one part to another."""
-    pools = Pools(plan.own_pools, device, tiers.values(), debug=config.infinity.debug)
+    """Connect the parts of an engine by their constructors. needed: indices of the units of each module."""
+    pools = Pools(plan.own_pools, device, tiers.values(), debug=plan.debug)
     scope = Scope(SavedTensors(backward.notice))
-    make_store = partial(
-        UnitStore,
-        units,
-        pools[sizes.UNITS],
-        tiers[plan.policy.param_tier],
-        plan.placement,
-        device,
-        ranks,
-        plan.prefetch_bytes,
-        scope,
-        states.sync_masters_from_edit,
-    )
+    make_store = partial(UnitStore, units, pools[sizes.UNITS], states, device, ranks, scope, plan.prefetch_bytes)
     training: UpdateParts | None = None
     if plan.update is None:
         store = make_store(None, None)
     else:
-        buffers = _grad_buffers(plan, tiers, pools, device, threads=config.infinity.adam_threads)
+        buffers = _grad_buffers(plan, tiers, pools, device)
         gradients = GradStore(ranks, buffers)
-        kernel = partial(update_run, seed=config.infinity.seed, threads=config.infinity.adam_threads)
+        kernel = partial(update_run, seed=plan.seed, threads=plan.adam_threads)
         pipeline = UpdatePipeline(_update_buffers(plan, tiers, pools, device), kernel)
         collector: GradCollector  # assigned below, since store and collector refer to each other
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
-        updater = Updater(store, gradients, ranks, check_nan=config.infinity.check_nan)
+        updater = Updater(store, gradients, ranks, check_nan=plan.check_nan)
         early = updater if plan.update == "during_backward" else None
         step = Step(plan.accumulation, early=early is not None)
         collector = GradCollector(units, ranks, buffers, gradients, step, early, on_arrival=backward.notice)
@@ -157,14 +157,14 @@ def wire(
         pools=pools,
         store=store,
         backward=backward,
-        units_of_module={module: [units[i] for i in indices] for module, indices in model_units.needed.items()},
+        units_of_module={module: [units[i] for i in indices] for module, indices in needed.items()},
         unit_of={id(p): unit for unit in units for p in unit.parameters},
         states=states,
         training=training,
     )
 
 
-def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, *, threads: int) -> GradBuffers:
+def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> GradBuffers:
     return GradBuffers(
         device=device,
         tier=tiers[plan.policy.optim_tier],
@@ -175,7 +175,7 @@ def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Devi
         host_pool=pools.get(sizes.GRADIENT_SHARDS),
         stored_pool=pools[sizes.STORED_GRADIENTS],
         whole=plan.policy.grads_whole,
-        threads=threads,
+        threads=plan.adam_threads,
     )
 
 

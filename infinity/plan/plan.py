@@ -57,6 +57,14 @@ class Plan:
     """Micro-batches of a step."""
     pin_memory: bool
     """Pin the host tier, so that a CUDA device copies asynchronously."""
+    seed: int
+    """Seed of stochastic rounding."""
+    adam_threads: int
+    """Threads of the CPU Adam; 0: as many as torch uses."""
+    check_nan: bool
+    """Do not update a unit during backward from a gradient that is not finite."""
+    debug: bool
+    """Poison released buffers, and reuse each as late as possible."""
 
     def nbytes(self) -> dict[str, int]:
         """Return tier → bytes that the engine allocates: extents and pools."""
@@ -99,9 +107,8 @@ def make_plan(
     pools = [units]
     trained = [layout for layout in layouts if layout.trainable]
     if train:
-        debug = config.infinity.debug
-        pools += gradient_pools(trained, rules, ranks, device, debug=debug)
-        pools += update_pools(trained, rules, device, debug=debug)
+        pools += gradient_pools(trained, rules, ranks, device, debug=config.infinity.debug)
+        pools += update_pools(trained, rules, device, debug=config.infinity.debug)
     io = plan_io(config, placement)
     if io is not None and not device.host_addressable:
         pools.append(staging_pool())
@@ -123,6 +130,10 @@ def make_plan(
         pin_memory=any(
             part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu"
         ),
+        seed=config.infinity.seed,
+        adam_threads=config.infinity.adam_threads,
+        check_nan=config.infinity.check_nan,
+        debug=config.infinity.debug,
     )
 
 

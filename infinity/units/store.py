@@ -4,7 +4,7 @@ Device buffers are a fixed pool. A fetch takes a free buffer, or the buffer of t
 furthest away (Belady's rule over the recorded trace; least recently used while there is none). A unit is evicted only
 when its buffer is needed, and never while a running forward holds it or a write of it is under way. Units with live
 views are evicted last. Their buffer is kept, and the unit is fetched into it again, so that views show its values
-(`infinity.units.views`).
+(`infinity.units.kept`).
 
 The store finds edits of parameters by fingerprints of the buffer, compared when the unit leaves it. PyTorch's version
 counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
@@ -12,28 +12,26 @@ counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from infinity.comm.communicator import Communicator
-from infinity.errors import InfinityError, LifetimeError, RanksError, UsageError, user_level
+from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
-from infinity.plan.placement import Placement, State
-from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import binding, released, residents
+from infinity.units.buffers import UnitBuffers
+from infinity.units.kept import KeptBuffers, edit_lost
 from infinity.units.modes import in_derivative, outside_modes, transformed
 from infinity.units.scope import Scope
+from infinity.units.states import UnitStates
 from infinity.units.trace import Tracer
 from infinity.units.unit import Residency, Unit
-from infinity.units.views import KeptBuffer
 from infinity.update.job import UpdateJob
 from infinity.update.pipeline import UpdatePipeline
 
@@ -45,47 +43,33 @@ class UnitStore:
         self,
         units: Sequence[Unit],
         pool: Pool,
-        tier: Tier,
-        placement: Placement,
+        states: UnitStates,
         device: Device,
         ranks: Communicator,
-        prefetch_bytes: int,
         scope: Scope,
-        sync_masters_from_edit: Callable[[Unit], None],
+        prefetch_bytes: int,
         pipeline: UpdatePipeline | None,
         on_unit_changed: Callable[[Unit, Callable[[int], bool]], None] | None,
     ) -> None:
-        """sync_masters_from_edit: called with a resident unit whose parameters were edited, before the edit is written
-        back or updated. pipeline: executes updates; None for inference. on_unit_changed: called when the unit in use
-        changes, with the new unit and a function: unit index → True if the trace predicts no further use of it in this
-        step.
+        """pool: of device buffers. prefetch_bytes: bytes of units to fetch ahead. pipeline: executes updates; None for
+        inference. on_unit_changed: called when the unit in use changes, with the new unit and a function: unit index →
+        True if the trace predicts no further use of it in this step.
         """
         self.scope = scope
         self.units = list(units)
         self.tracer = Tracer()
         self.wait_seconds = 0.0
         self.fetches = 0
-        self.quarantined: set[int] = set()
-        """Units whose buffer was released while a view of it was alive."""
+        self.prefetch_bytes = prefetch_bytes
+        self.kept = KeptBuffers(pool, device)
+        self.buffers = UnitBuffers(self.units, pool, self.tracer, self._evict, alone=ranks.is_single)
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
         self._pipeline = pipeline
         self._on_unit_changed = on_unit_changed
-        self._sync_masters = sync_masters_from_edit
-        self._pool = pool
-        self._tier = tier
-        self._placement = placement
+        self._states = states
         self._device = device
         self._ranks = ranks
-        self._prefetch_bytes = prefetch_bytes
-        self._sizes = [pool.size_class(unit.layout.nbytes) for unit in self.units]
-        """Size of each unit's buffer in bytes, by unit index."""
-        self._leased: dict[int, Unit] = {}
-        """index → unit, for units with a leased buffer."""
-        self._kept: dict[int, KeptBuffer] = {}
-        """unit index → the buffer that it was released from while views of it were alive."""
-        self._viewed: set[int] = set()
-        """Indices of units with live views when their update of the present step began."""
         for unit in self.units:
             residents.add_parameters(unit, self)
 
@@ -151,14 +135,11 @@ class UnitStore:
             self.failure = error
             raise
 
-    def resident(self) -> list[Unit]:
-        return list(self._leased.values())
-
     # -- fetch -------------------------------------------------------------------------------------------------------
 
     def _arrive(self, unit: Unit) -> None:
         if unit.residency is Residency.RELEASED:
-            self._start(unit, self._lease_for(unit))
+            self._start(unit, self.buffers.lease(unit))
         if unit.residency is Residency.UPDATING:
             self._follow_update(unit)
         if unit.residency is Residency.RESIDENT:
@@ -176,7 +157,7 @@ class UnitStore:
             self._drop(unit, valid=False)
             raise
         self.wait_seconds += time.perf_counter() - began
-        if unit.index in self._kept:
+        if unit in self.kept:
             self._return_to_viewers(unit)
         self._land(unit)
 
@@ -202,8 +183,7 @@ class UnitStore:
         unit.move(Residency.FETCHING)
         read: Transfer = DONE
         if not holds:
-            extent = self._placement.of(unit.index, State.PARAM)
-            read = self._tier.read(extent, unit.shard_bytes(self._ranks.shard_rank))
+            read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
         unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
 
     def _follow_update(self, unit: Unit) -> None:
@@ -217,13 +197,13 @@ class UnitStore:
 
         Several ranks gather shards ahead, after an update in the buffer too.
         """
-        return len(self._leased) == len(self.units) and self._ranks.is_single
+        return len(self.buffers) == len(self.units) and self._ranks.is_single
 
     def prefetch(self) -> None:
         """Start fetching the next units of the trace, within the limits of `prefetch_bytes` and the pool."""
         if self._is_complete():
             return
-        budget = self._prefetch_bytes
+        budget = self.prefetch_bytes
         for index in self.tracer.upcoming():
             unit = self.units[index]
             budget -= unit.layout.nbytes
@@ -233,7 +213,7 @@ class UnitStore:
                 self._follow_update(unit)
             if unit.residency is not Residency.RELEASED:
                 continue
-            lease = self._lease_ahead(unit)
+            lease = self.buffers.lease_ahead(unit)
             if lease is None:
                 return
             self._start(unit, lease)
@@ -256,18 +236,18 @@ class UnitStore:
                     unit.job.done.wait()  # its write refers to the buffer too
             viewed = unit.is_viewed()
             if viewed:
-                self._viewed.add(unit.index)
+                self.kept.note_overwritten(unit)
             if self._was_edited(unit):
                 unit.snapshot_read.wait()
-                self._sync_masters(unit)
+                self._states.sync_masters_from_edit(unit)
             self._leave(unit)
             if early and viewed:
                 arrives = self._leave_to_viewers(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
         if unit.lease.is_substituted:
-            self._viewed.add(unit.index)
-        if unit.index in self._viewed:
+            self.kept.note_overwritten(unit)
+        if self.kept.is_overwritten(unit):
             released.release(unit.parameters)
         else:
             binding.unbind(unit)
@@ -281,7 +261,7 @@ class UnitStore:
         job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
         self._pipeline.submit(job)
         if early and viewed:
-            self._name_viewer(unit)  # last, since warnings may be set to raise
+            self.kept.warn(unit)
 
     def _leave_to_viewers(self, unit: Unit) -> Transfer:
         """Leave the buffer to its views, which backward may read until the step ends.
@@ -289,12 +269,9 @@ class UnitStore:
         Returns the transfer that copies the parameters into a fresh buffer, for the update.
         """
         assert unit.lease is not None
-        fingerprint, nbytes = self._fingerprint(unit), unit.lease.nbytes
-        kept = KeptBuffer(unit.lease.quarantine(), unit.generation, fingerprint)
-        unit.lease = self._pool.try_lease(nbytes)
-        assert unit.lease is not None  # `quarantine` added one to the pool
-        self._kept[unit.index] = kept
-        return self._device.copy(unit.lease.tensor, kept.buffer[:nbytes])
+        kept = self.kept.keep(unit, unit.lease)
+        lease = self.buffers.exchange(unit)
+        return self._device.copy(lease.tensor, kept.buffer[: lease.nbytes])
 
     def _return_to_viewers(self, unit: Unit) -> None:
         """Copy the updated parameters, now fetched, into the buffer that was left to views, if views are alive.
@@ -302,11 +279,11 @@ class UnitStore:
         Raises LifetimeError if a view was edited since.
         """
         assert unit.lease is not None
-        viewed = self._is_viewed_released(unit)
-        kept = self._kept.pop(unit.index)
-        if self._is_edited(unit, kept):
+        viewed = self.kept.is_viewed(unit)
+        kept = self.kept.take(unit)
+        if self.kept.is_edited(unit, kept):
             self._evict(unit)
-            raise _edit_lost(unit)
+            raise edit_lost(unit)
         if viewed:
             kept.buffer[: unit.lease.nbytes].copy_(unit.lease.tensor)
             unit.lease.substitute(kept.buffer)
@@ -317,7 +294,7 @@ class UnitStore:
             for unit in self.units:
                 if unit.due_update is not None:
                     if unit.residency is Residency.RELEASED:
-                        self._give(unit, self._lease_for(unit))
+                        self._give(unit, self.buffers.lease(unit))
                     self.start_update(unit, unit.due_update)
             for unit in self.units:
                 if unit.job is not None:
@@ -344,7 +321,7 @@ class UnitStore:
     def _cover(self, unit: Unit) -> None:
         """Record that no graph holds the unit's parameters themselves, and replace released ones by placeholders."""
         unit.kept_alias = False
-        if unit.residency is Residency.RELEASED and not self._is_viewed_released(unit):
+        if unit.residency is Residency.RELEASED and not self.kept.is_viewed(unit):
             binding.unbind(unit)
 
     def refresh_viewed(self) -> None:
@@ -352,28 +329,13 @@ class UnitStore:
 
         In a plain loop, views show the new parameters as soon as a step has ended.
         """
-        past = {unit.index for unit in self.units if self._shows_past(unit)}
-        self._viewed = set()
+        past = {unit.index for unit in self.units if self.kept.shows_past(unit)}
+        self.kept.forget_overwritten()
         past = self._ranks.union(past)
         with self._moving():
             for index in sorted(past):
                 if self.units[index].residency is not Residency.RESIDENT:
                     self._arrive(self.units[index])
-
-    def _shows_past(self, unit: Unit) -> bool:
-        """True if live views show values from before an update, of this rank's shard or of another rank's."""
-        if unit.index in self._viewed:
-            return True
-        kept = self._kept.get(unit.index)
-        if kept is None:
-            return False
-        due = unit.due_update is not None or kept.generation != unit.generation
-        return due and self._is_viewed_released(unit)
-
-    def _is_viewed_released(self, unit: Unit) -> bool:
-        """Return whether the buffer that the unit was released from has live views, or a graph may hold parameters."""
-        kept = self._kept.get(unit.index)
-        return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.kept_alias else unit.bound)
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -381,10 +343,10 @@ class UnitStore:
         """Evict every unit and write edits back to its tier. No unit may be held."""
         with self._moving():
             for unit in self.units:
-                kept = self._kept.get(unit.index)
+                edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
                     self._evict(unit)
-                if kept is not None and self._is_edited(unit, kept):
+                if edited:
                     self._write_kept(unit)
 
     def abandon(self) -> None:
@@ -395,7 +357,7 @@ class UnitStore:
             if unit.bound:
                 binding.unbind(unit)
             residents.remove_parameters(unit)
-        self._kept.clear()
+        self.kept.clear()
 
     def _evict(self, unit: Unit) -> None:
         if unit.job is not None:
@@ -421,18 +383,10 @@ class UnitStore:
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
         if unit.lease.is_referenced():
-            generation, fingerprint = unit.generation if valid else -1, self._fingerprint(unit)
-            self._kept[unit.index] = KeptBuffer(self._take(unit).quarantine(), generation, fingerprint)
-            self._name_viewer(unit)  # last, since warnings may be set to raise
+            self.kept.keep(unit, self.buffers.take(unit), valid=valid)
+            self.kept.warn(unit)
         else:
-            self._take(unit).release()
-
-    def _take(self, unit: Unit) -> Lease:
-        """Remove and return the unit's lease."""
-        lease, unit.lease = unit.lease, None
-        assert lease is not None
-        del self._leased[unit.index]
-        return lease
+            self.buffers.take(unit).release()
 
     def _give(self, unit: Unit, lease: Lease) -> bool:
         """Assign a lease to a unit, with its kept buffer in place of the pool's if views of the kept one are alive.
@@ -442,13 +396,12 @@ class UnitStore:
         Otherwise returns False. Raises LifetimeError if a view was edited and the parameters have been overwritten
         since, or will be by a pending update.
         """
-        unit.lease = lease
-        self._leased[unit.index] = unit
-        if unit.index not in self._kept:
+        self.buffers.give(unit, lease)
+        if unit not in self.kept:
             return False
-        wanted = self._is_viewed_released(unit) or self._is_edited(unit, self._kept[unit.index])
-        kept = self._kept.pop(unit.index)
-        if not wanted:
+        needed = self.kept.is_viewed(unit) or self.kept.is_edited(unit)
+        kept = self.kept.take(unit)
+        if not needed:
             binding.unbind(unit)
             return False
         present = kept.generation == unit.generation
@@ -458,18 +411,14 @@ class UnitStore:
             self._land(unit)
         elif present and unit.due_update is None:
             return True
-        elif self._is_edited(unit, kept):
-            self._take(unit).release()
-            raise _edit_lost(unit)
+        elif self.kept.is_edited(unit, kept):
+            self.buffers.take(unit).release()
+            raise edit_lost(unit)
         return False
-
-    def _is_edited(self, unit: Unit, kept: KeptBuffer) -> bool:
-        """Return whether the kept buffer was edited, through views, since the unit was released."""
-        return self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
 
     def _write_kept(self, unit: Unit) -> None:
         """Write edits through views of a released unit to its tier, without other ranks. Raises like `_give`."""
-        if self._give(unit, self._lease_for(unit)):
+        if self._give(unit, self.buffers.lease(unit)):
             unit.move(Residency.FETCHING)
             self._write_back(unit)
             unit.fingerprint = None  # other ranks' shards may have changed too
@@ -494,106 +443,5 @@ class UnitStore:
     def _write_back(self, unit: Unit) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
         unit.snapshot_read.wait()
-        self._sync_masters(unit)
-        extent = self._placement.of(unit.index, State.PARAM)
-        self._tier.write(extent, unit.shard_bytes(self._ranks.shard_rank)).wait()
-
-    def _name_viewer(self, unit: Unit) -> None:
-        handling = sys.exc_info()[0] is not None  # its traceback keeps references
-        if unit.index not in self.quarantined and not handling:
-            self.quarantined.add(unit.index)
-            warnings.warn(
-                f"something still refers to the parameters of unit {unit.name} after it was released, such as a view. "
-                "The view shows their current values, at the cost of one more buffer. To avoid it, keep the parameter "
-                "itself or `parameter.clone()`.",
-                stacklevel=user_level(),
-            )
-
-    # -- buffers -----------------------------------------------------------------------------------------------------
-
-    def _lease_ahead(self, unit: Unit) -> Lease | None:
-        """Return a buffer for a prefetch: a free one, or that of a unit needed later than `unit`; else None.
-
-        Does not wait on a single rank. Several ranks must prefetch alike regardless of timing, so they wait for the
-        buffer that the trace selects.
-        """
-        nbytes = unit.layout.nbytes
-        lease = self._pool.try_lease(nbytes)
-        if lease is not None:
-            return lease
-        wanted = self.tracer.next_use(unit.index)
-        for next_use, victim in self._victims(unit):
-            if next_use <= wanted:
-                return None
-            if self._ranks.is_single and (_busy(victim) or _is_viewed(victim)):
-                continue
-            self._evict(victim)
-            return self._pool.try_lease(nbytes)
-        return None
-
-    def _lease_for(self, unit: Unit) -> Lease:
-        """Return a buffer for a unit that is needed now. Waits for updates and premature prefetches.
-
-        Raises InfinityError if running modules hold all buffers of its size.
-        """
-        nbytes = unit.layout.nbytes
-        lease = self._pool.try_lease(nbytes)
-        if lease is not None:
-            return lease
-        for victim in self._by_cost(self._victims(unit)):
-            self._evict(victim)
-            lease = self._pool.try_lease(nbytes)
-            if lease is not None:
-                return lease
-        held = ", ".join(other.name for other in self.units if other.lease is not None and other.pin_count)
-        raise InfinityError(
-            f"unit {unit.name} needs a device buffer, and running modules or GatheredParameters hold all buffers of "
-            f"its size ({held}). Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, "
-            "so that fewer are held at once, or gather fewer parameters at a time."
-        )
-
-    def _by_cost(self, victims: list[tuple[float, Unit]]) -> Iterator[Unit]:
-        """Yield first the units that are free to evict, then those that cost a wait, then those that cost a buffer.
-
-        Several ranks must choose alike, and lifetimes of references depend on timing, so they keep the given order.
-        """
-        waiting, viewed = [], []
-        for _, victim in victims:
-            if self._ranks.is_single and _is_viewed(victim):
-                viewed.append(victim)
-            elif self._ranks.is_single and _busy(victim):
-                waiting.append(victim)
-            else:
-                yield victim
-        yield from waiting
-        yield from viewed
-
-    def _victims(self, unit: Unit) -> list[tuple[float, Unit]]:
-        """Return (distance of next use, unit) for units whose buffer `unit` could take, furthest first."""
-        size, last, next_use = self._sizes[unit.index], self.tracer.last, self.tracer.next_use
-        found = [
-            (next_use(index), index)
-            for index, other in self._leased.items()
-            if not other.pin_count and self._sizes[index] == size and index != last
-        ]
-        found.sort(reverse=True)
-        return [(distance, self.units[index]) for distance, index in found]
-
-
-def _edit_lost(unit: Unit) -> LifetimeError:
-    return LifetimeError(
-        f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
-        "has been overwritten since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
-    )
-
-
-def _busy(unit: Unit) -> bool:
-    """Return whether evicting the unit would have to wait for a transfer or an update."""
-    if unit.job is not None and not unit.job.done.done():
-        return True
-    return unit.transfer is not None and not unit.transfer.done()
-
-
-def _is_viewed(unit: Unit) -> bool:
-    """Return whether a resident unit's parameters have live views. Other units' buffers are used by transfers only."""
-    return unit.residency is Residency.RESIDENT and unit.is_viewed()
+        self._states.sync_masters_from_edit(unit)
+        self._states.write_back(unit.layout, unit.shard_bytes(self._ranks.shard_rank)).wait()

@@ -37,7 +37,7 @@ def planned(layers: int, folder: str, **options: Any) -> int:
     device = CpuDevice()
     module = model(layers)
     groups: list[dict[str, object]] = [{"params": list(module.parameters())}]
-    plan, _ = plan_model(module, config(folder, **options), groups, device, Communicator(device))
+    plan = plan_model(module, config(folder, **options), groups, device, Communicator(device)).plan
     held = plan.nbytes()
     return held["device"] + held["host"]
 

@@ -41,7 +41,7 @@ _WAITS = {
 }
 _WITHOUT_ARGUMENTS = {"result", "exception", "join"}  # as `", ".join(names)` and `logger.exception(text)` have some
 _COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignment|pin_count|token)s?$")
-_MARKS = re.compile(r"^(updated_early|kept_alias|collected|_viewed|_kept)$")
+_MARKS = re.compile(r"^(updated_early|kept_alias|collected|_overwritten|_kept|kept)$")
 """Attributes that record events of units."""
 _CHANGES = {"add", "discard", "remove", "pop", "clear", "update"}
 _NOTICES = {"notice", "_on_unpack"}

@@ -76,7 +76,7 @@ def test_with_an_inference_engine(name: str, param: str, tmp_path: Path) -> None
         with torch.inference_mode():
             assert say(engine.module.generate, "greedy") == expected(reference, "greedy")  # type: ignore[operator,arg-type]
         assert residents.most <= pool_buffers(engine) < len(engine.units)
-        assert not engine.parts.store.quarantined
+        assert not engine.parts.store.kept.warned
         assert_nothing_leaked(engine)
 
 
@@ -115,7 +115,7 @@ def test_while_training(name: str, options: dict[str, Any], how: str, tmp_path: 
                 optimizer.step()
                 optimizer.zero_grad()
             assert say(engine.generate, how) == expected(reference, how)
-        assert not engine.parts.store.quarantined
+        assert not engine.parts.store.kept.warned
         assert_nothing_leaked(engine)
 
 

@@ -99,6 +99,6 @@ def test_trains_as_a_plain_loop(name: str, clip: float, tmp_path: Path) -> None:
         assert len(engine.units) >= animal.units > 5
         losses = train(engine, batches, loss_of)
         result = Result(losses, parameters_of(engine))
-        assert not engine.parts.store.quarantined
+        assert not engine.parts.store.kept.warned
         assert_nothing_leaked(engine)
     assert_close(result, expected)

@@ -84,7 +84,7 @@ def described(options: dict[str, Any], folder: Path, device: CpuDevice | LateDev
     model = seeded(Stack)
     config = engine_config(folder=folder, **options)
     seam = device or CpuDevice()
-    return plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam))[0]
+    return plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
 
 
 @pytest.mark.parametrize("options", CONFIGS, ids=str)
@@ -159,7 +159,7 @@ def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
         }
     )
     device = CpuDevice()
-    plan, _ = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device))
+    plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
     lines = describe(plan).splitlines()
     assert len(plan.units) > 80
     assert any(line.startswith("layers.0 … 39 (40 alike)  33,088 ") for line in lines)
@@ -173,6 +173,6 @@ def test_a_llama_of_7b_takes_eight_lines(tmp_path: Path) -> None:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
     device = CpuDevice()
     config = engine_config(folder=tmp_path, bf16=True, unit_size="64MiB", debug=False)
-    plan, _ = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device))
+    plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
     text = describe(plan)
     assert "model.layers.0 … 31 (32 alike)" in text and len(text.splitlines()) <= 9

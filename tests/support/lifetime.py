@@ -29,7 +29,7 @@ class Residents:
     def watch(self, unit: Unit) -> None:
         self._use(unit)
         self.uses += 1
-        self.most = max(self.most, len(self.store.resident()))
+        self.most = max(self.most, len(self.store.buffers.units()))
 
 
 def pool_buffers(engine: Engine) -> int:
@@ -50,7 +50,7 @@ def assert_nothing_leaked(engine: Engine) -> None:
     """Assert that no unit is held and every pool is full, once all states are in their tiers."""
     engine.settle()
     assert not any(unit.pin_count for unit in engine.units)
-    assert not engine.parts.store.resident()
+    assert not engine.parts.store.buffers.units()
     for name, (free, count) in free_buffers(engine).items():
         assert free == count, f"pool {name}: {free} of {count} buffers are free"
 
@@ -83,7 +83,7 @@ def assert_trains_like_plain(
             engine.step()
             losses.append(loss_now.item())
         del loss_now
-        assert bool(engine.parts.store.quarantined) == quarantines
+        assert bool(engine.parts.store.kept.warned) == quarantines
         assert residents.most <= pool_buffers(engine)
         assert residents.most < len(engine.units)
         result = Result(losses, parameters_of(engine), len(engine.units))

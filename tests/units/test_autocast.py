@@ -41,7 +41,7 @@ def compare(make: Any, around: Any, **options: Any) -> None:
             losses.append(loss.item())
         del loss
         result = Result(losses, parameters_of(engine))
-        assert not engine.parts.store.quarantined
+        assert not engine.parts.store.kept.warned
         assert_nothing_leaked(engine)
     assert_close(result, expected, loss=1e-6, parameters=1e-5)
 

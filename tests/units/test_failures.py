@@ -111,7 +111,7 @@ def test_training_goes_on(
         assert failures == 2
         result = Result(losses, parameters_of(engine))
         del loss
-        assert not engine.parts.store.quarantined
+        assert not engine.parts.store.kept.warned
         assert_nothing_leaked(engine)
     assert_close(result, expected)
 

@@ -90,7 +90,7 @@ def test_residents_do_not_grow_with_depth(make: Any) -> None:
             most.append(residents.most)
             buffers.append(pool_buffers(engine))
             assert len(engine.units) >= depth + 2
-            assert not engine.parts.store.quarantined
+            assert not engine.parts.store.kept.warned
             assert_nothing_leaked(engine)
     assert most[0] == most[1] <= buffers[0] == buffers[1]
 

@@ -110,7 +110,7 @@ def test_trains_without_a_warning(bf16: bool, reentrant: bool | None, tmp_path: 
     with open_engine(seeded(make), settings) as engine:
         assert len(engine.units) > pool_buffers(engine)
         losses = train(engine, BATCHES, loss_of)
-        assert not engine.parts.store.quarantined
+        assert not engine.parts.store.kept.warned
         result = Result(losses, parameters_of(engine))
         assert_nothing_leaked(engine)
     assert_close(result, expected, loss=1e-3 if bf16 else 1e-6, parameters=1e-2 if bf16 else 1e-5)

@@ -344,7 +344,7 @@ def test_hooks_of_one_step_cost_the_next_nothing(make_engine: OpenEngine) -> Non
     train(engine, BATCHES[:1])  # the hooks changed the trace
     assert all(updated_early(BATCHES[4]))
     engine.settle()
-    assert not any(unit.bound for unit in units) and not engine.parts.store._kept
+    assert not any(unit.bound for unit in units) and not engine.parts.store.kept
 
 
 @viewed
@@ -473,7 +473,7 @@ def test_one_view_costs_no_buffer(prefetch: int, update: str, make_engine: OpenE
     with torch.no_grad():
         engine.module(*BATCHES[0])
     assert torch.equal(view, engine.module.layers[2].weight)
-    assert not engine.parts.store.quarantined
+    assert not engine.parts.store.kept.warned
 
 
 @viewed
@@ -504,7 +504,7 @@ def test_closing_releases_the_buffers_of_views(make_engine: OpenEngine) -> None:
     views = [layer.weight.data for layer in engine.module.layers]
     with torch.no_grad():
         engine.module(*BATCHES[0])
-    buffers = [weakref.ref(kept.buffer) for kept in engine.parts.store._kept.values()]
+    buffers = [weakref.ref(buffer) for buffer in engine.parts.store.kept.buffers()]
     assert buffers and views
     engine.close()
     assert all(buffer() is None for buffer in buffers)

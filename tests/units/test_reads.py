@@ -179,7 +179,7 @@ def test_a_list_of_parameters_that_the_user_keeps(make_engine: OpenEngine) -> No
         engine.step()
         kept = list(engine.module.parameters())
     assert len(kept) == len(list(engine.module.parameters()))
-    assert not engine.parts.store.quarantined
+    assert not engine.parts.store.kept.warned
     assert_nothing_leaked(engine)
 
 

@@ -156,7 +156,7 @@ def test_edits_of_a_state_dict(dropped: bool, place: dict[str, Any], make_engine
         model(*BATCHES[4])
     seen += training(BATCHES[4:])(loop)
     assert_like(seen, expected)
-    assert copied and not engine.parts.store.quarantined
+    assert copied and not engine.parts.store.kept.warned
     assert_nothing_leaked(engine)
 
 

@@ -48,7 +48,7 @@ def test_nothing_saved_keeps_a_buffer(make_engine: OpenEngine) -> None:
     engine = make_engine(seeded(Linears), unit_size=4096, prefetch_bytes=0)
     residents = Residents(engine)
     loss = engine(*VECTORS[0])
-    assert not any(unit.is_viewed() for unit in engine.parts.store.resident())
+    assert not any(unit.is_viewed() for unit in engine.parts.store.buffers.units())
     assert all(unit.references > 0 for unit in engine.units[1:])
     engine.backward(loss)
     assert all(unit.references == 0 for unit in engine.units)
@@ -147,7 +147,7 @@ def test_a_view_that_the_model_returns(make_engine: OpenEngine) -> None:
         engine.backward(engine(*TOKENS[1])["loss"])
         engine.step()
     assert torch.equal(out["row"], expected)
-    assert not engine.parts.store.quarantined
+    assert not engine.parts.store.kept.warned
 
 
 def test_a_view_that_a_block_returns() -> None:

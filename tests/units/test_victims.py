@@ -72,7 +72,7 @@ def evaluated(make_engine: OpenEngine, make: Callable[[], nn.Module] = Linears) 
             engine.module(*batch)
     store = engine.parts.store
     wanted = next(unit for unit in engine.units if unit.residency is Residency.RELEASED)
-    return engine, [victim for _, victim in store._victims(wanted)], wanted
+    return engine, [victim for _, victim in store.buffers.victims(wanted)], wanted
 
 
 def keep_busy(unit: Unit, how: str, transfer: Any) -> None:
@@ -131,15 +131,15 @@ def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
     store.tracer.begin("eval")
-    store._prefetch_bytes = 9000
-    before = {unit.index for unit in store.resident()}
+    store.prefetch_bytes = 9000
+    before = {unit.index for unit in store.buffers.units()}
     for unit in victims:
         keep_busy(unit, how, Busy())
     store.prefetch()
-    assert {unit.index for unit in store.resident()} == before
+    assert {unit.index for unit in store.buffers.units()} == before
     settle(victims)
     store.prefetch()
-    assert {unit.index for unit in store.resident()} != before
+    assert {unit.index for unit in store.buffers.units()} != before
 
 
 def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
@@ -147,14 +147,14 @@ def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
     store.tracer.begin("eval")
-    store._prefetch_bytes = 9000
-    before = {unit.index for unit in store.resident()}
+    store.prefetch_bytes = 9000
+    before = {unit.index for unit in store.buffers.units()}
     views = [unit.flat()[:] for unit in victims]  # a view by the parameter would count as a use
     store.prefetch()
-    assert {unit.index for unit in store.resident()} == before
+    assert {unit.index for unit in store.buffers.units()} == before
     views.clear()
     store.prefetch()
-    assert {unit.index for unit in store.resident()} != before
+    assert {unit.index for unit in store.buffers.units()} != before
 
 
 def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,19 +165,19 @@ def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, mo
     store, values = engine.parts.store, parameters_of(engine)
     store.release_all()
     store.tracer.begin("eval")
-    store._prefetch_bytes = 1 << 20
+    store.prefetch_bytes = 1 << 20
     store.prefetch()
-    reading = store.resident()
+    reading = store.buffers.units()
     assert {unit.residency for unit in reading} == {Residency.FETCHING}
     *_, wanted = engine.units
     assert wanted.residency is Residency.RELEASED
-    store._prefetch_bytes = 0
+    store.prefetch_bytes = 0
     store.use(wanted)
     assert [unit.residency for unit in reading].count(Residency.RELEASED) == 1
     schedule.end()  # a read that nobody waited for is carried out now
     (weight,), (slot,) = wanted.parameters, wanted.layout.slots
     assert torch.equal(weight, values[slot.name])
-    assert not store.quarantined
+    assert not store.kept.warned
 
 
 def test_one_of_another_size_stays(make_engine: OpenEngine) -> None:
@@ -185,7 +185,7 @@ def test_one_of_another_size_stays(make_engine: OpenEngine) -> None:
     engine, victims, wanted = evaluated(make_engine, WithWide)
     store, wide = engine.parts.store, engine.units[7]
     store.tracer.begin("eval")
-    assert wide.residency is Residency.RESIDENT and store._sizes[wide.index] > store._sizes[wanted.index]
+    assert wide.residency is Residency.RESIDENT and wide.layout.nbytes > wanted.layout.nbytes
     assert all(store.tracer.next_use(wide.index) > store.tracer.next_use(unit.index) for unit in victims)
     store.use(wanted)
     assert wide.residency is Residency.RESIDENT
@@ -197,6 +197,6 @@ def test_the_unit_in_use_and_those_that_are_held_stay(make_engine: OpenEngine) -
     store = engine.parts.store
     store.hold(held)
     store.use(used)
-    victims = [victim for _, victim in store._victims(wanted)]
+    victims = [victim for _, victim in store.buffers.victims(wanted)]
     store.unhold(held)
     assert held not in victims and used not in victims

@@ -167,7 +167,7 @@ def test_what_a_failed_read_leaves_under_a_view_is_not_used(
         return Failed()
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.parts.store._tier, "read", read)
+        patch.setattr(engine.parts.tiers["nvme"], "read", read)
         with pytest.raises(OSError, match="Input/output error"):
             weight.sum()
     assert (weight.detach() == 0.25).all() and (view == 0.25).all()

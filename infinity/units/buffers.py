@@ -1,0 +1,138 @@
+"""Assigns device buffers to units. A unit takes a free buffer, or that of the unit that is needed furthest in future.
+
+The rule is Belady's over the recorded trace, and least recently used while there is none (`Tracer.next_use`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from infinity.errors import InfinityError
+from infinity.tiers.pool import Lease, Pool
+from infinity.units.trace import Tracer
+from infinity.units.unit import Residency, Unit
+
+
+class UnitBuffers:
+    """Leases of units from `pool`.
+
+    evict: releases the buffer of the unit that is given to it. alone: there is one rank. Several ranks must choose
+    alike, whatever the timing on each, so their choice follows from the trace.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], pool: Pool, tracer: Tracer, evict: Callable[[Unit], None], *, alone: bool
+    ) -> None:
+        self._units = units
+        self._pool = pool
+        self._tracer = tracer
+        self._evict = evict
+        self._alone = alone
+        self._sizes = [pool.size_class(unit.layout.nbytes) for unit in units]
+        """Size of each unit's buffer in bytes, by unit index."""
+        self._leased: dict[int, Unit] = {}
+        """index → unit, for units with a leased buffer."""
+
+    def __len__(self) -> int:
+        """Return the number of units with a buffer."""
+        return len(self._leased)
+
+    def units(self) -> list[Unit]:
+        """Return the units with a buffer, in the order in which they got it."""
+        return list(self._leased.values())
+
+    def give(self, unit: Unit, lease: Lease) -> None:
+        unit.lease = lease
+        self._leased[unit.index] = unit
+
+    def take(self, unit: Unit) -> Lease:
+        """Remove and return the unit's lease."""
+        lease, unit.lease = unit.lease, None
+        assert lease is not None
+        del self._leased[unit.index]
+        return lease
+
+    def exchange(self, unit: Unit) -> Lease:
+        """Return a free buffer for a unit whose buffer was quarantined, which added one to the pool."""
+        unit.lease = self._pool.try_lease(unit.layout.nbytes)
+        assert unit.lease is not None
+        return unit.lease
+
+    def lease_ahead(self, unit: Unit) -> Lease | None:
+        """Return a buffer for a prefetch: a free one, or that of a unit needed later than `unit`; else None.
+
+        Does not wait on a single rank. Several ranks wait for the buffer that the trace selects.
+        """
+        nbytes = unit.layout.nbytes
+        lease = self._pool.try_lease(nbytes)
+        if lease is not None:
+            return lease
+        needed = self._tracer.next_use(unit.index)
+        for next_use, victim in self.victims(unit):
+            if next_use <= needed:
+                return None
+            if self._alone and (_is_busy(victim) or _is_viewed(victim)):
+                continue
+            self._evict(victim)
+            return self._pool.try_lease(nbytes)
+        return None
+
+    def lease(self, unit: Unit) -> Lease:
+        """Return a buffer for a unit that is needed now. Waits for updates and premature prefetches.
+
+        Raises InfinityError if running modules hold all buffers of its size.
+        """
+        nbytes = unit.layout.nbytes
+        lease = self._pool.try_lease(nbytes)
+        if lease is not None:
+            return lease
+        for victim in self._by_cost(self.victims(unit)):
+            self._evict(victim)
+            lease = self._pool.try_lease(nbytes)
+            if lease is not None:
+                return lease
+        held = ", ".join(other.name for other in self._units if other.lease is not None and other.pin_count)
+        raise InfinityError(
+            f"unit {unit.name} needs a device buffer, and running modules or GatheredParameters hold all buffers of "
+            f"its size ({held}). Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, "
+            "so that fewer are held at once, or gather fewer parameters at a time."
+        )
+
+    def victims(self, unit: Unit) -> list[tuple[float, Unit]]:
+        """Return (distance of next use, unit) for units whose buffer `unit` could take, furthest first."""
+        size, last, next_use = self._sizes[unit.index], self._tracer.last, self._tracer.next_use
+        distances = [
+            (next_use(index), index)
+            for index, other in self._leased.items()
+            if not other.pin_count and self._sizes[index] == size and index != last
+        ]
+        distances.sort(reverse=True)
+        return [(distance, self._units[index]) for distance, index in distances]
+
+    def _by_cost(self, victims: list[tuple[float, Unit]]) -> Iterator[Unit]:
+        """Yield first the units that are free to evict, then those that cost a wait, then those that cost a buffer.
+
+        Several ranks keep the given order, since transfers and lifetimes of references depend on timing.
+        """
+        waiting, viewed = [], []
+        for _, victim in victims:
+            if self._alone and _is_viewed(victim):
+                viewed.append(victim)
+            elif self._alone and _is_busy(victim):
+                waiting.append(victim)
+            else:
+                yield victim
+        yield from waiting
+        yield from viewed
+
+
+def _is_busy(unit: Unit) -> bool:
+    """Return whether evicting the unit would have to wait for a transfer or an update."""
+    if unit.job is not None and not unit.job.done.done():
+        return True
+    return unit.transfer is not None and not unit.transfer.done()
+
+
+def _is_viewed(unit: Unit) -> bool:
+    """Return whether a resident unit's parameters have live views. Other units' buffers are used by transfers only."""
+    return unit.residency is Residency.RESIDENT and unit.is_viewed()

@@ -1,0 +1,115 @@
+"""Buffers of released units with live views.
+
+In a plain loop a view of a parameter (`self.flat = self.weight.view(-1)`, `p.data` in a list) shows the values that
+the optimizer writes. So the unit keeps the buffer behind the view and is fetched into it again. The pool allocates a
+fresh buffer instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from infinity.errors import LifetimeError, user_level
+from infinity.tiers.device import Device
+from infinity.tiers.pool import Lease, Pool
+from infinity.units.unit import Unit
+
+
+@dataclass(frozen=True)
+class KeptBuffer:
+    """buffer: uint8 (nbytes,), with live views. generation, fingerprint: the unit's values when it was released."""
+
+    buffer: torch.Tensor
+    generation: int
+    fingerprint: int
+
+
+class KeptBuffers:
+    """The kept buffers of one engine, by unit. Each is from `pool`."""
+
+    def __init__(self, pool: Pool, device: Device) -> None:
+        self._pool = pool
+        self._device = device
+        self._kept: dict[int, KeptBuffer] = {}
+        self._overwritten: set[int] = set()
+        """Indices of units with live views when their update of the present step began."""
+        self.warned: set[int] = set()
+        """Indices of units that the user was warned about."""
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit.index in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [kept.buffer for kept in self._kept.values()]
+
+    def keep(self, unit: Unit, lease: Lease, *, valid: bool = True) -> KeptBuffer:
+        """Quarantine the buffer that the unit leaves. valid: it holds the unit's present parameters."""
+        fingerprint = self._device.fingerprint(lease.tensor)
+        kept = KeptBuffer(lease.quarantine(), unit.generation if valid else -1, fingerprint)
+        self._kept[unit.index] = kept
+        return kept
+
+    def take(self, unit: Unit) -> KeptBuffer:
+        """Remove and return the unit's buffer."""
+        return self._kept.pop(unit.index)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def is_viewed(self, unit: Unit) -> bool:
+        """Return whether the unit's kept buffer has live views, or a graph may hold its parameters."""
+        kept = self._kept.get(unit.index)
+        return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.kept_alias else unit.bound)
+
+    def is_edited(self, unit: Unit, kept: KeptBuffer | None = None) -> bool:
+        """Return whether `kept`, or the unit's kept buffer, was edited through views since the unit left it."""
+        kept = kept or self._kept.get(unit.index)
+        if kept is None:
+            return False
+        return self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
+
+    def note_overwritten(self, unit: Unit) -> None:
+        """Record that an update begins while views of the unit are alive."""
+        self._overwritten.add(unit.index)
+
+    def is_overwritten(self, unit: Unit) -> bool:
+        return unit.index in self._overwritten
+
+    def forget_overwritten(self) -> None:
+        self._overwritten = set()
+
+    def shows_past(self, unit: Unit) -> bool:
+        """Return whether live views show values of before an update, of this rank's shard or of another rank's."""
+        if unit.index in self._overwritten:
+            return True
+        kept = self._kept.get(unit.index)
+        if kept is None:
+            return False
+        due = unit.due_update is not None or kept.generation != unit.generation
+        return due and self.is_viewed(unit)
+
+    def warn(self, unit: Unit) -> None:
+        """Warn once that views of a released unit cost a buffer. Call it last: warnings may be set to raise."""
+        handling = sys.exc_info()[0] is not None  # its traceback keeps references
+        if unit.index not in self.warned and not handling:
+            self.warned.add(unit.index)
+            warnings.warn(
+                f"something still refers to the parameters of unit {unit.name} after it was released, such as a view. "
+                "The view shows their current values, at the cost of one more buffer. To avoid it, keep the parameter "
+                "itself or `parameter.clone()`.",
+                stacklevel=user_level(),
+            )
+
+
+def edit_lost(unit: Unit) -> LifetimeError:
+    return LifetimeError(
+        f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
+        "has been overwritten since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
+    )
