@@ -31,21 +31,21 @@ __all__ = [
 
 # Types for checkers are in __init__.pyi, so that the root imports none of its rooms.
 _HOMES = {
-    "Config": "infinity.config",
-    "Engine": "infinity.engine.training",
-    "GatheredParameters": "infinity.engine.gather",
-    "InferenceEngine": "infinity.engine.inference",
-    "InfinityError": "infinity.errors",
-    "Init": "infinity.construction.init_context",
-    "get_full_fp32_param": "infinity.engine.gather",
-    "get_full_grad": "infinity.engine.gather",
-    "get_full_optimizer_state": "infinity.engine.gather",
-    "init_inference": "infinity.engine.initialize",
-    "initialize": "infinity.engine.initialize",
-    "load_pretrained": "infinity.checkpoint.pretrained",
-    "set_full_fp32_param": "infinity.engine.gather",
-    "set_full_grad": "infinity.engine.gather",
-    "set_full_optimizer_state": "infinity.engine.gather",
+    "Config": "infinity.config.Config",
+    "Engine": "infinity.engine.training.TrainingEngine",
+    "GatheredParameters": "infinity.engine.gather.GatheredParameters",
+    "InferenceEngine": "infinity.engine.inference.InferenceEngine",
+    "InfinityError": "infinity.errors.InfinityError",
+    "Init": "infinity.construction.init_context.Init",
+    "get_full_fp32_param": "infinity.engine.gather.get_full_fp32_param",
+    "get_full_grad": "infinity.engine.gather.get_full_grad",
+    "get_full_optimizer_state": "infinity.engine.gather.get_full_optimizer_state",
+    "init_inference": "infinity.engine.initialize.init_inference",
+    "initialize": "infinity.engine.initialize.initialize",
+    "load_pretrained": "infinity.checkpoint.pretrained.load_pretrained",
+    "set_full_fp32_param": "infinity.engine.gather.set_full_fp32_param",
+    "set_full_grad": "infinity.engine.gather.set_full_grad",
+    "set_full_optimizer_state": "infinity.engine.gather.set_full_optimizer_state",
 }
 
 
@@ -54,4 +54,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].rpartition(".")
+    return getattr(import_module(module), attribute)

@@ -12,8 +12,10 @@ from infinity.engine.gather import (
 )
 from infinity.engine.inference import InferenceEngine as InferenceEngine
 from infinity.engine.initialize import init_inference as init_inference, initialize as initialize
-from infinity.engine.training import Engine as Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import InfinityError as InfinityError
+
+Engine = TrainingEngine
 
 __version__: str
 __all__: list[str]

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.tiers.device import Device
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import open_engine
 
-OpenEngine = Callable[..., Engine]
+OpenEngine = Callable[..., TrainingEngine]
 
 hypothesis.settings.register_profile("suite", deadline=None)  # no test depends on time
 hypothesis.settings.load_profile("suite")
@@ -60,9 +60,11 @@ def late_device() -> LateDevice:
 @pytest.fixture
 def make_engine(tmp_path: Path) -> Iterator[OpenEngine]:
     """make_engine(model, config=None, device=None, **options of engine_config): an engine, closed at the test's end."""
-    opened: list[Engine] = []
+    opened: list[TrainingEngine] = []
 
-    def make(model: nn.Module, config: Config | None = None, device: Device | None = None, **options: Any) -> Engine:
+    def make(
+        model: nn.Module, config: Config | None = None, device: Device | None = None, **options: Any
+    ) -> TrainingEngine:
         engine = open_engine(model, config or engine_config(folder=tmp_path, **options), device)
         opened.append(engine)
         return engine

@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity.checkpoint.format import view
 from infinity.engine.base import BaseEngine, open_engines
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.plan.formats import StateKind
@@ -228,10 +228,10 @@ def _check_moment(engine: BaseEngine, unit: Unit, name: str) -> None:
         raise UsageError(f"there is no state {name!r}: {reason}")
 
 
-def _with_grad(param: Any) -> tuple[Engine, Unit, int] | None:
+def _with_grad(param: Any) -> tuple[TrainingEngine, Unit, int] | None:
     """Return `_owner` of a parameter that has a gradient in this step; None if it has none."""
     engine, unit, slot = _owner(param)
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, TrainingEngine):
         return None
     collector, gradients = engine.updates.collector, engine.updates.gradients
     if collector.is_collecting(unit):

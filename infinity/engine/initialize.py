@@ -21,7 +21,7 @@ from infinity.engine.base import BaseEngine
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer import ParamGroups, UnitOptimizer
 from infinity.engine.supported import check_model
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, InfinityError, ModelError, UsageError
 from infinity.tiers.device import Device
 
@@ -35,7 +35,7 @@ def initialize(
     device: Device | None = None,
     process_group: Group | None = None,
     dist_init_required: bool | None = None,
-) -> tuple[Engine, UnitOptimizer, DataLoader[Any] | None, torch.optim.lr_scheduler.LRScheduler | None]:
+) -> tuple[TrainingEngine, UnitOptimizer, DataLoader[Any] | None, torch.optim.lr_scheduler.LRScheduler | None]:
     """Construct an engine that trains `model`, an unmodified `nn.Module` on the CPU or on the meta device.
 
     Returns (engine, optimizer, dataloader, lr scheduler); the last two are None without `training_data` and without a
@@ -61,7 +61,7 @@ def initialize(
         _check(model, "infinity.initialize")
         model_parameters = _parameters(model_parameters)
     with _host():
-        engine = Engine(model, config, model_parameters, device=device, process_group=process_group)
+        engine = TrainingEngine(model, config, model_parameters, device=device, process_group=process_group)
     try:
         loader = _loader(training_data, engine) if training_data is not None else None
     except BaseException:
@@ -170,7 +170,7 @@ def _host() -> torch.device:
     return torch.device("cpu")
 
 
-def _check_data(data: Dataset[Any], engine: Engine) -> None:
+def _check_data(data: Dataset[Any], engine: TrainingEngine) -> None:
     if not isinstance(data, Sized):
         raise ConfigError(
             f"training_data ({type(data).__name__}) has no length: pass a Dataset with __len__ and __getitem__, or "
@@ -184,7 +184,7 @@ def _check_data(data: Dataset[Any], engine: Engine) -> None:
         )
 
 
-def _loader(data: Dataset[Any], engine: Engine) -> DataLoader[Any]:
+def _loader(data: Dataset[Any], engine: TrainingEngine) -> DataLoader[Any]:
     """Return a loader of this rank's micro-batches. Ranks draw equally many batches from disjoint parts of the data."""
     _check_data(data, engine)
     ranks = engine.ranks

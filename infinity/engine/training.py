@@ -45,7 +45,7 @@ from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
 
 
-class Engine(BaseEngine):
+class TrainingEngine(BaseEngine):
     """Trains `model` according to `config`. Constructed by `infinity.initialize`; call it like the model.
 
     `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call all three for each

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.gpt2.data import Corpus, TokenDataset, to_text, to_tokens
 from infinity.gpt2.duration import (
@@ -44,7 +44,7 @@ class Pretraining:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainingEngine,
         shape: GPT2Config,
         corpus: Corpus,
         seed: int = 0,

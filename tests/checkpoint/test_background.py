@@ -26,7 +26,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.background import Saver, Saving
 from infinity.config import Config
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit
@@ -52,7 +52,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(seed: int = 0, **options: Any) -> Engine:
+def engine_of(seed: int = 0, **options: Any) -> TrainingEngine:
     return open_engine(seeded(Stack, seed), engine_config(**options))
 
 
@@ -196,30 +196,30 @@ def test_everything_else_is_of_that_moment_too(tmp_path: Path, monkeypatch: pyte
 # -- other writers, and readers ----------------------------------------------------------------------------------------
 
 
-def edit_gathered(engine: Engine, weight: nn.Parameter) -> None:
+def edit_gathered(engine: TrainingEngine, weight: nn.Parameter) -> None:
     with infinity.GatheredParameters(weight, modifier_rank=0):
         weight.data.mul_(2)
     engine.settle()
 
 
-def edit_read(engine: Engine, weight: nn.Parameter) -> None:
+def edit_read(engine: TrainingEngine, weight: nn.Parameter) -> None:
     with torch.no_grad():
         engine.module.blocks[1].up.weight.mul_(2)
     engine.settle()
 
 
-def edit_master(engine: Engine, weight: nn.Parameter) -> None:
+def edit_master(engine: TrainingEngine, weight: nn.Parameter) -> None:
     infinity.set_full_fp32_param(weight, torch.ones(weight.shape))
 
 
-def edit_moment(engine: Engine, weight: nn.Parameter) -> None:
+def edit_moment(engine: TrainingEngine, weight: nn.Parameter) -> None:
     infinity.set_full_optimizer_state(weight, "exp_avg", torch.ones(weight.shape))
 
 
 @pytest.mark.parametrize("param", ["none", "nvme"])
 @pytest.mark.parametrize("edit", [edit_gathered, edit_read, edit_master, edit_moment])
 def test_edits_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Engine, nn.Parameter], None], param: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[TrainingEngine, nn.Parameter], None], param: str
 ) -> None:
     """Edits during a save are not in the checkpoint, and are not lost."""
     outcomes = []
@@ -331,23 +331,25 @@ def test_loading_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert train(engine, BATCHES[2:]) == losses
 
 
-def end_by_closing(box: list[Engine]) -> None:
+def end_by_closing(box: list[TrainingEngine]) -> None:
     box.pop().close()
 
 
-def end_by_an_error(box: list[Engine]) -> None:
+def end_by_an_error(box: list[TrainingEngine]) -> None:
     with contextlib.suppress(ValueError), box.pop():
         raise ValueError
 
 
-def end_by_dropping(box: list[Engine]) -> None:
+def end_by_dropping(box: list[TrainingEngine]) -> None:
     box.clear()
     gc.collect()
 
 
 @pytest.mark.parametrize("end", [end_by_closing, end_by_an_error, end_by_dropping])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_the_end_of_the_engine_waits_for_it(tmp_path: Path, end: Callable[[list[Engine]], None], steps: int) -> None:
+def test_the_end_of_the_engine_waits_for_it(
+    tmp_path: Path, end: Callable[[list[TrainingEngine]], None], steps: int
+) -> None:
     threads = set(threading.enumerate())
     box = [engine_of(update="next_forward")]
     train(box[0], BATCHES[:2])
@@ -543,12 +545,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     unmount()
 
 
-def fail_at_wait(engine: Engine) -> None:
+def fail_at_wait(engine: TrainingEngine) -> None:
     assert engine.saving is not None
     engine.saving.wait()
 
 
-def fail_at_step(engine: Engine) -> None:
+def fail_at_step(engine: TrainingEngine) -> None:
     """Raise the error in step(), after its update."""
     assert engine.saving is not None
     while not engine.saving.done():
@@ -556,16 +558,16 @@ def fail_at_step(engine: Engine) -> None:
     train(engine, BATCHES[2:3])
 
 
-def fail_at_save(engine: Engine) -> None:
+def fail_at_save(engine: TrainingEngine) -> None:
     engine.save_checkpoint(Path("/nowhere"))
 
 
-def fail_at_close(engine: Engine) -> None:
+def fail_at_close(engine: TrainingEngine) -> None:
     engine.close()
 
 
 @pytest.mark.parametrize("where", [fail_at_wait, fail_at_step, fail_at_save, fail_at_close])
-def test_a_full_disk(small_disk: Path, where: Callable[[Engine], None]) -> None:
+def test_a_full_disk(small_disk: Path, where: Callable[[TrainingEngine], None]) -> None:
     """The first call that can raises the error, once. The previous checkpoint and training are unchanged."""
     with engine_of() as engine:
         losses = train(engine, BATCHES)
@@ -654,4 +656,4 @@ def test_it_refers_to_neither_model_nor_engine(tmp_path: Path, monkeypatch: pyte
         engine.save_checkpoint(tmp_path, background=True)
         reached = reach(started)
         assert any(isinstance(thing, UnitStates) for thing in reached)
-        assert not [thing for thing in reached if isinstance(thing, (nn.Module, nn.Parameter, Unit, Engine))]
+        assert not [thing for thing in reached if isinstance(thing, (nn.Module, nn.Parameter, Unit, TrainingEngine))]

@@ -21,7 +21,7 @@ from torch import nn
 from infinity.checkpoint import writer
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import persistent_buffers
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, UsageError
 from infinity.optim.moments import moment_to_fp32
 from infinity.rules import ROOTS
@@ -46,7 +46,7 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
-def engine_of(make: Callable[[], nn.Module] = Stack, seed: int = 0, **options: Any) -> Engine:
+def engine_of(make: Callable[[], nn.Module] = Stack, seed: int = 0, **options: Any) -> TrainingEngine:
     return open_engine(seeded(make, seed), engine_config(**options))
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from infinity.checkpoint import tensors
 from infinity.checkpoint.export import export
 from infinity.checkpoint.tensors import Spec, parts_of, read_part, spec_of, write_tensors
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
 from infinity.optim.cpu_adam import split_master
 from support import commands
@@ -45,7 +45,7 @@ class Normed(nn.Module):
         return self.last(x).square().mean()
 
 
-def saved_engine(folder: Path, make: Any = Stack, batches: Any = None, **options: Any) -> Engine:
+def saved_engine(folder: Path, make: Any = Stack, batches: Any = None, **options: Any) -> TrainingEngine:
     """An open engine, trained and saved."""
     engine = open_engine(seeded(make), engine_config(**options))
     train(engine, batches or token_batches(3))

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.checkpoint.export import export
 from infinity.checkpoint.tensors import Spec, write_tensors
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, UsageError
 from support.configs import engine_config
 from support.loops import open_engine, train
@@ -81,7 +81,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def engine_of(model: nn.Module, **options: Any) -> Engine:
+def engine_of(model: nn.Module, **options: Any) -> TrainingEngine:
     return open_engine(model, engine_config(**options))
 
 
@@ -273,14 +273,14 @@ def test_loading_takes_the_memory_of_a_few_units(tmp_path: Path) -> None:
     def make() -> nn.Module:
         return nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
 
-    def work() -> Engine:
+    def work() -> TrainingEngine:
         model = on_meta(make)
         infinity.load_pretrained(model, tmp_path)
         return engine_of(model, folder=tmp_path, bf16=True, unit_size="64MiB", tile_size=1 << 20, debug=False)
 
     with engine_of(seeded(Stack)):
         pass  # what is loaded once per process is loaded
-    engines: list[Engine] = []
+    engines: list[TrainingEngine] = []
     peak = peak_growth(lambda: engines.append(work()))
     held = engines[0].ledger.tier_bytes()
     engines[0].close()

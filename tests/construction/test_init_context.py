@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 import infinity
 from infinity.config import Config
 from infinity.construction.spill import NotedParameters, Spill
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError, OutOfSpaceError, StorageError
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config
@@ -143,7 +143,7 @@ def test_engines_start_and_train_the_same(name: str, bf16: bool, tmp_path: Path)
     config = tiny(tmp_path, bf16=bf16)
 
     def outcome(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[float]]:
-        with Engine(model, config, device=CpuDevice()) as engine:
+        with TrainingEngine(model, config, device=CpuDevice()) as engine:
             values = states_of(engine) | engine.state_dict()
             return values, train(engine, token_batches(2)) if name != "copied" else []
 
@@ -165,7 +165,7 @@ def test_every_placement(param: str, optim: str, tmp_path: Path) -> None:
     somewhere = "nvme" in (param, optim)
     assert (kept(model.parameters()) > 0) == somewhere
     assert isinstance(model.head._parameters, NotedParameters) == somewhere
-    with Engine(model, config, device=CpuDevice()) as engine:
+    with TrainingEngine(model, config, device=CpuDevice()) as engine:
         found = engine.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in seeded(Stack).state_dict().items())
 
@@ -512,7 +512,7 @@ def test_space_is_given_back_as_units_are_taken_over(leaves_nothing: Path) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infinity.units.states.UnitStates.write", watched)
-        engine = Engine(model, tiny(leaves_nothing), device=CpuDevice())
+        engine = TrainingEngine(model, tiny(leaves_nothing), device=CpuDevice())
     with engine:
         assert seen == sorted(seen, reverse=True)
         assert seen[0] == begun > seen[len(seen) // 2] > seen[-1]
@@ -527,16 +527,16 @@ def test_initialize_within_the_block(leaves_nothing: Path) -> None:
         engine, *_ = infinity.initialize(seeded(Stack), config, device=CpuDevice())
         with engine:
             found = train(engine, token_batches(2))
-    with Engine(seeded(Stack), config, device=CpuDevice()) as engine:
+    with TrainingEngine(seeded(Stack), config, device=CpuDevice()) as engine:
         assert train(engine, token_batches(2)) == found
 
 
 def test_a_model_that_did_not_fit_is_still_whole(leaves_nothing: Path) -> None:
     model = built(leaves_nothing)
     with pytest.raises(StorageError, match="does not exist"):
-        Engine(model, tiny(leaves_nothing / "none"), device=CpuDevice())
+        TrainingEngine(model, tiny(leaves_nothing / "none"), device=CpuDevice())
     assert_same(model, seeded(Stack))
-    with Engine(model, tiny(leaves_nothing), device=CpuDevice()) as engine:
+    with TrainingEngine(model, tiny(leaves_nothing), device=CpuDevice()) as engine:
         assert train(engine, token_batches(1))[0] > 0
 
 
@@ -572,7 +572,7 @@ def test_pretrained_weights(tmp_path: Path) -> None:
             walk(model)
             assert kept(model.parameters()) > 0.7
             assert_same(model, source)
-        with Engine(model, tiny(tmp_path), device=CpuDevice()) as engine:
+        with TrainingEngine(model, tiny(tmp_path), device=CpuDevice()) as engine:
             found = engine.state_dict()
         assert all(torch.equal(value, found[name]) for name, value in source.state_dict().items())
 
@@ -582,7 +582,7 @@ def test_a_model_on_meta_is_initialised_as_ever(tmp_path: Path) -> None:
 
     def start(model: nn.Module) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        with Engine(model, config, device=CpuDevice()) as engine:
+        with TrainingEngine(model, config, device=CpuDevice()) as engine:
             return engine.state_dict()
 
     with torch.device("meta"):

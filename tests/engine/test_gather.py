@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -22,7 +22,7 @@ BATCHES = token_batches(6)
 LATER = {"update": "next_forward", "unit_size": 2048}
 
 
-def engine_of(seed: int = 0, device: Any = None, tied: bool = True, **options: Any) -> Engine:
+def engine_of(seed: int = 0, device: Any = None, tied: bool = True, **options: Any) -> TrainingEngine:
     return open_engine(seeded(lambda: Stack(depth=4, tied=tied), seed), engine_config(**options), device)
 
 

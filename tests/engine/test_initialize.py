@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import infinity
 from infinity.config import Config
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
@@ -62,7 +62,7 @@ def test_config_in_every_form(kind: str, tmp_path: Path) -> None:
     given = {"dict": raw, "path": path, "string": str(path), "config": Config.load(raw)}[kind]
     engine, optimizer, loader, scheduler = infinity.initialize(model=seeded(Stack), config=given, **CPU)
     with engine:
-        assert isinstance(engine, Engine)
+        assert isinstance(engine, TrainingEngine)
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer is engine.optimizer
         assert loader is None
@@ -177,7 +177,7 @@ def values_of(make: Any, config: Config, seed: int = 0) -> dict[str, torch.Tenso
     """Return the initial values of a model built on the meta device."""
     model = on_meta(make)
     torch.manual_seed(seed)
-    with Engine(model, config, device=CpuDevice()) as engine:
+    with TrainingEngine(model, config, device=CpuDevice()) as engine:
         return parameters_of(engine)
 
 
@@ -216,7 +216,7 @@ def test_construction_does_not_disturb_the_generator_by_the_size_of_the_model(tm
     for layers in (1, 3):
         model = on_meta(lambda n=layers: GPT2(GPT2Config(VOCABULARY, 8, n, 32, 2)))
         torch.manual_seed(0)
-        with Engine(model, engine_config(folder=tmp_path), device=CpuDevice()):
+        with TrainingEngine(model, engine_config(folder=tmp_path), device=CpuDevice()):
             after.append(torch.rand(3).tolist())
     assert after[0] == after[1]
 
@@ -229,11 +229,11 @@ def test_a_model_on_meta_trains_as_its_values_on_the_cpu(tmp_path: Path) -> None
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             parameter.copy_(values[name])
-    with Engine(twin, config, device=CpuDevice()) as engine:
+    with TrainingEngine(twin, config, device=CpuDevice()) as engine:
         expected = train(engine, batches)
     model = on_meta(gpt2)
     torch.manual_seed(0)
-    with Engine(model, config, device=CpuDevice()) as engine:
+    with TrainingEngine(model, config, device=CpuDevice()) as engine:
         assert train(engine, batches) == expected
 
 
@@ -297,7 +297,7 @@ def test_construction_takes_no_more_memory_than_a_unit(tmp_path: Path) -> None:
     """Construction of a model of many equal blocks holds one block in memory at a time."""
     model = on_meta(lambda: Counting(GPT2Config(VOCABULARY, 8, num_layers=16, hidden_size=32, num_attention_heads=2)))
     block = sum(p.numel() for p in model.get_submodule("h.0").parameters())
-    with Engine(model, engine_config(folder=tmp_path), device=CpuDevice()):
+    with TrainingEngine(model, engine_config(folder=tmp_path), device=CpuDevice()):
         pass
     assert model.most == block
 
@@ -312,7 +312,7 @@ class Nameless(nn.Module):
 
 def test_a_module_that_cannot_be_initialised(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"1 \(Nameless\) was built on the meta device and has no reset_parameters"):
-        Engine(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Nameless())), engine_config(folder=tmp_path))
+        TrainingEngine(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Nameless())), engine_config(folder=tmp_path))
 
 
 class Masked(nn.Linear):
@@ -325,9 +325,11 @@ class Masked(nn.Linear):
 
 def test_a_buffer_on_meta(tmp_path: Path) -> None:
     """A module may fill the buffer when it is initialised; otherwise its value is unknown, an error."""
-    with Engine(on_meta(lambda: nn.BatchNorm1d(3)), engine_config(folder=tmp_path), device=CpuDevice()) as engine:
+    with TrainingEngine(
+        on_meta(lambda: nn.BatchNorm1d(3)), engine_config(folder=tmp_path), device=CpuDevice()
+    ) as engine:
         found = dict(engine.module.named_buffers())
     expected = dict(nn.BatchNorm1d(3).named_buffers())
     assert found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
     with pytest.raises(ModelError, match="buffer mask is on the meta device"):
-        Engine(on_meta(Masked), engine_config(folder=tmp_path))
+        TrainingEngine(on_meta(Masked), engine_config(folder=tmp_path))

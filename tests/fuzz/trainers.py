@@ -16,7 +16,7 @@ from fuzz.case import Case, Loop, Setting
 from fuzz.model import Net, build
 from fuzz.optimizers import PARAMS, Masters, plain_optimizer
 from infinity.config import Config
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.tiers import open_tiers
 from infinity.tiers.device import CpuDevice
 from support.late_device import LateDevice
@@ -252,7 +252,7 @@ def config_of(case: Case, setting: Setting, folder: Path) -> Config:
     return Config.load(given)
 
 
-def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> Engine:
+def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> TrainingEngine:
     """An engine for the case, with slow devices where the setting asks for them."""
     device = LateDevice(delay=0.01) if setting.late in ("device", "both") else CpuDevice()
     tier = open_tiers.NvmeTier
@@ -260,7 +260,7 @@ def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> Engin
         open_tiers.NvmeTier = LateNvmeTier  # type: ignore[misc]
     try:
         groups = parameter_groups(model, case.loop) if case.loop.groups > 1 else None
-        return Engine(model, config_of(case, setting, folder), groups, device=device)
+        return TrainingEngine(model, config_of(case, setting, folder), groups, device=device)
     finally:
         open_tiers.NvmeTier = tier  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint.pretrained import SavedTensor
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, NonFiniteError, RanksError, UsageError
 from infinity.tiers.device import CpuDevice, Device
 from support.configs import engine_config
@@ -132,7 +132,7 @@ def reduced_in_backward(rank: int, *, folder: str, update: str) -> list[int]:
         return steps
 
 
-def counted(engine: Engine) -> dict[str, int]:
+def counted(engine: TrainingEngine) -> dict[str, int]:
     seen = engine.parts.ranks.traffic
     return {
         "all_gathers": seen.all_gathers,

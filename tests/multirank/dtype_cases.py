@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from multirank.cases import SAMPLES, Batch, device_of, global_batches, part
 from support.configs import engine_config
 from support.loops import open_engine
@@ -120,7 +120,7 @@ def compared(rank: int, *, ranks: int, steps: int, folder: str, sums: Sums, opti
     return outcome
 
 
-def gradients_of(engine: Engine) -> dict[str, torch.Tensor]:
+def gradients_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in engine.module.named_parameters():
         gradient = infinity.get_full_grad(parameter)

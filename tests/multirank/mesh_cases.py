@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ModelError, UsageError
 from infinity.tiers.device import CpuDevice
 from multirank.cases import SAMPLES, global_batches, part
@@ -70,7 +70,7 @@ def trained(rank: int, *, folder: str, steps: int, sequence: bool = False, **opt
         return {"losses": losses, "norms": norms, "values": engine.state_dict(), "units": len(engine.units)}
 
 
-def opened(model: nn.Module, group: Any, folder: str, **options: Any) -> Engine:
+def opened(model: nn.Module, group: Any, folder: str, **options: Any) -> TrainingEngine:
     config = engine_config(folder=folder, micro=SAMPLES, **options)
     return infinity.initialize(model=model, config=config, device=CpuDevice(), process_group=group)[0]
 
@@ -167,7 +167,7 @@ def loaded(rank: int, *, folder: str, directory: str, **options: Any) -> dict[st
         return {"losses": losses, "values": whole_states(engine), "at first": at_first}
 
 
-def whole_states(engine: Engine) -> dict[str, torch.Tensor]:
+def whole_states(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """Return "parameter/state" → master and moments in fp32."""
     found = {}
     for name, parameter in engine.module.named_parameters():

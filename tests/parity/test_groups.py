@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, UsageError
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
@@ -63,7 +63,7 @@ def test_groups_within_one_unit(clip: float, update: str, tmp_path: Path) -> Non
     config = engine_config(folder=tmp_path, clip=clip, update=update)
     model = seeded(Stack)
     losses = []
-    with Engine(model, config, groups_of(model), device=CpuDevice()) as engine:
+    with TrainingEngine(model, config, groups_of(model), device=CpuDevice()) as engine:
         cut = [len({slot.group for slot in unit.layout.slots}) for unit in engine.parts.units]
         assert max(cut) > 1, "no unit has several groups"
         for step, batch in enumerate(token_batches(STEPS)):
@@ -132,7 +132,7 @@ def test_groups_that_change(change: str, update: str, tmp_path: Path) -> None:
     they are undone.
     """
     config, model = engine_config(folder=tmp_path, update=update), seeded(Stack)
-    with Engine(model, config, groups_of(model), device=CpuDevice()) as engine:
+    with TrainingEngine(model, config, groups_of(model), device=CpuDevice()) as engine:
         batches = token_batches(STEPS)
         losses = train(engine, batches[:5])
         groups = [{**group, "params": list(group["params"])} for group in engine.optimizer.param_groups]
@@ -149,7 +149,7 @@ def test_a_parameter_of_no_group_stays(tmp_path: Path) -> None:
     """As in torch, a parameter outside of all groups gets gradients and no update."""
     config = engine_config(folder=tmp_path)
     model = seeded(Stack)
-    with Engine(model, config, groups_of(model)[:2], device=CpuDevice()) as engine:
+    with TrainingEngine(model, config, groups_of(model)[:2], device=CpuDevice()) as engine:
         ours = Result(train(engine, token_batches(STEPS)), parameters_of(engine))
     assert torch.equal(ours.parameters["embedding.weight"], seeded(Stack).get_parameter("embedding.weight"))
     assert_close(ours, reference(config, freeze=2))
@@ -228,4 +228,4 @@ def test_no_gradient_norm_without_clipping(make_engine: Any) -> None:
 def test_what_a_group_cannot_have_is_refused_and_not_ignored(key: str) -> None:
     model = seeded(Stack)
     with pytest.raises(ConfigError, match=rf"a param_group has '{key}', which adamw does not use"):
-        Engine(model, engine_config(), [{"params": model.parameters(), key: 0.9}], device=CpuDevice())
+        TrainingEngine(model, engine_config(), [{"params": model.parameters(), key: 0.9}], device=CpuDevice())

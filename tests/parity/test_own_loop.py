@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from support.configs import engine_config
 from support.loops import Batches, Result, assert_close, assert_same, distance, open_engine, parameters_of
@@ -196,7 +196,7 @@ def test_a_closure_that_fails(tmp_path: Path) -> None:
         assert closures(engine, engine.optimizer, BATCHES[:3], 1) == losses
 
 
-def used(engine: Engine) -> None:
+def used(engine: TrainingEngine) -> None:
     """Train two steps, then run a backward that updates units."""
     for batch in BATCHES[:2]:
         engine.backward(engine(*batch))

@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Config
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.optim import CPUAdam
 from infinity.tiers.device import CpuDevice
@@ -71,7 +71,7 @@ def go_on(model: Any, optimizer: torch.optim.Optimizer, batches: Batches, skip: 
     return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
-def go_on_engine(engine: Engine, batches: Batches, skip: int | None = None) -> Result:
+def go_on_engine(engine: TrainingEngine, batches: Batches, skip: int | None = None) -> Result:
     losses = []
     for step, batch in enumerate(batches):
         engine.module.skips = step == skip
@@ -95,7 +95,7 @@ def test_from_torch_and_back(param: str, optim: str, update: str, tmp_path: Path
     assert {float(state["step"]) for state in saved["state"].values()} == {3, 4}
 
     device = LateDevice() if update == "late" else CpuDevice()
-    with Engine(model, config, groups_of(model), device=device) as engine:
+    with TrainingEngine(model, config, groups_of(model), device=device) as engine:
         names = {id(p): name for name, p in engine.module.named_parameters()}
         expected = [name for group in groups_of(plain) for name in names_in(plain, group["params"])]
         assert [names[id(p)] for group in engine.optimizer.param_groups for p in group["params"]] == expected
@@ -268,7 +268,7 @@ def test_frozen_parameters_and_empty_groups_keep_their_positions(tmp_path: Path)
     go_on(plain, reference, BEFORE)
     model, groups = made(3)
     model.load_state_dict(plain.state_dict())
-    with Engine(model, config, groups, device=CpuDevice()) as engine:
+    with TrainingEngine(model, config, groups, device=CpuDevice()) as engine:
         engine.optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
         assert_states(engine.optimizer.state_dict(), reference.state_dict(), rtol=0, atol=0)
         for optimizer in (engine.optimizer, reference):
@@ -280,11 +280,11 @@ def test_frozen_parameters_and_empty_groups_keep_their_positions(tmp_path: Path)
 def test_hyper_parameters_and_a_scheduler_go_on(tmp_path: Path) -> None:
     """Keys that users and schedulers put into groups are restored, and a scheduler goes on with them."""
 
-    def opened() -> tuple[Engine, Any]:
+    def opened() -> tuple[TrainingEngine, Any]:
         engine = open_engine(seeded(Stack), engine_config(folder=tmp_path))
         return engine, torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
 
-    def go(engine: Engine, schedule: Any, batches: Batches) -> dict[str, Any]:
+    def go(engine: TrainingEngine, schedule: Any, batches: Batches) -> dict[str, Any]:
         for batch in batches:
             train(engine, [batch])
             schedule.step()
@@ -365,12 +365,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         train(engine, BEFORE[2:])
     frozen = half_frozen()
     with (
-        Engine(frozen, engine_config(folder=tmp_path), frozen.parameters(), device=CpuDevice()) as engine,
+        TrainingEngine(frozen, engine_config(folder=tmp_path), frozen.parameters(), device=CpuDevice()) as engine,
         pytest.raises(ModelError, match=r"parameter 0 \(embedding.weight\), which this engine does not train"),
     ):
         engine.optimizer.load_state_dict(saved)
     frozen = half_frozen()
-    with Engine(frozen, engine_config(folder=tmp_path), frozen.parameters(), device=CpuDevice()) as engine:
+    with TrainingEngine(frozen, engine_config(folder=tmp_path), frozen.parameters(), device=CpuDevice()) as engine:
         del saved["state"][0]
         with pytest.raises(ModelError, match=f"parameter 0 is {names[1]}"):  # also for frozen parameters
             engine.optimizer.load_state_dict(edited(saved, param_names=swapped))
@@ -437,7 +437,7 @@ def test_hooks_of_state_dicts_are_called(tmp_path: Path) -> None:
 def test_no_group_is_added_to_an_engine(tmp_path: Path) -> None:
     model = seeded(Stack)
     rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
-    with Engine(model, engine_config(folder=tmp_path), rest, device=CpuDevice()) as engine:
+    with TrainingEngine(model, engine_config(folder=tmp_path), rest, device=CpuDevice()) as engine:
         with pytest.raises(UsageError, match=r"add_param_group.*restore=True.*model_parameters to a new infinity"):
             engine.optimizer.add_param_group({"params": [engine.module.head.weight]})
         assert len(engine.optimizer.param_groups) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.tiers.device import Device
 from infinity.units.unit import Unit
 from support.configs import engine_config
@@ -19,7 +19,7 @@ from support.models import seeded
 class Residents:
     """Counts the units that have a device buffer at every use of a unit."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         self.store = engine.parts.store
         self.most = 0
         self.uses = 0
@@ -32,13 +32,13 @@ class Residents:
         self.most = max(self.most, len(self.store.buffers.units()))
 
 
-def pool_buffers(engine: Engine) -> int:
+def pool_buffers(engine: TrainingEngine) -> int:
     """Return how many units can be resident at once."""
     pool = next(pool for pool in engine.parts.pools if pool.name == "units")
     return sum(pool._counts.values())
 
 
-def free_buffers(engine: Engine) -> dict[str, tuple[int, int]]:
+def free_buffers(engine: TrainingEngine) -> dict[str, tuple[int, int]]:
     """Return pool → (free buffers, buffers)."""
     return {
         pool.name: (sum(len(free) for free in pool._free.values()), sum(pool._counts.values()))
@@ -46,7 +46,7 @@ def free_buffers(engine: Engine) -> dict[str, tuple[int, int]]:
     }
 
 
-def assert_nothing_leaked(engine: Engine) -> None:
+def assert_nothing_leaked(engine: TrainingEngine) -> None:
     """Assert that no unit is held and every pool is full, once all states are in their tiers."""
     engine.settle()
     assert not any(unit.pin_count for unit in engine.units)

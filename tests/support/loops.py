@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.tiers.device import CpuDevice, Device
 
 Batches = Sequence[tuple[Any, ...]]
@@ -89,12 +89,12 @@ def plain_16(
     return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
-def open_engine(model: nn.Module, config: Config, device: Device | None = None) -> Engine:
+def open_engine(model: nn.Module, config: Config, device: Device | None = None) -> TrainingEngine:
     """Return an engine on the CPU, on any machine."""
-    return Engine(model, config, device=device or CpuDevice())
+    return TrainingEngine(model, config, device=device or CpuDevice())
 
 
-def train(engine: Engine, batches: Batches, loss_of: LossOf = call) -> list[float]:
+def train(engine: TrainingEngine, batches: Batches, loss_of: LossOf = call) -> list[float]:
     """Return every micro-batch's loss."""
     losses = []
     for batch in batches:
@@ -114,7 +114,7 @@ def trained(
         return Result(losses, parameters_of(engine), len(engine.parts.units))
 
 
-def parameters_of(engine: Engine) -> dict[str, torch.Tensor]:
+def parameters_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """Return name → present value of every parameter, fetched unit by unit, with pending updates applied."""
     values = {}
     store = engine.parts.store

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from infinity.checkpoint.format import view
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 
 
-def states_of(engine: Engine) -> dict[str, torch.Tensor]:
+def states_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """Return "parameter/state" → master and moments in their stored format, after pending updates."""
     engine.settle()
     found: dict[str, torch.Tensor] = {}

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ChecksumError, StorageError, UsageError
 from infinity.native import _aio
 from infinity.plan.discovered import Member
@@ -116,13 +116,13 @@ def test_units_of_odd_sizes(tmp_path: Path) -> None:
 # -- a byte that changes -----------------------------------------------------------------------------------------------
 
 
-def nvme(engine: Engine) -> NvmeTier:
+def nvme(engine: TrainingEngine) -> NvmeTier:
     tier = engine.parts.tiers["nvme"]
     assert isinstance(tier, NvmeTier)
     return tier
 
 
-def flip(engine: Engine, extent: Extent, offset: int) -> None:
+def flip(engine: TrainingEngine, extent: Extent, offset: int) -> None:
     """Change one bit at `offset` of the extent through the file's buffered descriptor, as a drive might."""
     descriptors = nvme(engine)._file._fds[1::2]
     at = extent.offset + offset
@@ -150,7 +150,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         return train(engine, BATCHES)
 
 
-def mismatch(engine: Engine, expected: list[float], start: int) -> ChecksumError:
+def mismatch(engine: TrainingEngine, expected: list[float], start: int) -> ChecksumError:
     """Train on and return the error; losses before it must equal those of an undisturbed run."""
     losses = []
     with pytest.raises(ChecksumError) as caught:

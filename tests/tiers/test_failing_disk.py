@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import NonFiniteError, UsageError
 from infinity.native import _aio
 from support.configs import engine_config
@@ -31,7 +31,7 @@ def faults() -> Iterator[Any]:
     _aio._inject([])
 
 
-def run_until_it_fails(engine: Engine) -> OSError:
+def run_until_it_fails(engine: TrainingEngine) -> OSError:
     with pytest.raises(OSError) as caught:
         for batch in BATCHES * 4:
             engine.backward(engine(*batch))

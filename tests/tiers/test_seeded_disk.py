@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.update.job import UpdateJob
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -63,7 +63,7 @@ class Pressing:
         self._ended = False
         self._submitted = threading.Condition()
 
-    def watch(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(self, engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         submit = engine.updates.pipeline.submit
 
         def watched(job: UpdateJob) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.units.trace import PARTS
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import UpdateJob
@@ -23,7 +23,7 @@ UNITS = 8
 
 def loss_by_parts(model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the loss that `Stack` computes, by calling its parts one by one."""
-    module = model.module if isinstance(model, Engine) else model
+    module = model.module if isinstance(model, TrainingEngine) else model
     tokens, targets = batch
     x = module.embedding(tokens)
     for block in module.blocks:
@@ -46,7 +46,7 @@ class Decisions:
     Transfers and updates under way are waited for first, so that the record does not depend on timing.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         self.on_demand: list[int] = []
         self.updated_in_backward: list[int] = []
         store = engine.parts.store

@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from conftest import OpenEngine
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import LifetimeError, UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -116,7 +116,7 @@ def test_evaluation_between_steps_and_between_backward_and_step(options: dict[st
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-def read_all(engine: Engine, batch: tuple[Any, ...]) -> dict[str, Any]:
+def read_all(engine: TrainingEngine, batch: tuple[Any, ...]) -> dict[str, Any]:
     """Read the model's values in every way: name → result, or the UsageError that it raises."""
     weight = engine.module.blocks[5].up.weight
     ways = {

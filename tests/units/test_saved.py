@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from conftest import OpenEngine
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import LifetimeError
 from infinity.units import residents
 from support.configs import PLACEMENTS, engine_config
@@ -250,7 +250,7 @@ def test_a_gradient_penalty_ends_no_micro_batch(update: str) -> None:
 
     def watched(model: Any, batch: tuple[Any, ...]) -> torch.Tensor:
         loss = penalised(model, batch)
-        if isinstance(model, Engine):
+        if isinstance(model, TrainingEngine):
             sent.append(len(model.updates.gradients.units))
         return loss
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from conftest import OpenEngine
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from support.beside import LATE_TOO, NVME, PLACES, EngineLoop, PlainLoop, assert_like, assert_same_story, training
 from support.configs import engine_config
@@ -103,7 +103,7 @@ def test_an_engine_that_is_made_in_a_thread() -> None:
     config = engine_config(**NVME)
     reference = PlainLoop(seeded(Linears), config)
     expected = training(BATCHES)(reference)
-    engine: Engine = in_thread(open_engine, seeded(Linears), config)
+    engine: TrainingEngine = in_thread(open_engine, seeded(Linears), config)
     found = training(BATCHES)(EngineLoop(engine))
     assert_like(found, expected)
     assert_like(parameters_of(engine), {n: p.detach() for n, p in reference.model.named_parameters()})

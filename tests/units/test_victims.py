@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from conftest import OpenEngine
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.tiers.transfer import DONE
 from infinity.units import binding
 from infinity.units.unit import Residency, Unit
@@ -64,7 +64,9 @@ class WithWide(Linears):
         self.layers[7] = Wide()
 
 
-def evaluated(make_engine: OpenEngine, make: Callable[[], nn.Module] = Linears) -> tuple[Engine, list[Unit], Unit]:
+def evaluated(
+    make_engine: OpenEngine, make: Callable[[], nn.Module] = Linears
+) -> tuple[TrainingEngine, list[Unit], Unit]:
     """Return an engine with a known trace, its units in the order of eviction, and an evicted one."""
     engine = make_engine(seeded(make), **NVME)
     for batch in BATCHES:
