@@ -19,22 +19,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import harness
+from checkout import REPOSITORY, checked_out, run_with, use
 from report.overhead import show
 from report.page import publish
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 Sample = dict[str, float]
 
 
@@ -173,44 +171,17 @@ def profile(what: Measurement, nvme_path: str) -> None:
 # -- the rounds --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
-    """A folder with the commit's sources and this installation's compiled modules."""
-    from infinity.native import _adam, _aio
-
-    with tempfile.TemporaryDirectory() as folder:
-        git = ["git", "-C", str(REPOSITORY), "worktree"]
-        tree = Path(folder) / "tree"
-        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
-        try:
-            for module in (_adam, _aio):
-                assert module.__file__ is not None
-                compiled = Path(module.__file__)
-                native = (
-                    tree / "infinity" / "native"
-                )  # commits before it existed have the modules in the package itself
-                ((native if native.is_dir() else native.parent) / compiled.name).symlink_to(compiled)
-            yield tree
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
-
-
 def child(what: Measurement, tree: Path, nvme_path: str) -> Sample:
     request = json.dumps({"what": vars(what), "tree": str(tree)})
     arguments = ["--child", request, "--nvme-path", nvme_path]
-    return harness.run_child(__file__, arguments, environment={"PYTHONPATH": str(tree)})
+    return run_with(tree, __file__, arguments)
 
 
 def serve(request: dict[str, Any], nvme_path: str) -> Sample:
-    if Path(request["tree"]) != REPOSITORY:  # an editable installation would be found first
-        sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
     what = Measurement(**request["what"])
-    sample = measure(what, nvme_path)
     if what.device is not None:
-        import infinity
-
-        assert Path(infinity.__file__ or "").is_relative_to(request["tree"]), infinity.__file__
-    return sample
+        use(Path(request["tree"]))
+    return measure(what, nvme_path)
 
 
 def kinds(names: list[str], trees: dict[str, Path]) -> dict[str, tuple[Measurement, Path]]:
