@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 Case = Callable[..., Any]
 
+_PRELOADED = ["torch.distributed.tensor.parallel", "infinity.engine.initialize", "infinity.engine.training"]
+"""Modules that the server of processes imports once. Ranks are forked from it, and import tests only."""
+
 
 class RankFailed(AssertionError):
     """A case raised in a rank; the text is that rank's traceback."""
@@ -61,7 +64,8 @@ class Group:
         return answers
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         meeting = os.path.join(tempfile.mkdtemp(), "meeting")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
