@@ -38,7 +38,7 @@ from infinity.plan.pools import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Layouts, places and buffers of one rank's states. An engine executes it; nothing is sized elsewhere."""
+    """Layouts, places and buffers of one rank's states. An engine executes it; no other code sets a size."""
 
     units: tuple[UnitLayout, ...]
     policy: Policy
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def own_pools(self) -> list[PoolSpec]:
-        """Pools that the engine makes itself. The nvme tier makes its staging buffers, and the ranks theirs."""
+        """Pools that the engine allocates. The nvme tier and the communicator allocate theirs themselves."""
         return [pool for pool in self.pools if pool.name not in (STAGING, COLLECTIVES)]
 
     def buffers(self, pool: str) -> int:
