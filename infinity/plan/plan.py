@@ -60,9 +60,9 @@ class Plan:
     seed: int
     """Seed of stochastic rounding."""
     adam_threads: int
-    """Threads of the CPU Adam; 0: as many as torch uses."""
+    """Threads of the CPU Adam; 0: one per processor that the process may use."""
     check_nan: bool
-    """Do not update a unit during backward from a gradient that is not finite."""
+    """Skip units with a non-finite gradient in updates during backward."""
     debug: bool
     """Poison released buffers, and reuse each as late as possible."""
 
