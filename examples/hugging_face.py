@@ -2,8 +2,8 @@
 
     python examples/hugging_face.py --nvme-path /local_nvme
 
-The model is built from a config on the meta device, so nothing is downloaded and no memory holds it whole. For
-pretrained weights in a local folder, call infinity.load_pretrained(model, folder) before infinity.initialize.
+The model is built from a config on the meta device, so nothing is downloaded and the model is never whole in memory.
+For pretrained weights in a local folder, call infinity.load_pretrained(model, folder) before infinity.initialize.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import infinity
 
 
 class Residual(nn.Module):
-    """Any model will do: repeated blocks, as in this list, become units that move between tiers."""
+    """A stack of residual blocks. Repeated blocks, as in this list, become units that move between tiers."""
 
     def __init__(self, width: int = 128, depth: int = 4) -> None:
         super().__init__()

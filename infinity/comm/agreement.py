@@ -45,7 +45,7 @@ _WORDS = 4
 
 
 def in_common(config: Config, layouts: Sequence[UnitLayout], model: nn.Module) -> list[str]:
-    """Return one line for each thing that must be equal on all ranks, in the order of comparison."""
+    """Return one line for each property that must be equal on all ranks, in the order of comparison."""
     lines = [f"{key} = {value}" for key, value in _flat(config.model_dump(mode="json"))]
     for layout in layouts:
         for slot in layout.slots:
@@ -59,7 +59,7 @@ def in_common(config: Config, layouts: Sequence[UnitLayout], model: nn.Module) -
 
 
 def groups_in_common(config: Config, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return such lines for the hyper-parameters of param_groups."""
+    """Return one line for each hyper-parameter of param_groups, for the same comparison as `in_common`."""
     everywhere = config.optimizer.params.model_dump()
     return [
         f"param_group {number} has {name} = {_plain(group.get(name, everywhere.get(name)))}"

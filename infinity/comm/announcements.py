@@ -1,4 +1,4 @@
-"""Announcements: what ranks compare before each collective, since different collectives would deadlock."""
+"""Announcements, which ranks compare before each collective, since different collectives would deadlock."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def flag_words(count: int) -> int:
 
 
 def pack_flags(members: Iterable[int], words: int) -> list[int]:
-    """Return a set of small numbers as `words` integers."""
+    """Pack a set of small numbers into `words` integers."""
     flags = [0] * words
     for member in members:
         flags[member // _FLAGS] |= 1 << member % _FLAGS

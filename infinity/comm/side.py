@@ -59,7 +59,7 @@ class SideChannel:
     def join(self, part: torch.Tensor, places: Sequence[Place], shape: tuple[int, ...]) -> torch.Tensor:
         """Gather a tensor of `shape` from its parts on the rank that writes. All ranks of the first replica call it.
 
-        places: position of each rank's part, by rank. Other ranks get their `part` back.
+        places: position of each rank's part, by rank. Returns `part` on the others.
         """
         if self._number != self._root:
             self._send(part)

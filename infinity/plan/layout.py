@@ -16,7 +16,7 @@ import torch
 
 from infinity.plan.discovered import Member
 
-# Every parameter starts with a block of 8-bit moments, which share a scale (`infinity.optim.moments.BLOCK`).
+# Every parameter starts at a block of 8-bit moments, which share a scale (`infinity.optim.moments.BLOCK`).
 SLOT_ALIGNMENT = 256
 # A shard of any state (2 or 4 bytes an element) is then a whole number of 4096-byte disk blocks.
 SHARD_ALIGNMENT = 2048

@@ -38,7 +38,7 @@ from infinity.plan.pools import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Layouts, places and buffers of one rank's states. An engine executes it; nothing is sized elsewhere."""
+    """Layouts, places and buffers of one rank's states. An engine executes it; no other code sets a size."""
 
     units: tuple[UnitLayout, ...]
     policy: Policy
@@ -60,9 +60,9 @@ class Plan:
     seed: int
     """Seed of stochastic rounding."""
     adam_threads: int
-    """Threads of the CPU Adam; 0: as many as torch uses."""
+    """Threads of the CPU Adam; 0: one per processor that the process may use."""
     check_nan: bool
-    """Do not update a unit during backward from a gradient that is not finite."""
+    """Skip units with a non-finite gradient in updates during backward."""
     debug: bool
     """Poison released buffers, and reuse each as late as possible."""
 
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def own_pools(self) -> list[PoolSpec]:
-        """Pools that the engine makes itself. The nvme tier makes its staging buffers, and the ranks theirs."""
+        """Pools that the engine allocates. The nvme tier and the communicator allocate theirs themselves."""
         return [pool for pool in self.pools if pool.name not in (STAGING, COLLECTIVES)]
 
     def buffers(self, pool: str) -> int:

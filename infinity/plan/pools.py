@@ -35,13 +35,13 @@ STAGING_BUFFERS = 4
 _HELD = 2
 _UPDATED = 1
 _SMALL = 256 << 10
-"""Bytes of all buffers of a pool up to which it has more of them."""
+"""Total bytes up to which a pool of small buffers has more of them."""
 _STAYS = 16 << 20
-"""Bytes of a model that stays resident: fetching it again would take the host longer than computing with it."""
+"""Largest bytes of a model that stays resident: a fetch would take the host longer than the computation."""
 _GRADIENTS_AT_ONCE = 4
-# For shards summed in another dtype than reduced: one is updated from, the next is added to.
+# If the stored dtype is not the reduced one: the update reads one sum while the next is computed.
 _SUMS_AT_ONCE = 2
-# Half are read ahead, half are written.
+# Half of them are read ahead, the other half are being written.
 _TILE_BUFFERS = 6
 
 EXCHANGE_BYTES = 16 << 20

@@ -1,8 +1,8 @@
 """Creates and opens the files that tiers store states in.
 
-A swap file is anonymous (`O_TMPFILE`): its name cannot collide, and it is gone when the process ends, even by a kill.
-If the file system does not support this, it is a named file in a folder of its own, and both names are removed at once.
-All its space is reserved before the first byte is used.
+A swap file is anonymous (`O_TMPFILE`): its name cannot collide, and the system deletes it when the process ends, even
+if it is killed. If the file system does not support this, it is a named file in a folder of its own, and both names are
+removed at once. All its space is reserved before the first byte is used.
 
 Reserved space is not zeroed. On ext4, the first write to reserved space took 1.8 times as long as overwriting it (3.7
 against 6.7 GB/s), but reading it is nearly free, since it is marked as zero. Zeroing would take as long as that first

@@ -1,4 +1,4 @@
-"""Finds parameters added to a model after its engine was made, which the engine would neither train nor save.
+"""Finds parameters added to a model after the construction of its engine, which would neither train nor save them.
 
 torch calls global hooks whenever a parameter or a module is registered in any module. The hooks here only set a flag
 for modules of the engine's model; the next forward then searches the model. Without changes a forward costs one

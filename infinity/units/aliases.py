@@ -6,7 +6,7 @@ values, while it follows the training in a plain loop. Sharing the Parameter obj
 Three kinds are refused: a parameter that overlaps another parameter or a buffer; any other overlapping tensor that the
 model refers to; for trained parameters, any other overlapping tensor in the process. Two kinds are allowed: tensors
 outside the model over frozen parameters, whose values do not change; tensors that only autograd graphs refer to, since
-such a graph needs the values of the time when it was recorded.
+a graph needs the values from when it was recorded.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _CRUMB = 64
 class UnitParameters:
     """Parameters of one unit: of one dtype, all trainable or all frozen.
 
-    root: path of the module that it stands at.
+    root: path of the module that they belong to.
     """
 
     name: str
@@ -138,7 +138,7 @@ def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[UnitP
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
     """Return module → indices of the units that its forward acquires, in order.
 
-    unit_of: id(parameter) → unit index. roots: for each unit, the path of the module it stands at. A module that holds
+    unit_of: id(parameter) → unit index. roots: for each unit, the path of its module. A module that holds
     a parameter of a unit elsewhere (tied weights) acquires that unit only during its own forward. Wrappers made by
     `torch.compile` are replaced by the module inside, whose forward is called in any case.
     """

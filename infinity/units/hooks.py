@@ -277,8 +277,8 @@ def _refuse_state(module: nn.Module, *_: Any) -> None:
 
 
 def _own_outputs(output: Any) -> Any:
-    """Return the output with views of a unit's buffer cloned. Parameters and their whole data (`.data`) stay what they
-    are, since callers edit them.
+    """Return the output with views of a unit's buffer cloned. Parameters and their whole data (`.data`) are returned
+    unchanged, since callers edit them.
     """
     changed = False
 

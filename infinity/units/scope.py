@@ -51,9 +51,9 @@ class Scope:
                 "the model is running in another thread: an engine's model, backward and step run in any thread, but "
                 "in one at a time. Guard them with a lock."
             )
-        # Reports a checkpoint's recomputation in the task of the backward that runs it. The task of a backward nested
-        # in the recomputation would not show where the outermost backward ends. Outside of backward, the outermost
-        # scope looks for compiled autograd, which takes a few microseconds.
+        # In a backward: registers the task that runs a checkpoint's recomputation. The task of a backward nested in the
+        # recomputation would not show where the outermost backward ends. Outside of backward: the outermost scope
+        # checks for compiled autograd, which takes a few microseconds.
         if self.depth == 0 or torch._C._current_graph_task_id() != -1:
             self.saved.notice()
         installed = self.saved.install(over_others=over_others)

@@ -36,7 +36,7 @@ def flat_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class UnitStates:
-    """Reads and writes states outside of training: construction and checkpoints. The unit may have no I/O in flight."""
+    """Reads and writes states outside of training (construction, checkpoints). The unit must have no I/O in flight."""
 
     placement: Placement
     tiers: Mapping[str, Tier]

@@ -35,7 +35,7 @@ TRANSITIONS: frozenset[tuple[Residency, Residency]] = frozenset(
     {
         (Residency.RELEASED, Residency.FETCHING),
         (Residency.FETCHING, Residency.RESIDENT),
-        # the fetch failed, or prefetched for a step that departed from its trace
+        # the fetch failed, or the unit was prefetched and the step deviated from its trace
         (Residency.FETCHING, Residency.RELEASED),
         (Residency.RESIDENT, Residency.RELEASED),
         (Residency.FETCHING, Residency.UPDATING),  # fetched for the next step before this one's update
@@ -81,7 +81,7 @@ class Unit:
         """Referenced by each tensor of the unit that autograd saved and may still unpack."""
         self._without_references = sys.getrefcount(self.token)
         self.generation = 0
-        """Number of updates so far. A reference saved before an update is invalid after it."""
+        """Count of overwrites of the parameters, such as updates. Earlier references are invalid."""
         self.steps = [0] * len(parameters)
         """Number of updates of each parameter, by slot. Bias correction uses it, not the model's step count."""
         self.job: UpdateJob | None = None
@@ -146,7 +146,7 @@ class Unit:
         return self.lease.tensor[rank * nbytes : (rank + 1) * nbytes]
 
     def check_frozen(self) -> None:
-        """Raise UsageError if a parameter that was frozen when the engine was made now requires a gradient."""
+        """Raise UsageError if a parameter that was frozen at the construction of the engine now requires a gradient."""
         if self.layout.trainable:
             return
         for slot, trained in zip(self.layout.slots, self.trained(), strict=True):
