@@ -8,7 +8,7 @@ VENV ?= .venv
 ARGS ?=
 SEEDS ?= 0:2000
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
-JOBS ?= 0
+JOBS ?= 2
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_INSTALL = $(PIP) install --constraint constraints.txt
@@ -21,18 +21,21 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-slow fuzz mutants sanitize lint format run bench clean
+.PHONY: help install test test-campaign test-device fuzz mutants sanitize lint format run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, build and install the package
 
-test: install ## run the test suite (JOBS=2: in two processes)
+test: install ## run the test suite: each value of each parameter of a test
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
-test-slow: install ## run the tests marked slow: all of the parity matrix, all resumes
-	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+test-campaign: install ## run every case of every test, slow ones too (hours)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --all-cases -m "not gpu" $(ARGS)
+
+test-device: install ## run the tests that need a CUDA device
+	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 fuzz: install ## train composed models and loops by the engine and by plain PyTorch
 	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)

@@ -16,6 +16,7 @@ from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.tiers.device import Device
 from support.configs import engine_config
+from support.cover import value_cover
 from support.late_device import LateDevice
 from support.loops import open_engine
 
@@ -30,7 +31,31 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run every case of tests with several parameters")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("all_cases") and not any("::" in argument for argument in config.args):
+        _thin(config, items)
+    _group(items)
+
+
+def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect cases of tests with several parameters whose values all occur in other cases of the same test."""
+    matrices: dict[object, dict[tuple[str, ...], pytest.Item]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and (call := getattr(item, "callspec", None)):
+            matrices.setdefault((item.path, item.originalname), {})[tuple(map(str, call._idlist))] = item
+    repeated = set()
+    for cases in matrices.values():
+        kept = value_cover(list(cases))
+        repeated |= {id(item) for case, item in cases.items() if case not in kept}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in repeated])
+    items[:] = [item for item in items if id(item) not in repeated]
+
+
+def _group(items: list[pytest.Item]) -> None:
     """Groups for `pytest -n 2 --dist loadgroup`: files run side by side; tests of several ranks, which start processes
     of their own, and tests that use up something of the whole system follow one another in one worker.
     """

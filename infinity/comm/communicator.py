@@ -118,7 +118,10 @@ class Communicator:
         return self.rank if self._sharded else 0
 
     def set_mesh(self, mesh: TensorParallelMesh) -> None:
-        """Set the model-parallel ranks. Known once the model was read, whose errors this object already carries."""
+        """Set the model-parallel ranks, which the model's DTensors name.
+
+        Not a constructor argument: this object sends the errors of reading the model to the other ranks.
+        """
         self._mesh = mesh
 
     def set_layouts(self, units: Sequence[UnitLayout]) -> None:

@@ -45,7 +45,7 @@ class UpdateParts:
             gradients.close()
             then()
 
-        return lambda: saver.close(then=release)  # saves first, since updates may wait for them
+        return lambda: saver.close(then=release)  # joins saves first: updates may wait for them
 
 
 @dataclass(kw_only=True)

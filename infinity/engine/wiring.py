@@ -1,6 +1,6 @@
 """Plans a model, and builds the parts of an engine from the plan: opens tiers, streams values in, connects the parts.
 
-The config ends here: `plan_model` is its last reader but for the engine itself, and parts are built from the plan.
+`plan_model` reads the config, and all parts are built from the plan. Only the engine reads the config afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's plan, its units, and the lines that have to be equal on all ranks (`infinity.comm.agreement`)."""
+    """A model's plan, its units, and the properties that ranks compare (`infinity.comm.agreement.in_common`)."""
 
     plan: Plan
     units: ModelUnits

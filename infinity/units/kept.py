@@ -21,7 +21,7 @@ from infinity.units.unit import Unit
 
 @dataclass(frozen=True)
 class KeptBuffer:
-    """buffer: uint8 (nbytes,), with live views. generation, fingerprint: the unit's values when it was released."""
+    """A buffer, uint8 (nbytes,), with live views. generation, fingerprint: the unit's values when it was released."""
 
     buffer: torch.Tensor
     generation: int
@@ -86,7 +86,7 @@ class KeptBuffers:
         self._overwritten = set()
 
     def shows_past(self, unit: Unit) -> bool:
-        """Return whether live views show values of before an update, of this rank's shard or of another rank's."""
+        """Return whether live views show values from before an update, of this rank's shard or of another rank's."""
         if unit.index in self._overwritten:
             return True
         kept = self._kept.get(unit.index)

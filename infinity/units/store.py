@@ -51,7 +51,7 @@ class UnitStore:
         pipeline: UpdatePipeline | None,
         on_unit_changed: Callable[[Unit, Callable[[int], bool]], None] | None,
     ) -> None:
-        """pool: of device buffers. prefetch_bytes: bytes of units to fetch ahead. pipeline: executes updates; None for
+        """pool: device buffers. prefetch_bytes: bytes of units to fetch ahead. pipeline: executes updates; None for
         inference. on_unit_changed: called when the unit in use changes, with the new unit and a function: unit index →
         True if the trace predicts no further use of it in this step.
         """
@@ -417,7 +417,7 @@ class UnitStore:
         return False
 
     def _write_kept(self, unit: Unit) -> None:
-        """Write edits through views of a released unit to its tier, without other ranks. Raises like `_give`."""
+        """Write edits through views of a released unit to its tier, without other ranks. Raises LifetimeError if the edit is lost."""
         if self._give(unit, self.buffers.lease(unit)):
             unit.move(Residency.FETCHING)
             self._write_back(unit)

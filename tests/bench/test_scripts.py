@@ -17,8 +17,7 @@ import torch
 from report import page
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-MODULES = ("harness", "training", "adam_cases", "overhead_models", "quality_recipe", "quality_train", "zero_contenders")
-SCRIPTS = sorted({path.stem for path in BENCH.glob("*.py")} - set(MODULES))
+SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if '__name__ == "__main__"' in path.read_text())
 TINY = ["--hidden", "32", "--layers", "2", "--heads", "2", "--vocab", "64", "--sequence", "16", "--batch", "2"]
 
 

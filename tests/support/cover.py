@@ -1,12 +1,13 @@
-"""Few of many combinations, so that every two values of two factors still meet."""
+"""Few of many combinations, such that every value, or every two values of two factors, still occur."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
 from typing import TypeVar
 
-Case = TypeVar("Case", bound=tuple[object, ...])
+Case = TypeVar("Case", bound=tuple[Hashable, ...])
 
 
 def pairwise_cover(cases: Sequence[Case], cost: Callable[[Case], float] = lambda _: 1.0) -> list[Case]:
@@ -21,4 +22,22 @@ def pairwise_cover(cases: Sequence[Case], cost: Callable[[Case], float] = lambda
         best = max(cases, key=lambda case: len(pairs[case] & missing) / cost(case))
         chosen.append(best)
         missing -= pairs[best]
+    return chosen
+
+
+def value_cover(cases: Sequence[Case]) -> list[Case]:
+    """A part of `cases` in which every value of every factor occurs that occurs in all.
+
+    Greedy: the case with the most new values first; of equal ones that whose values were chosen least, so that values
+    meet in turn: a×1, b×2, c×1.
+    """
+    uses: Counter[tuple[int, Hashable]] = Counter()
+    missing = {value for case in cases for value in enumerate(case)}
+    left, chosen = list(cases), []
+    while missing:
+        best = max(left, key=lambda case: (len(missing & {*enumerate(case)}), -sum(uses[v] for v in enumerate(case))))
+        left.remove(best)
+        chosen.append(best)
+        uses.update(enumerate(best))
+        missing -= {*enumerate(best)}
     return chosen
