@@ -1,6 +1,6 @@
 """Training, saving, loading and inference take the memory of a few units, however many the model has.
 
-With everything on nvme, four times the layers (12 to 48: 43 and 170 MB of parameters in bf16, as much of gradients, of
+With everything on nvme, four times the layers (8 to 32: 28 and 113 MB of parameters in bf16, as much of gradients, of
 remainders and of moments) change the peak by less than a tenth.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from memory import running
 from support.memory import peak_rss
 
-FEW, MANY = 12, 48
+FEW, MANY = 8, 32
 
 
 def growth(work: Callable[..., None], **options: Any) -> float:
@@ -62,4 +62,4 @@ def test_what_stays_in_memory_shows(kept: dict[str, Any], tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_parameters_that_stay_in_memory_show(tmp_path: Path) -> None:
-    assert growth(running.infer, folder=str(tmp_path), device="cpu", saved=False) > 0.2
+    assert growth(running.infer, folder=str(tmp_path), device="cpu", saved=False) > 0.15
