@@ -53,6 +53,7 @@ class Pretraining:
     ) -> None:
         """clock: seconds since the job started, monotonic."""
         self.engine, self.shape, self.seed, self.evaluation = engine, shape, seed, evaluation
+        self.corpus = corpus
         self.device = engine.device
         self.rank, self.world = engine.ranks.rank, engine.ranks.size
         self.text = TokenDataset(corpus.train, shape.seq_length, seed)
@@ -180,6 +181,12 @@ class Pretraining:
                        top_k=top_k, generator=generator)  # fmt: skip
         self.engine.train()
         return [to_text(row) for row in ids]
+
+    def last_losses(self) -> dict[str, float]:
+        """Return the training loss, a mean over ten steps since batches differ, and the held-out loss, by name."""
+        recent = [loss for _, loss in self.losses[-10:]]
+        losses = {f"last {len(recent)} batches": sum(recent) / len(recent)}
+        return {**losses, "held-out text": self.held_out_losses[-1][1]} if self.held_out_losses else losses
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes of each tier, of all ranks together."""

@@ -273,11 +273,10 @@ class GradCollector:
         if collecting.flat.dtype == dtype:
             return collecting.lease, collecting.flat
         assert pool is not None
-        lease = self._lease(pool, unit.layout.numel * dtype.itemsize)
-        flat = lease.flat(dtype, unit.layout.numel)
-        flat.copy_(collecting.flat)
-        collecting.lease.release()
-        return lease, flat
+        with collecting.lease, self._lease(pool, unit.layout.numel * dtype.itemsize) as lease:
+            flat = lease.flat(dtype, unit.layout.numel)
+            flat.copy_(collecting.flat)
+            return lease.detach(), flat
 
     # -- access ------------------------------------------------------------------------------------------------------
 

@@ -153,13 +153,9 @@ class GradStore:
         if places.host_pool is None:
             sent.reached.wait()  # the update runs in another thread, on a stream of its own
             return
-        host = places.host_pool.lease(shard.numel() * shard.element_size())
-        try:
+        with places.host_pool.lease(shard.numel() * shard.element_size()) as host:
             places.device.copy(host.tensor, shard.view(torch.uint8), after=sent.reached).wait()
-        except BaseException:
-            host.release()
-            raise
-        sent.move(host, host.flat(shard.dtype))
+            sent.move(host.detach(), host.flat(shard.dtype))
 
     def _sum_up(self, sent: Sent, add: bool) -> float:
         """Convert the shard to the stored dtype and, with `add`, add the stored shard. Returns the sum of squares."""
@@ -169,20 +165,14 @@ class GradStore:
             if sent.squares is not None:
                 return sent.squares
             return squared_norm(shard, unit.layout.parts(self._ranks.shard_rank), places.threads)
-        lease = places.stored_pool.lease(shard.numel() * dtype.itemsize)
-        try:
+        with places.stored_pool.lease(shard.numel() * dtype.itemsize) as lease:
             if add:
                 places.tier.read(places.placement.of(unit.index, State.GRAD), lease.tensor).wait()
             if dtype == shard.dtype:
-                squares = self._receive(unit, shard, lease.flat(dtype), add=True)
-                lease.release()
-            else:
-                squares = self._receive(unit, lease.flat(dtype), shard, add=add)
-                sent.move(lease, lease.flat(dtype))
+                return self._receive(unit, shard, lease.flat(dtype), add=True)
+            squares = self._receive(unit, lease.flat(dtype), shard, add=add)
+            sent.move(lease.detach(), lease.flat(dtype))
             return squares
-        except BaseException:
-            lease.release()
-            raise
 
     def _receive(self, unit: Unit, target: torch.Tensor, source: torch.Tensor, *, add: bool) -> float:
         """Copy a shard to `target`, or add it, in any dtypes. Zeroes padding. Returns the sum of squares."""

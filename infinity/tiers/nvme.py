@@ -148,38 +148,35 @@ class NvmeTier(Tier):
             for piece, position in _pieces(destination):
                 if len(reading) == 2:
                     self._land(*reading.popleft(), after)
-                lease = self._staging.lease(piece.numel())
-                reading.append((self._read(extent, lease.tensor, offset + position), lease, piece))
+                with self._staging.lease(piece.numel()) as lease:
+                    transfer = self._read(extent, lease.tensor, offset + position)
+                    reading.append((transfer, lease.detach(), piece))
             while reading:
                 self._land(*reading.popleft(), after)
         finally:
             for transfer, lease, _ in reading:
-                _settle(transfer)
-                lease.release()
+                _settle(transfer, lease)
 
     def _land(self, transfer: Transfer, lease: Lease, piece: torch.Tensor, after: Transfer) -> None:
-        try:
+        with lease:
             transfer.wait()
             self._device.copy(piece, lease.tensor, after=after).wait()
-        finally:
-            lease.release()
 
     def _staged_write(self, extent: Extent, source: torch.Tensor, offset: int, after: Transfer) -> None:
         writing: deque[tuple[Transfer, Lease]] = deque()
         try:
             for piece, position in _pieces(source):
                 if len(writing) == 2:
-                    transfer, lease = writing.popleft()
-                    _finish(transfer, lease)
-                lease = self._staging.lease(piece.numel())
-                self._device.copy(lease.tensor, piece, after=after).wait()
-                writing.append((self._write(extent, lease.tensor, offset + position), lease))
+                    _finish(*writing.popleft())
+                with self._staging.lease(piece.numel()) as lease:
+                    self._device.copy(lease.tensor, piece, after=after).wait()
+                    transfer = self._write(extent, lease.tensor, offset + position)
+                    writing.append((transfer, lease.detach()))
             while writing:
                 _finish(*writing.popleft())
         finally:
             for transfer, lease in writing:
-                _settle(transfer)
-                lease.release()
+                _settle(transfer, lease)
 
 
 def _unregister(engine: weakref.ref[_aio.Engine], address: int) -> None:
@@ -188,16 +185,15 @@ def _unregister(engine: weakref.ref[_aio.Engine], address: int) -> None:
 
 
 def _finish(transfer: Transfer, lease: Lease) -> None:
-    try:
+    """Wait until the kernel has released the buffer, then return it to its pool."""
+    with lease:
         transfer.wait()
-    finally:
-        lease.release()
 
 
-def _settle(transfer: Transfer) -> None:
-    """Wait until the kernel has released the buffer. Ignores its OSError, since an earlier one propagates."""
+def _settle(transfer: Transfer, lease: Lease) -> None:
+    """Finish a transfer and ignore its OSError, since an earlier one propagates."""
     with contextlib.suppress(OSError):
-        transfer.wait()
+        _finish(transfer, lease)
 
 
 def _pieces(tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:

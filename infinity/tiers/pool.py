@@ -15,7 +15,10 @@ from infinity.tiers.memory import storage_users
 
 
 class Lease:
-    """A buffer borrowed from a pool: `tensor` is uint8 (nbytes,), with the requested size."""
+    """A buffer borrowed from a pool: `tensor` is uint8 (nbytes,), with the requested size.
+
+    The end of a `with` block releases it, also after an error, unless the block has called `detach`.
+    """
 
     def __init__(self, pool: Pool, buffer: torch.Tensor, nbytes: int) -> None:
         self._pool = pool
@@ -23,7 +26,26 @@ class Lease:
         self._substitute: torch.Tensor | None = None
         self._views: dict[torch.dtype, torch.Tensor] = {}
         """Cache of views of all `nbytes`, by dtype, since a lookup is faster than a new view."""
+        self._block_releases = False
         self.nbytes = nbytes
+
+    def __enter__(self) -> Lease:
+        self._held()
+        self._block_releases = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._block_releases:
+            self.release()
+
+    def detach(self) -> Lease:
+        """Return the lease to a new owner: the end of the `with` block does not release it.
+
+        A new owner's own `with` block must start after the end of this one.
+        """
+        self._held()
+        self._block_releases = False
+        return self
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -31,6 +31,53 @@ def test_a_lease_is_given_back_once() -> None:
     assert free(made) == 2
 
 
+def test_a_block_releases_its_lease() -> None:
+    made = pool({64: 1})
+    with made.lease(64) as lease:
+        assert made.try_lease(64) is None
+    assert made.try_lease(64) is not None
+    with pytest.raises(LifetimeError, match="after its release"):
+        lease.release()
+
+
+def test_a_block_releases_its_lease_after_an_error() -> None:
+    made = pool({64: 1})
+    with pytest.raises(ZeroDivisionError), made.lease(64):
+        raise ZeroDivisionError
+    assert made.try_lease(64) is not None
+
+
+def test_a_detached_lease_outlives_its_block() -> None:
+    """A detached lease is the same object, and its new owner may use a block of its own."""
+    made = pool({64: 1})
+    with made.lease(64) as lease:
+        detached = lease.detach()
+    assert detached is lease and made.try_lease(64) is None
+    with detached:
+        detached.tensor.fill_(1)
+    assert made.try_lease(64) is not None
+
+
+def test_a_lease_detached_before_an_error_stays_leased() -> None:
+    made = pool({64: 1})
+    with pytest.raises(ZeroDivisionError), made.lease(64) as lease:
+        lease.detach()
+        raise ZeroDivisionError
+    assert made.try_lease(64) is None
+    lease.release()
+    assert made.try_lease(64) is not None
+
+
+def test_a_lease_released_in_its_block_is_refused_at_the_end() -> None:
+    made = pool({64: 1})
+    with pytest.raises(LifetimeError, match="after its release"), made.lease(64) as lease:
+        lease.release()
+    for misuse in (lease.__enter__, lease.detach):
+        with pytest.raises(LifetimeError, match="after its release"):
+            misuse()
+    assert made.try_lease(64) is not None and made.try_lease(64) is None
+
+
 def test_a_lease_is_as_long_as_asked_for() -> None:
     made = pool({64: 1, 256: 1})
     small, large = made.lease(40), made.lease(100)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.plan.pools import STAGING_BUFFERS, STAGING_BYTES
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor, storage_users
-from infinity.tiers.nvme import STAGING_BYTES, NvmeTier, _Request
+from infinity.tiers.nvme import NvmeTier, _Request
 from infinity.tiers.transfer import Failed, Transfer
 from support.late_device import LateDevice
 from support.late_disk import LateTransfer
@@ -58,6 +59,25 @@ def test_a_staging_buffer_is_kept_until_its_transfer_has_ended(tier: FirstFails,
     assert tier.started == 2
     assert tier.free == [count - 1]  # free is the failed transfer's buffer
     assert sum(map(len, tier._staging._free.values())) == count
+
+
+class FailingCopies(LateDevice):
+    """A device whose copies fail."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        return Failed(RuntimeError("CUDA error"))
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_staging_buffer_is_returned_after_a_failed_copy(tmp_path: Path, kind: str) -> None:
+    """Each failure is raised: a buffer that was not returned would be waited for without end."""
+    device = FailingCopies()
+    file = open_swap_files([tmp_path], STAGING_BYTES, name="x")
+    tier = NvmeTier(file, STAGING_BYTES, open_engine(block_size=1 << 20, queue_depth=4, threads=1), device)
+    for _ in range(STAGING_BUFFERS + 1):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            getattr(tier, kind)(EXTENT, device.empty(STAGING_BYTES)).wait()
+    tier.close()
 
 
 class Interrupted:

@@ -1,0 +1,153 @@
+"""The demo's job: construct an engine around a GPT-2, train it, save it, and report the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from infinity.engine.initialize import initialize
+from infinity.engine.training import Engine
+from infinity.errors import ConfigError
+from infinity.gpt2.data import load_corpus
+from infinity.gpt2.duration import JOB_SECONDS, MEASURED_STEPS
+from infinity.gpt2.engine_config import engine_config, scheduled_steps, set_schedule
+from infinity.gpt2.meter import MetricsFile, StepRecord
+from infinity.gpt2.model import GPT2
+from infinity.gpt2.options import PROMPTS, JobOptions
+from infinity.gpt2.outputs import Output, joined, refuse_unwritable, working_folder, write_outputs
+from infinity.gpt2.pretraining import Pretraining
+from infinity.gpt2.progress import Progress
+from infinity.gpt2.report import closing_table, output_lines
+from infinity.observe.units import show_count, show_seconds
+
+
+def run(options: JobOptions, stack: ExitStack, clock: Callable[[], float]) -> None:
+    """Run a whole job. stack: undoes at its end what the job has set up. clock: seconds since the job started."""
+    console = Console(quiet=join_ranks(stack) != 0)
+    for path in (options.output, options.save):
+        if path is not None:
+            refuse_unwritable(path)
+    job = Job(options, open_training(options, stack, clock), console, clock)
+    job.describe()
+    steps = job.resume()
+    steps = job.train(steps, job.open_metrics(stack))
+    job.finish(steps)
+
+
+def join_ranks(stack: ExitStack) -> int:
+    """Join the other ranks if torchrun started this process. Returns its rank."""
+    if "RANK" not in os.environ:
+        return 0
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:  # torchrun gives each rank one thread, however many cores there are
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    stack.callback(dist.destroy_process_group)
+    return dist.get_rank()
+
+
+def open_training(options: JobOptions, stack: ExitStack, clock: Callable[[], float]) -> Pretraining:
+    """Read the configuration and the text, and construct the model and its engine. Collective."""
+    config, corpus = engine_config(options), load_corpus(options.data)
+    if options.config is None:
+        stack.enter_context(working_folder(options.nvme_folder))
+    torch.manual_seed(options.seed)
+    with torch.device("meta"):
+        model = GPT2(options.shape)
+    engine, *_ = initialize(model=model, config=config)
+    stack.callback(engine.close)
+    return Pretraining(engine, options.shape, corpus, options.seed, options.evaluation, clock)
+
+
+def load_progress(engine: Engine, folder: str, steps: int | None) -> tuple[Path, int]:
+    """Load a checkpoint. Returns its path, and `steps` or else the number of steps of the job that saved it."""
+    path, state = engine.load_checkpoint(folder)
+    steps = steps or state.get("train_iters")
+    if steps is None:
+        raise ConfigError(f"The checkpoint {path} does not say how many steps to train. Give --train-iters.")
+    return path, int(steps)
+
+
+class Job:
+    """A job on one rank, whose training is open. All ranks make the same calls; rank 0 prints and writes files."""
+
+    def __init__(
+        self, options: JobOptions, training: Pretraining, console: Console, clock: Callable[[], float]
+    ) -> None:
+        self._options = options
+        self._training = training
+        self._engine = training.engine
+        self._console = console
+        self._print = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        self._clock = clock
+
+    def describe(self) -> None:
+        """Print the units, where their states live, and the text."""
+        corpus = self._training.corpus
+        self._print(self._engine.describe())
+        self._print(f"text: {corpus.source}, {show_count(len(corpus.train))} bytes")
+
+    def resume(self) -> int | None:
+        """Load the checkpoint, if there is one. Returns the number of steps in all; None: it is chosen later."""
+        options = self._options
+        steps = options.train_iters
+        if steps is None and options.config is not None:
+            steps = scheduled_steps(self._engine.config)
+        if options.load is not None:
+            path, steps = load_progress(self._engine, options.load, steps)
+            self._print(f"resumed: {path} at step {self._engine.global_steps} of {steps}")
+        return steps
+
+    def open_metrics(self, stack: ExitStack) -> Callable[[StepRecord], None]:
+        """Return the function that records a step in the metrics file."""
+        options = self._options
+        if options.metrics is None or self._training.rank != 0:
+            return lambda record: None
+        return stack.enter_context(MetricsFile(options.metrics, resume=options.load is not None)).write
+
+    def train(self, steps: int | None, record: Callable[[StepRecord], None]) -> int:
+        """Train up to step `steps`; None: choose the number by the speed of the first ones. Returns the number."""
+        if steps is None:
+            end = show_seconds(JOB_SECONDS)
+            self._print(f"steps: chosen after step {MEASURED_STEPS}, so that the job ends after about {end}")
+        self._print()
+        with Progress(steps, done=self._engine.global_steps, console=self._console) as progress:
+            if steps is None:
+                sample = self._options.sample_bytes
+                steps = self._training.choose_steps(progress, record, prompts=len(PROMPTS), sample=sample)
+            if self._options.config is None:
+                set_schedule(self._engine, steps)
+            self._training.train(steps, progress, record)
+        return steps
+
+    def finish(self, steps: int) -> None:
+        """Save the checkpoint, write the other files and print the closing table."""
+        options, training = self._options, self._training
+        outputs = self._save(options.save, steps) if options.save is not None else []
+        tiers = training.tier_bytes()
+        texts = training.sample(PROMPTS, options.sample_bytes) if options.sample_bytes else []
+        if training.rank != 0:
+            return
+        outputs += write_outputs(training, options.output, texts)
+        if texts:
+            prompts = ", ".join(repr(prompt.strip()) for prompt in PROMPTS)
+            self._console.rule(f"sample: {options.sample_bytes} bytes after each of {prompts}")
+            self._print(joined(texts))
+        self._console.rule("this run")
+        self._console.print(closing_table(training.meter.totals, parameters=options.shape.num_parameters,
+                                          losses=training.last_losses(), tier_bytes=tiers,
+                                          job_seconds=self._clock()))  # fmt: skip
+        self._print(*output_lines(outputs), sep="\n")
+
+    def _save(self, folder: Path, steps: int) -> list[Output]:
+        path = self._engine.save_checkpoint(folder, client_state={"train_iters": steps})
+        return [("checkpoint", str(path))]

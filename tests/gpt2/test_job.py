@@ -1,0 +1,56 @@
+"""The job without its command: what it leaves, and how many steps it makes after a checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from infinity.engine.training import Engine
+from infinity.errors import ConfigError, StorageError
+from infinity.gpt2.duration import process_seconds
+from infinity.gpt2.job import load_progress, run
+from infinity.gpt2.model import GPT2Config
+from infinity.gpt2.options import JobOptions
+
+
+def options(folder: Path, **changes: Any) -> JobOptions:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} is {n % 7} more than {n - n % 7}\n" for n in range(2000)))
+    shape = GPT2Config(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_attention_heads=2)
+    given = {"shape": shape, "batch_size": 4, "train_iters": 2, "data": str(text), "output": folder / "out"}
+    return JobOptions(**{**given, **changes})
+
+
+def test_job_leaves_the_curve_and_the_sample_in_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with ExitStack() as stack:
+        run(options(tmp_path, sample=3), stack, process_seconds)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"loss.png", "sample.txt"}
+
+
+def test_job_refuses_a_file_as_folder_before_it_reads_the_text(tmp_path: Path) -> None:
+    changes = {"data": "nowhere", "save": tmp_path / "text.txt" / "saved"}
+    with pytest.raises(StorageError, match=r"cannot be a folder, since .*text.txt is a file"), ExitStack() as stack:
+        run(options(tmp_path, **changes), stack, process_seconds)
+    assert not (tmp_path / "out").exists()
+
+
+class Loading:
+    """An engine that loads a checkpoint of a job with `state`."""
+
+    def __init__(self, **state: int) -> None:
+        self.state = state
+
+    def load_checkpoint(self, folder: str) -> tuple[Path, dict[str, int]]:
+        return Path(folder), self.state
+
+
+def test_resumed_job_takes_the_number_of_steps_given_or_saved() -> None:
+    saved, old = cast(Engine, Loading(train_iters=9)), cast(Engine, Loading())
+    assert load_progress(saved, "saved", None) == (Path("saved"), 9)
+    assert load_progress(saved, "saved", 12) == (Path("saved"), 12)
+    with pytest.raises(ConfigError, match="saved does not say how many steps to train"):
+        load_progress(old, "saved", None)
