@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.config import Config, WarmupCosineLR
 from infinity.engine.lr import replace_schedule
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.gpt2.duration import MEASURED_STEPS, MIN_STEPS
 from infinity.gpt2.options import BATCH_SIZE, JobOptions
@@ -57,7 +57,7 @@ def _default_schedule(steps: int) -> dict[str, Any]:
     return {"type": "WarmupCosineLR", "params": {**warmup, "total_num_steps": steps, "cos_min_ratio": 0.1}}
 
 
-def set_schedule(engine: Engine, steps: int) -> None:
+def set_schedule(engine: TrainingEngine, steps: int) -> None:
     """Let the default configuration's schedule end at `steps`."""
     assert isinstance(engine.lr_scheduler, LambdaLR)
     schedule = WarmupCosineLR.model_validate(_default_schedule(steps))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from infinity.engine.initialize import initialize
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.gpt2.data import load_corpus
 from infinity.gpt2.duration import JOB_SECONDS, MEASURED_STEPS
@@ -68,7 +68,7 @@ def open_training(options: JobOptions, stack: ExitStack, clock: Callable[[], flo
     return Pretraining(engine, options.shape, corpus, options.seed, options.evaluation, clock)
 
 
-def load_progress(engine: Engine, folder: str, steps: int | None) -> tuple[Path, int]:
+def load_progress(engine: TrainingEngine, folder: str, steps: int | None) -> tuple[Path, int]:
     """Load a checkpoint. Returns its path, and `steps` or else the number of steps of the job that saved it."""
     path, state = engine.load_checkpoint(folder)
     steps = steps or state.get("train_iters")

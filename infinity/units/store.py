@@ -417,7 +417,10 @@ class UnitStore:
         return False
 
     def _write_kept(self, unit: Unit) -> None:
-        """Write edits through views of a released unit to its tier, without other ranks. Raises LifetimeError if the edit is lost."""
+        """Write edits through views of a released unit to its tier, without other ranks.
+
+        Raises LifetimeError if the unit has been overwritten since, so that the edit is lost.
+        """
         if self._give(unit, self.buffers.lease(unit)):
             unit.move(Residency.FETCHING)
             self._write_back(unit)

@@ -1,8 +1,9 @@
 """The golden set: its runs repeat, and their bits depend on what is trained and not on where states live."""
 
-import golden
 import pytest
 import torch
+
+import golden
 
 
 @pytest.fixture(autouse=True)
