@@ -9,4 +9,4 @@ def test_initialize_is_a_function_every_time() -> None:
     importlib.import_module("infinity.engine.initialize")
     assert callable(infinity.initialize)
     assert infinity.initialize is infinity.initialize
-    assert {infinity.Config.__name__, infinity.Engine.__name__} == {"Config", "Engine"}
+    assert {infinity.Config.__name__, infinity.Engine.__name__} == {"Config", "TrainingEngine"}

@@ -166,6 +166,10 @@ def _saved_tensors(folder: Path) -> dict[str, SavedTensor]:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         named = {str(name): str(file) for name, file in files.items()}
     except FileNotFoundError:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder.absolute()} is not a folder: pass one that save_pretrained or `infinity export` wrote"
+            ) from None
         raise CheckpointError(
             f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: pass a folder on this machine that "
             "save_pretrained or `infinity export` wrote"

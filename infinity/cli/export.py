@@ -22,6 +22,7 @@ def run(
         fail("--max-shard-size must be more than 0 bytes", USAGE)
     with one_line_errors():
         from infinity.checkpoint.export import DTYPES, export
+        from infinity.observe.units import counted, show_bytes
 
         if dtype is not None:
             check_one_of("--dtype", dtype, list(DTYPES))
@@ -38,4 +39,4 @@ def run(
             )
         files = sorted(out.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
-        say(f"{printable(out)}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e9:.2f} GB")
+        say(f"{printable(out)}: {counted(len(files), 'file')}, {show_bytes(size)}")

@@ -211,7 +211,8 @@ class Infinity(Section):
     """Keys that DeepSpeed does not have."""
 
     unit_size: Size = 64 << 20
-    """Largest part of the model, in bytes of parameters, that becomes one unit; repeated blocks are always units."""
+    """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.
+    Layers below a 64th of it join the unit of their parent."""
 
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters fetched ahead of their use. `auto`: four times the largest unit; 0: no prefetching."""

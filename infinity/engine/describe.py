@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from infinity.observe.units import counted, show_bytes
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
@@ -14,14 +15,6 @@ from infinity.plan.plan import Plan
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
 _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
 """Path of a unit in a repeated block: `model.layers.` 0 `mlp`."""
-
-
-def human(nbytes: float) -> str:
-    """Return bytes in decimal units, such as "12.6 MB"."""
-    for suffix, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.4g} {suffix}"
-    return f"{nbytes:.0f} B"
 
 
 def describe(plan: Plan) -> str:
@@ -40,8 +33,9 @@ def describe(plan: Plan) -> str:
         [
             *lines,
             "",
-            f"{len(plan.units)} units, {total:,} parameters{ranks}; {purpose}",
-            "this rank holds " + ", ".join(f"{human(held[tier])} on {tier}" for tier in ("device", "host", "nvme")),
+            f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
+            "this rank holds "
+            + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in ("device", "host", "nvme")),
         ]
     )
 
@@ -58,7 +52,7 @@ class _Row:
             f"{self.numel:,}",
             kind.dtype,
             *(
-                f"{tier} {human(self.nbytes[state])}" if state in self.nbytes else tier
+                f"{tier} {show_bytes(self.nbytes[state])}" if state in self.nbytes else tier
                 for state, tier in zip(State, kind.tiers, strict=True)
             ),
         )

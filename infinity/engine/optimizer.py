@@ -234,6 +234,8 @@ def param_groups(model: nn.Module, model_parameters: ParamGroups | None) -> list
             if id(parameter) in seen:
                 raise ConfigError(f"model_parameters holds {names[id(parameter)]} twice: put it in one group")
             seen.add(id(parameter))
+    if not names:
+        raise ModelError("the model has no parameters: call the model directly, without an engine")
     if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ModelError(
             "the model has no trainable parameters: set requires_grad on the parameters to train, or run it with "

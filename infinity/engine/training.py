@@ -118,10 +118,7 @@ class TrainingEngine(BaseEngine):
         self._check_open()
         refuse_compiled_autograd()
         self._conclude_backward()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise UsageError(
-                "engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled"
-            )
+        _check_scalar(loss)
         self._step.check(Call.BACKWARD)
         if self.config.infinity.check_nan and not self.config.fp16.enabled:
             self._check_loss(loss)
@@ -515,3 +512,19 @@ class TrainingEngine(BaseEngine):
         self.updates.gradients.settle()
         self.parts.store.settle()
         self._check_refused(len(self.updates.pipeline.refused))
+
+
+def _check_scalar(loss: Any) -> None:
+    """Raise UsageError if `loss` is not a scalar of a graph."""
+    if not isinstance(loss, torch.Tensor):
+        problem = f"is a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        problem = f"has shape {list(loss.shape)}"
+    elif not loss.requires_grad:
+        problem = "has no graph"
+    else:
+        return
+    raise UsageError(
+        f"engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled, and this one "
+        f"{problem}"
+    )

@@ -134,7 +134,11 @@ class Job:
         options, training = self._options, self._training
         outputs = self._save(options.save, steps) if options.save is not None else []
         tiers = training.tier_bytes()
+        began = self._clock()
+        if options.sample_bytes:
+            self._print(f"sample: writing {options.sample_bytes} bytes after each of {len(PROMPTS)} prompts")
         texts = training.sample(PROMPTS, options.sample_bytes) if options.sample_bytes else []
+        sample_seconds = self._clock() - began if texts else 0.0
         if training.rank != 0:
             return
         outputs += write_outputs(training, options.output, texts)
@@ -145,7 +149,7 @@ class Job:
         self._console.rule("this run")
         self._console.print(closing_table(training.meter.totals, parameters=options.shape.num_parameters,
                                           losses=training.last_losses(), tier_bytes=tiers,
-                                          job_seconds=self._clock()))  # fmt: skip
+                                          job_seconds=self._clock(), sample_seconds=sample_seconds))  # fmt: skip
         self._print(*output_lines(outputs), sep="\n")
 
     def _save(self, folder: Path, steps: int) -> list[Output]:

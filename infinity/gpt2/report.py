@@ -18,11 +18,12 @@ def closing_table(
     tier_bytes: Mapping[str, int],
     losses: Mapping[str, float],
     job_seconds: float | None = None,
+    sample_seconds: float = 0.0,
 ) -> Table:
     """Return the closing table of a run.
 
     `tier_bytes` is the size of each tier by name; `losses` are the ones worth naming ("held-out": 1.9); `job_seconds`
-    is the duration of the whole job, if the caller knows it.
+    is the duration of the whole job, if the caller knows it; `sample_seconds` is that of its sample.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
@@ -32,7 +33,7 @@ def closing_table(
         ("learning", _learning(totals, parameters, losses)),
         ("memory", _memory(totals, parameters, tier_bytes)),
         ("NVMe traffic", _traffic(totals, parameters)),
-        ("time", _time(totals, job_seconds)),
+        ("time", _time(totals, job_seconds, sample_seconds)),
     ):
         table.add_row(Text(title, "bold cyan"))
         for what, figure, remark in rows:
@@ -76,13 +77,14 @@ def _traffic(totals: Totals, parameters: int) -> list[Row]:
     return rows
 
 
-def _time(totals: Totals, job_seconds: float | None) -> list[Row]:
+def _time(totals: Totals, job_seconds: float | None, sample_seconds: float) -> list[Row]:
     steps, seconds = max(1, totals.steps), totals.seconds or 1e-9
 
     def row(what: str, spent: float, remark: str) -> Row:
         return what, f"{spent / seconds:.0%}", f"{spent / steps * 1e3:,.0f} ms a step, {show_seconds(spent)}{remark}"
 
     whole = [("whole job", show_seconds(job_seconds), "start-up, evaluation and saving too")] if job_seconds else []
+    whole += [("sample", show_seconds(sample_seconds), "")] if sample_seconds else []
     return [
         *whole,
         (

@@ -22,3 +22,8 @@ def show_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def counted(count: int, noun: str) -> str:
+    """(1, "unit") -> '1 unit', (1200, "unit") -> '1,200 units'."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

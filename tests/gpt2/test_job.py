@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from infinity.engine.training import Engine
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, StorageError
 from infinity.gpt2.duration import process_seconds
 from infinity.gpt2.job import load_progress, run
@@ -49,7 +49,7 @@ class Loading:
 
 
 def test_resumed_job_takes_the_number_of_steps_given_or_saved() -> None:
-    saved, old = cast(Engine, Loading(train_iters=9)), cast(Engine, Loading())
+    saved, old = cast(TrainingEngine, Loading(train_iters=9)), cast(TrainingEngine, Loading())
     assert load_progress(saved, "saved", None) == (Path("saved"), 9)
     assert load_progress(saved, "saved", 12) == (Path("saved"), 12)
     with pytest.raises(ConfigError, match="saved does not say how many steps to train"):

@@ -24,6 +24,7 @@ def rows(totals: Totals = TOTALS, width: int = 80) -> dict[str, str]:
         tier_bytes={"device": 0, "host": 64_000_000, "nvme": 120_000_000},
         losses={"held-out": 1.98},
         job_seconds=150.0,
+        sample_seconds=12.0,
     )
     Console(file=file, width=width).print(table)
     cells = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in file.getvalue().splitlines())
@@ -43,6 +44,7 @@ def test_every_figure() -> None:
     assert table["written per parameter and step"] == "12.00 B 120 MB a step"
     assert table["read in all"] == "42.00 GB 467 MB/s on average"
     assert table["whole job"] == "2:30 start-up, evaluation and saving too"
+    assert table["sample"] == "0:12"
     assert table["steps"] == "0.300 s a step; 6,827 tokens/s, 1:30 in all"
     assert table["compute"] == "90% 270 ms a step, 1:21, Python too"
     assert table["I/O waited for"] == "10% 30 ms a step, 0:09"
