@@ -29,10 +29,10 @@ help: ## show this list
 install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, build and install the package
 
 test: install ## run the test suite: each value of each parameter of a test
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 test-campaign: install ## run every case of every test, slow ones too (hours)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --all-cases -m "not gpu" $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --all-cases -m "not gpu" $(ARGS)
 
 test-device: install ## run the tests that need a CUDA device
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 from torch import nn
+from xdist.scheduler import LoadScopeScheduling
 
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
@@ -38,7 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("all_cases") and not any("::" in argument for argument in config.args):
         _thin(config, items)
-    _group(items)
 
 
 def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,19 +55,23 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if id(item) not in repeated]
 
 
-def _group(items: list[pytest.Item]) -> None:
-    """Groups for `pytest -n 2 --dist loadgroup`: files run side by side; tests of several ranks, which start processes
-    of their own, and tests that use up something of the whole system follow one another in one worker.
-    """
-    root = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(root)
-        alone = path.parts[0] == "multirank" or path.name in _SYSTEM_WIDE
-        item.add_marker(pytest.mark.xdist_group("ranks" if alone else str(path)))
-
-
 _SYSTEM_WIDE = ("test_faults.py", "test_real_faults.py", "test_io.py", "test_join.py", "test_bad_input.py")
 """Files whose tests fill loop devices, AIO slots or ports."""
+
+
+class _Files(LoadScopeScheduling):
+    """Runs files side by side; tests of several ranks, which start processes of their own, and tests that use up
+    something of the whole system follow one another in one worker.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.split("::")[0])
+        return "ranks" if path.parent.name == "multirank" or path.name in _SYSTEM_WIDE else str(path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Called with `-n`. (`--dist loadgroup` of xdist 3.8 has no effect with pytest 9.)"""
+    return _Files(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -46,6 +46,7 @@ from infinity.tiers.io import AUTO, ENGINES, open_engine
 _SMALLEST_SIZE = 16 << 20
 _ROWS = 12
 _UNREST = 0.35
+_ENOUGH_ROUNDS = 3
 _THREADS = (1, 2, 4)
 _WIDE = 80
 
@@ -70,6 +71,12 @@ def run(
             note(
                 f"the same setting varied by {unrest(outcome.results):.0%} between rounds: the drive is busy or "
                 "unsteady; run this again while nothing else uses it, or with more --seconds"
+            )
+        rounds = next(result.rounds for result in outcome.results if result.setting == outcome.best)
+        if rounds < _ENOUGH_ROUNDS:
+            note(
+                f"the best setting was measured {'once' if rounds == 1 else f'{rounds} times'} only, and the table and "
+                "the picture show different measurements; give more --seconds for a reliable choice"
             )
         section = aio_section(outcome.best)
         try:
