@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +49,11 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases of tests with several parameters whose values all occur in other cases of the same test."""
     matrices: dict[object, dict[tuple[str, ...], pytest.Item]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and (call := getattr(item, "callspec", None)):
-            matrices.setdefault((item.path, item.originalname), {})[tuple(map(str, call._idlist))] = item
+        if item.get_closest_marker("slow") or not isinstance(item, pytest.Function):
+            continue
+        if call := getattr(item, "callspec", None):
+            values = re.split(r"-|, ", call.id)  # a parameter may be a tuple of values, "3-bf16-0.0"
+            matrices.setdefault((item.path, item.originalname), {}).setdefault(tuple(values), item)
     repeated = set()
     for cases in matrices.values():
         kept = value_cover(list(cases))
@@ -78,6 +85,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def _one_thread() -> None:
     """Models are so small that threads only cost, and sums are in one order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder on disk for tests of I/O and with --all-cases; otherwise in memory, if it has room, since a shared
+    disk makes other tests wait for seconds.
+    """
+    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    if room in _ON_DISK or request.config.getoption("all_cases") or not _has_room(_MEMORY):
+        yield tmp_path
+        return
+    folder = Path(tempfile.mkdtemp(prefix=f"{tmp_path.name}-", dir=_MEMORY))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+_ON_DISK = ("cli", "native", "tiers")
+_MEMORY = Path("/dev/shm")
+
+
+def _has_room(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize > 4 << 30
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_resumes_bit_identically_in_a_new_process(script: ModuleType) -> None:
     assert [(s["step"], s["loss"]) for s in parts] == [(s["step"], s["loss"]) for s in whole]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_train_as_one(script: ModuleType, accumulation: int) -> None:
     common = [*TINY, "--data", "text.txt", "--config", config(gradient_accumulation_steps=accumulation)]
     common += ["--train-iters", "8", "--save", "none", "--untie-embeddings-and-output-weights"]
