@@ -28,12 +28,15 @@ from support.loops import open_engine
 OpenEngine = Callable[..., TrainingEngine]
 
 hypothesis.settings.register_profile("suite", deadline=None)  # no test depends on time
+hypothesis.settings.register_profile("campaign", deadline=None, max_examples=340)
 hypothesis.settings.load_profile("suite")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A suite started in the background is born with SIGINT ignored, and so would be the processes it starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("all_cases"):
+        hypothesis.settings.load_profile("campaign")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -38,7 +38,7 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("device", ["nvme", "cpu"])
+@pytest.mark.parametrize("device", ["nvme", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_the_peak_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
     """Python, torch and activations, which a plain loop has too, come beside the plan, and 32 MB. An engine with
     parameters in host memory returns them to the model when it is closed.
