@@ -114,7 +114,7 @@ def test_with_faults(
     engine: Any,
     faults: Any,
 ) -> None:
-    """The same with short transfers, interruptions and rejections: with three backends, 3,000 sequences; 10,200 in a campaign."""
+    """The same with short transfers, interruptions and rejections: 3,000 sequences in all, 10,200 in a campaign."""
     disk = store(SIZE, "seam", ram)
     disk.fill(scramble(SIZE))
     faults(
