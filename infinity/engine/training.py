@@ -156,10 +156,11 @@ class TrainingEngine(BaseEngine):
         skipped = self.skipped_steps
         with self._failing():
             over = self.updates.saver.poll_finished(self.ranks)
-            self.optimizer.step()
-        self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
-        if self.lr_scheduler is not None and self.skipped_steps == skipped:
-            self.lr_scheduler.step()
+            with uninterrupted():  # the scheduler advances with the update, whenever Ctrl-C arrives
+                self.optimizer.step()
+                self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
+                if self.lr_scheduler is not None and self.skipped_steps == skipped:
+                    self.lr_scheduler.step()
         if over:
             self._finish_saving()
 

@@ -40,10 +40,11 @@ def _open_slab(name: str, plan: Plan, device: Device) -> Tier:
 def _open_nvme(plan: Plan, device: Device, rank: int) -> Tier:
     assert plan.io is not None
     io = plan.io
-    file = open_swap_files(io.folders, io.nbytes, name=f"states of rank {rank}", chunk=io.chunk)
-    try:
+    with ExitStack() as undo:
+        file = open_swap_files(io.folders, io.nbytes, name=f"states of rank {rank}", chunk=io.chunk)
+        undo.callback(file.close)
         engine = open_engine(io.engine, block_size=io.block_size, queue_depth=io.queue_depth, threads=io.threads)
-    except BaseException:
-        file.close()
-        raise
-    return NvmeTier(file, io.reserved, engine, device, io.checksum_block)
+        undo.callback(engine.close)
+        tier = NvmeTier(file, io.reserved, engine, device, io.checksum_block)
+        undo.pop_all()
+    return tier

@@ -186,7 +186,7 @@ def _overlap_problem(one: _Held, other: _Held) -> str:
 
 def _with_other_users(held: Sequence[_Held]) -> dict[int, list[_Held]]:
     """Return storage → the model's parameters in it, for storages with users other than the model's own tensors."""
-    is_single = storage_users(torch.empty(1, device="cpu"))
+    unshared = storage_users(torch.empty(1, device="cpu"))
     by_storage: dict[int, list[_Held]] = {}
     for each in held:
         by_storage.setdefault(each.values.untyped_storage()._cdata, []).append(each)
@@ -194,7 +194,7 @@ def _with_other_users(held: Sequence[_Held]) -> dict[int, list[_Held]]:
     for storage, members in by_storage.items():
         parameters = [each for each in members if each.is_parameter]
         known = len({id(each.values) for each in members})
-        if parameters and storage_users(parameters[0].values) > is_single + known - 1:
+        if parameters and storage_users(parameters[0].values) > unshared + known - 1:
             found[storage] = parameters
     return found
 

@@ -16,6 +16,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
+from infinity.interrupts import uninterrupted
 from infinity.units.compiled import eager, refuse_compiled_autograd
 
 
@@ -61,6 +62,7 @@ class BackwardTracker:
             else:
                 self._end()
 
+    @uninterrupted()  # a backward that ended counts as a micro-batch, whenever Ctrl-C arrives
     def _end(self) -> None:
         self.running = self._ended_inside = False
         self._on_end()

@@ -95,10 +95,10 @@ class Interrupted:
 
 def test_memory_is_kept_while_a_request_goes_on() -> None:
     memory = host_tensor(4096)
-    is_single = storage_users(memory)
+    unshared = storage_users(memory)
     native = Interrupted()
     request = _Request(native, memory[:512], EXTENT)  # type: ignore[arg-type]
-    for ended, users in ((False, is_single + 1), (True, is_single)):
+    for ended, users in ((False, unshared + 1), (True, unshared)):
         native.ended = ended
         with pytest.raises(KeyboardInterrupt):
             request.wait()
