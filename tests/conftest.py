@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import hypothesis
 import pytest
 import torch
 from torch import nn
-from xdist.scheduler import LoadScopeScheduling
 
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
@@ -43,8 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case of tests with several parameters")
 
 
+_THINNED = ("multirank", "units", "checkpoint", "parity")
+"""Folders whose cases take long: engines that train, often on several ranks."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("all_cases") and not any("::" in argument for argument in config.args):
+    selected = config.option.keyword or any("::" in argument for argument in config.args)
+    if not config.getoption("all_cases") and not selected:
         _thin(config, items)
 
 
@@ -52,11 +57,10 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases of tests with several parameters whose values all occur in other cases of the same test."""
     matrices: dict[object, dict[tuple[str, ...], pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") or not isinstance(item, pytest.Function):
-            continue
-        if call := getattr(item, "callspec", None):
-            values = re.split(r"-|, ", call.id)  # a parameter may be a tuple of values, "3-bf16-0.0"
-            matrices.setdefault((item.path, item.originalname), {}).setdefault(tuple(values), item)
+        if item.path.parent.name in _THINNED and not any(map(item.get_closest_marker, ("slow", "every_case"))):
+            assert isinstance(item, pytest.Function)
+            values = tuple(map(repr, item.callspec.params.values())) if hasattr(item, "callspec") else ()
+            matrices.setdefault((item.path, item.originalname), {}).setdefault(values, item)
     repeated = set()
     for cases in matrices.values():
         kept = value_cover(list(cases))
@@ -69,19 +73,21 @@ _SYSTEM_WIDE = ("test_faults.py", "test_real_faults.py", "test_io.py", "test_joi
 """Files whose tests fill loop devices, AIO slots or ports."""
 
 
-class _Files(LoadScopeScheduling):
-    """Runs files side by side; tests of several ranks, which start processes of their own, and tests that use up
-    something of the whole system follow one another in one worker.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = Path(nodeid.split("::")[0])
-        return "ranks" if path.parent.name == "multirank" or path.name in _SYSTEM_WIDE else str(path)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Called with `-n`. (`--dist loadgroup` of xdist 3.8 has no effect with pytest 9.)"""
-    return _Files(config, log)
+    from xdist.scheduler import LoadScopeScheduling  # a machine with a GPU may lack it
+
+    class Files(LoadScopeScheduling):
+        """Runs files side by side; tests of several ranks, which start processes of their own, and tests that use up
+        something of the whole system follow one another in one worker.
+        """
+
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.split("::")[0])
+            return "ranks" if path.parent.name == "multirank" or path.name in _SYSTEM_WIDE else str(path)
+
+    return Files(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -92,11 +98,12 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder on disk for tests of I/O and with --all-cases; otherwise in memory, if it has room, since a shared
-    disk makes other tests wait for seconds.
+    """A folder on disk for tests of I/O, and with --all-cases or --basetemp. Otherwise in memory, if that has room and
+    takes direct I/O, since a shared disk makes other tests wait for seconds.
     """
     room = request.path.relative_to(Path(__file__).parent).parts[0]
-    if room in _ON_DISK or request.config.getoption("all_cases") or not _has_room(_MEMORY):
+    chosen = request.config.option.basetemp or request.config.getoption("all_cases")
+    if room in _ON_DISK or chosen or not _takes_direct_io(_MEMORY) or not _has_room(_MEMORY):
         yield tmp_path
         return
     folder = Path(tempfile.mkdtemp(prefix=f"{tmp_path.name}-", dir=_MEMORY))
@@ -108,9 +115,17 @@ _ON_DISK = ("cli", "native", "tiers")
 _MEMORY = Path("/dev/shm")
 
 
-def _has_room(folder: Path) -> bool:
-    if not folder.is_dir():
+@lru_cache
+def _takes_direct_io(folder: Path) -> bool:
+    """Return whether files in `folder` can be opened with O_DIRECT, which tmpfs allows since Linux 6.6."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError:
         return False
+    return True
+
+
+def _has_room(folder: Path) -> bool:
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize > 4 << 30
 

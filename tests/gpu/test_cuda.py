@@ -102,11 +102,11 @@ def test_the_norm_on_the_device_is_the_norm_on_the_host() -> None:
 
 def test_one_rank_over_nccl_runs_the_collectives() -> None:
     config = engine_config(bf16=True, clip=0.5)
-    is_single = trained(model(), batches(4), config, CudaDevice(0))
+    alone = trained(model(), batches(4), config, CudaDevice(0))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29577")
     dist.init_process_group("nccl", rank=0, world_size=1)
     try:
-        assert_same(trained(model(), batches(4), config, CudaDevice(0)), is_single)
+        assert_same(trained(model(), batches(4), config, CudaDevice(0)), alone)
     finally:
         dist.destroy_process_group()

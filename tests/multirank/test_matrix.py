@@ -59,7 +59,7 @@ def places(stage: int) -> list[tuple[str, str]]:
 FAMILIES: list[Family] = list(product([0, 1, 2, 3], PRECISIONS, [1, 4], [0.0, 0.3], [1, 2, 4]))
 COVER = set(pairwise_cover(FAMILIES, lambda family: cost(family) ** 0.1))  # that little: among those of like use
 """Every pair of values, and so every placement with every precision, accumulation, clipping and number of ranks: a
-family is trained in all of its placements."""
+family is trained in all of its placements. `make test` runs a part with every value."""
 
 
 def matrix() -> Iterator[Any]:

@@ -22,12 +22,12 @@ def as_one_rank(pair: Group, model: str, stage: int, tmp_path: Path, **options: 
     places = {} if stage == 3 else {"param": "none", "optim": "cpu"}
     common: dict[str, Any] = {"model": model, "folder": str(tmp_path), "prefetch_bytes": 0, **options}
     found = pair.run(model_cases.modelled, ranks=2, stage=stage, **places, **common)
-    is_single = model_cases.modelled(0, ranks=1, **common)
-    assert mean(found) == is_single["losses"]
-    assert len(set(is_single["losses"])) == len(is_single["losses"])
+    alone = model_cases.modelled(0, ranks=1, **common)
+    assert mean(found) == alone["losses"]
+    assert len(set(alone["losses"])) == len(alone["losses"])
     for outcome in found:
-        assert_bits(outcome, is_single)
-        assert outcome["steps"] == is_single["steps"]
+        assert_bits(outcome, alone)
+        assert outcome["steps"] == alone["steps"]
     return found
 
 

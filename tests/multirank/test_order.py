@@ -17,9 +17,9 @@ from support.ranks import Group
 def test_a_path_that_data_decides(pair: Group, update: str, late: bool, tmp_path: Path) -> None:
     """Blocks left out, used twice, in another order: as one rank does it, bit for bit."""
     both = pair.run(cases.branching, ranks=2, folder=str(tmp_path), update=update, late=late)
-    is_single = cases.branching(0, ranks=1, folder=str(tmp_path), update="after_backward")
-    assert [sum(pair) / 2 for pair in zip(both[0]["losses"], both[1]["losses"], strict=True)] == is_single["losses"]
-    for name, value in is_single["values"].items():
+    alone = cases.branching(0, ranks=1, folder=str(tmp_path), update="after_backward")
+    assert [sum(pair) / 2 for pair in zip(both[0]["losses"], both[1]["losses"], strict=True)] == alone["losses"]
+    for name, value in alone["values"].items():
         assert torch.equal(both[0]["values"][name], value), name
 
 
@@ -78,11 +78,11 @@ def test_experts_that_some_ranks_use(pair: Group, options: dict[str, Any], tmp_p
     one, other = pair.run(cases.routed, ranks=2, **common, **options)
     assert any((a == 0) != (b == 0) for a, b in zip(one["used"], other["used"], strict=True))
     assert one["steps"] == other["steps"] and len(set(one["steps"].values())) > 1
-    is_single = cases.routed(0, ranks=1, **common, **{**options, "stage": 3})
-    assert [sum(two) / 2 for two in zip(one["losses"], other["losses"], strict=True)] == is_single["losses"]
-    assert one["steps"] == is_single["steps"]
+    alone = cases.routed(0, ranks=1, **common, **{**options, "stage": 3})
+    assert [sum(two) / 2 for two in zip(one["losses"], other["losses"], strict=True)] == alone["losses"]
+    assert one["steps"] == alone["steps"]
     for outcome in (one, other):
-        for name, value in is_single["values"].items():
+        for name, value in alone["values"].items():
             assert torch.equal(outcome["values"][name], value), name
 
 

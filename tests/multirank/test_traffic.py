@@ -49,14 +49,14 @@ def test_every_rank_holds_its_part_of_every_unit(
     """Half of one rank's bytes, but for padding, in every tier and in every extent."""
     common: dict[str, Any] = {"folder": str(tmp_path), "param": param, "optim": optim}
     both = pair.run(cases.extents, **common)
-    is_single = single.run(cases.extents, **common)[0]
+    alone = single.run(cases.extents, **common)[0]
     assert both[0] == both[1]
     width = {"param": 4, "grad": 4, "optim": 8}
     for (unit, state), (tier, nbytes) in both[0]["extents"].items():
-        whole_tier, whole = is_single["extents"][unit, state]
+        whole_tier, whole = alone["extents"][unit, state]
         assert tier == whole_tier
         assert 0 <= 2 * nbytes - whole <= 2048 * width[state], "more than a block of padding"
     for tier, nbytes in both[0]["tiers"].items():
-        assert nbytes < 0.75 * is_single["tiers"][tier]
+        assert nbytes < 0.75 * alone["tiers"][tier]
     for tier in ("nvme", "host") if param == "cpu" else ("nvme",):
-        assert both[0]["held"][tier] < is_single["held"][tier] or is_single["held"][tier] == 0
+        assert both[0]["held"][tier] < alone["held"][tier] or alone["held"][tier] == 0

@@ -133,9 +133,9 @@ def test_shapes_slices_and_empty_tensors(kind: str, moments: Any, rule: Any) -> 
 
     flat = states()
     update([cut(x) for x in flat], grad)
-    is_single = [cut(x).clone().reshape(2, -1) for x in states()]
-    update(is_single, grad.reshape(2, -1))
-    for whole, single, before in zip(flat, is_single, states(), strict=True):
+    alone = [cut(x).clone().reshape(2, -1) for x in states()]
+    update(alone, grad.reshape(2, -1))
+    for whole, single, before in zip(flat, alone, states(), strict=True):
         assert torch.equal(cut(whole), single.flatten())
         cut(whole).copy_(cut(before))
         assert torch.equal(whole, before)
