@@ -26,7 +26,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
 from infinity.tiers.memory import before_unmapping
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import Transfer, run_on
+from infinity.tiers.transfer import Failed, Transfer, run_on
 
 
 class _Request:
@@ -117,7 +117,12 @@ class NvmeTier(Tier):
         if lease is None:
             return None
         memory = lease.tensor
-        return Window(memory, self._read(extent, memory, offset), extent, offset, lease)
+        arrived: Transfer
+        try:
+            arrived = self._read(extent, memory, offset)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits, as the error of a read that fails later
+            arrived = Failed(error)
+        return Window(memory, arrived, extent, offset, lease)
 
     def store(self, window: Window) -> Transfer:
         return self._write(window.extent, window.tensor, window.offset)
