@@ -134,10 +134,11 @@ class Job:
         options, training = self._options, self._training
         outputs = self._save(options.save, steps) if options.save is not None else []
         tiers = training.tier_bytes()
+        texts: list[str] = []
         began = self._clock()
         if options.sample_bytes:
             self._print(f"sample: writing {options.sample_bytes} bytes after each of {len(PROMPTS)} prompts")
-        texts = training.sample(PROMPTS, options.sample_bytes) if options.sample_bytes else []
+            texts = training.sample(PROMPTS, options.sample_bytes)
         sample_seconds = self._clock() - began if texts else 0.0
         if training.rank != 0:
             return

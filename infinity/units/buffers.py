@@ -53,7 +53,7 @@ class UnitBuffers:
         return lease
 
     def exchange(self, unit: Unit) -> Lease:
-        """Return a free buffer for a unit whose buffer was quarantined, which added one to the pool."""
+        """Give a free buffer to a unit whose own was quarantined, which added one to the pool. Returns its lease."""
         unit.lease = self._pool.try_lease(unit.layout.nbytes)
         assert unit.lease is not None
         return unit.lease

@@ -121,11 +121,13 @@ class UnitStates:
 
     def fetch(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start reading this rank's shard of the parameters into `shard`, uint8 (shard_nbytes,)."""
-        return self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), shard)
+        extent = self._extent(layout, State.PARAM)
+        return self.tiers[extent.tier].read(extent, shard)
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""
-        return self._tier(layout, State.PARAM).write(self._extent(layout, State.PARAM), shard)
+        extent = self._extent(layout, State.PARAM)
+        return self.tiers[extent.tier].write(extent, shard)
 
     def sync_masters_from_edit(self, unit: Unit) -> None:
         """Set the masters of 16-bit parameters that were edited in the unit's buffer to the edited values.

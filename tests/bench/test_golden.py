@@ -1,14 +1,8 @@
 """The golden set: its runs repeat, and their bits depend on what is trained and not on where states live."""
 
 import pytest
-import torch
 
 import golden
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def digest(**changes: object) -> str:

@@ -21,12 +21,15 @@ from infinity.units.store import UnitStore
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier
 
-SEEDS, CHUNK = 40, 20
+SEEDS, CHUNK, IN_SUITE = 200, 20, 40
 REGRESSIONS: list[int] = []
 """Seeds outside of SEEDS that found a fault, each with a comment that names it."""
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=[pytest.mark.slow] if first >= IN_SUITE else []) for first in range(0, SEEDS, CHUNK)],
+)
 def test_seeds(first: int) -> None:
     """Every seed trains as the plain loop does, or raises one of the engine's errors.
 

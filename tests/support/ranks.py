@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import tempfile
 import traceback
 import warnings
@@ -32,6 +33,7 @@ class Group:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder = ""
 
     def run(self, case: Case, /, timeout: float = 60, dies: int | None = None, **options: Any) -> list[Any]:
         """The results of `case(rank, **options)` by rank.
@@ -66,7 +68,8 @@ class Group:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        meeting = os.path.join(tempfile.mkdtemp(), "meeting")
+        self._folder = tempfile.mkdtemp()
+        meeting = os.path.join(self._folder, "meeting")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, meeting, theirs), daemon=True)
@@ -87,6 +90,7 @@ class Group:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:

@@ -75,7 +75,7 @@ def run(
         rounds = next(result.rounds for result in outcome.results if result.setting == outcome.best)
         if rounds < _ENOUGH_ROUNDS:
             note(
-                f"the best setting was measured {'once' if rounds == 1 else f'{rounds} times'} only, and the table and "
+                f"the best setting was measured only {'once' if rounds == 1 else f'{rounds} times'}, and the table and "
                 "the picture show different measurements; give more --seconds for a reliable choice"
             )
         section = aio_section(outcome.best)

@@ -156,6 +156,13 @@ def test_tune_is_one_json_object_and_a_picture(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_space")
+def test_tune_says_that_one_round_is_no_choice(folder: Path) -> None:
+    result = run("tune", "--path", folder, "--size", "16MiB", "--seconds", "0.1")
+    assert result.exit_code == 0, result.output
+    assert "the best setting was measured only once" in result.stderr
+
+
+@pytest.mark.usefixtures("small_space")
 def test_tune_goes_on_without_matplotlib(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     plot = tmp_path / "sweep.png"
