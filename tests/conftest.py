@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -67,6 +68,12 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
         repeated |= {id(item) for case, item in cases.items() if case not in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in repeated])
     items[:] = [item for item in items if id(item) not in repeated]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what was imported and collected from garbage collection: tests call gc.collect(), and so does Python."""
+    gc.collect()
+    gc.freeze()
 
 
 _SYSTEM_WIDE = ("test_faults.py", "test_real_faults.py", "test_io.py", "test_join.py", "test_bad_input.py")
