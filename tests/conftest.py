@@ -21,7 +21,7 @@ from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.tiers.device import Device
 from support.configs import engine_config
-from support.cover import value_cover
+from support.cover import pairwise_cover, value_cover
 from support.late_device import LateDevice
 from support.loops import open_engine
 
@@ -55,16 +55,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases of tests with several parameters whose values all occur in other cases of the same test."""
+    """Deselect cases of tests with several parameters whose values, or pairs of values if the test is marked
+    `pairwise`, all occur in other cases of the same test.
+    """
     matrices: dict[object, dict[tuple[str, ...], pytest.Item]] = {}
+    pairwise = set()
     for item in items:
-        if item.path.parent.name in _THINNED and not any(map(item.get_closest_marker, ("slow", "every_case"))):
+        in_pairs = item.get_closest_marker("pairwise") is not None
+        thinned = in_pairs or item.path.parent.name in _THINNED
+        if thinned and not any(map(item.get_closest_marker, ("slow", "every_case"))):
             assert isinstance(item, pytest.Function)
             values = tuple(map(repr, item.callspec.params.values())) if hasattr(item, "callspec") else ()
-            matrices.setdefault((item.path, item.originalname), {}).setdefault(values, item)
+            test = (item.path, item.originalname)
+            matrices.setdefault(test, {}).setdefault(values, item)
+            pairwise |= {test} if in_pairs else set()
     repeated = set()
-    for cases in matrices.values():
-        kept = value_cover(list(cases))
+    for test, cases in matrices.items():
+        kept = (pairwise_cover if test in pairwise else value_cover)(list(cases))
         repeated |= {id(item) for case, item in cases.items() if case not in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in repeated])
     items[:] = [item for item in items if id(item) not in repeated]

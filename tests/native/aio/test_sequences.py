@@ -100,7 +100,7 @@ def test_on_disk(
     disk.close()
 
 
-@settings(SETTINGS, max_examples=10 * EXAMPLES)
+@settings(SETTINGS, max_examples=5 * EXAMPLES)
 @given(ops=OPS, seed=SEEDS, short=st.integers(1, 8191), often=st.integers(0, 3))
 def test_with_faults(
     ops: list[Op],
