@@ -78,7 +78,9 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what was imported and collected from garbage collection: tests call gc.collect(), and so does Python."""
+    """Exempt what was imported and collected from garbage collection: `initialize` looks through all objects, and tests
+    call gc.collect().
+    """
     gc.collect()
     gc.freeze()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -98,6 +99,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # as in conftest.py: initialize looks through all objects that are collected
     # As in pyproject.toml: a buffer that is referred to after its release is an error in tests.
     warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
     dist.init_process_group(
