@@ -104,7 +104,7 @@ _SEVERAL_HOSTS = "Several hosts"
 def run_script(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script that each rank runs.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments, passed as they are.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, passed as they are.")
     ] = None,
     num_gpus: Annotated[
         int,
