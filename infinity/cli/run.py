@@ -154,7 +154,7 @@ def _start(arguments: list[str]) -> None:
         main(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        _failed(rank, failure.exitcode)
+        exit_as_rank(rank, failure.exitcode)
     except SignalException as error:
         received = signal.Signals(error.sigval)
         fail(f"stopped by {received.name}; all ranks have ended", _SIGNALLED + received)
@@ -162,7 +162,7 @@ def _start(arguments: list[str]) -> None:
         fail(f"ranks cannot meet: {str(error).splitlines()[0]} Choose another --master_addr or --master_port.")
 
 
-def _failed(rank: int, status: int) -> NoReturn:
+def exit_as_rank(rank: int, status: int) -> NoReturn:
     """Exit with a rank's status, negative if a signal ended it."""
     if status >= 0:
         fail(f"rank {rank} ended with exit status {status}; its output says why", status or FAILED)
