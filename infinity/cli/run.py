@@ -145,9 +145,10 @@ def _check_script(request: Request) -> None:
 
 def _start(arguments: list[str]) -> None:
     """Run torchrun in this process, so that signals reach it; exit as the first rank that failed."""
-    from torch.distributed import DistNetworkError
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main
 
     try:
@@ -158,8 +159,9 @@ def _start(arguments: list[str]) -> None:
     except SignalException as error:
         received = signal.Signals(error.sigval)
         fail(f"stopped by {received.name}; all ranks have ended", _SIGNALLED + received)
-    except DistNetworkError as error:
-        fail(f"ranks cannot meet: {str(error).splitlines()[0]} Choose another --master_addr or --master_port.")
+    except (DistError, RendezvousError) as error:
+        reason = str(error).partition("\n")[0]
+        fail(f"ranks cannot meet: {reason} Choose another --master_addr or --master_port.")
 
 
 def exit_as_rank(rank: int, status: int) -> NoReturn:
