@@ -26,7 +26,7 @@ def python(*arguments: str | Path, path: str = "", options: tuple[str, ...] = ()
 
 
 def launched(command: list[str], path: str = "") -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, ROOT]))}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH"), ROOT]))}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -248,7 +248,6 @@ def test_transformers_finds_it(tmp_path: Path) -> None:
 
 def test_accelerate_finds_it(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    pytest.importorskip("infinity.deepspeed.ops.adam")  # which Accelerate imports when it finds a deepspeed
     text = """
 from accelerate.utils import is_deepspeed_available
 from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
