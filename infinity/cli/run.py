@@ -121,7 +121,7 @@ def _read_hosts(hostfile: Path | None) -> tuple[Host, ...] | None:
         if not hostfile.is_file():
             return None
         note(f"the hosts are those of {hostfile}")
-    return parse_hostfile(hostfile.read_text(encoding="utf-8"), str(hostfile))
+    return parse_hostfile(hostfile.read_text(encoding="utf-8", errors="replace"), str(hostfile))
 
 
 def _this_machine() -> Machine:

@@ -68,7 +68,8 @@ def with_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _check_shadow(first: str) -> None:
     """Refuse a package deepspeed in the folder that Python searches before PYTHONPATH."""
-    folder = Path.cwd() if first.startswith("-") else Path(first).resolve().parent
+    script = Path(first).resolve()
+    folder = Path.cwd() if first.startswith("-") else script if script.is_dir() else script.parent
     shadow = find_shadow(folder)
     if shadow is not None:
         _fail(f"{shadow} would be imported as deepspeed, since Python searches its folder first: rename it")

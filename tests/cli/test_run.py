@@ -191,6 +191,7 @@ def test_a_dry_run_of_modules_and_programs() -> None:
 def test_several_hosts_are_printed_and_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    monkeypatch.setattr("infinity.cli.run.DEEPSPEED_ENVIRONMENT_PATHS", ["."])  # the home may have one
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\n")
     options = ("run", "--hostfile", "hosts", "--num_nodes", "2", "elsewhere.py")
     result = run(*options)
@@ -206,12 +207,12 @@ def test_several_hosts_are_printed_and_not_started(tmp_path: Path, monkeypatch: 
 
 def test_errors_are_one_line_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad").write_text("a slots=1\na\n")
+    (tmp_path / "bad").write_bytes(b"a slots=1\na\n\xff slots\n")
     (tmp_path / "good").write_text("a slots=1\n")
     for code, said, arguments in (
         (2, "the script none.py does not exist: options of infinity run stand before it", ["none.py"]),
         (2, "--module and --no_python exclude each other", ["-m", "--no_python", "x"]),
-        (2, "bad, line 2: 'a' is no host: write HOST slots=N", ["-H", "bad", "x.py"]),
+        (2, "'a' is no host: write HOST slots=N; bad, line 3: '� slots' is no host", ["-H", "bad", "x.py"]),
         (2, "--include: 'b' is no host of a", ["-H", "good", "--include", "b", "x.py"]),
         (1, "none: No such file or directory", ["--hostfile", "none", "x.py"]),
         (

@@ -63,7 +63,9 @@ assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
 import deepspeed, infinity.deepspeed
 assert deepspeed is infinity.deepspeed and deepspeed.__spec__.name == "infinity.deepspeed"
 assert importlib.util.find_spec("deepspeed") is not None
-print(importlib.metadata.version("deepspeed"))
+version = importlib.metadata.version("deepspeed")
+assert getattr(deepspeed, "__version__", version).partition("+")[0] == version.partition("+")[0]
+print(version)
 """
     assert passes(python(script(tmp_path, text))).startswith("0.19.8")
 
@@ -173,8 +175,10 @@ def test_a_deepspeed_beside_the_script_is_refused(tmp_path: Path, name: str) -> 
     beside = tmp_path / name
     beside.parent.mkdir(exist_ok=True)
     beside.touch()
-    result = python(script(tmp_path, "raise AssertionError"))
-    assert result.returncode == 2 and f"{beside} would be imported as deepspeed" in result.stderr
+    file = script(tmp_path, "raise AssertionError")
+    for started in (file, tmp_path):  # Python searches a folder that it runs too
+        result = python(started)
+        assert result.returncode == 2 and f"{beside} would be imported as deepspeed" in result.stderr
 
 
 def test_a_folder_of_configs_beside_the_script_hides_nothing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def read_exports(files: Iterable[Path]) -> Mapping[str, str]:
     for file in files:
         if not file.is_file():
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), 1):
             name, equals, value = line.partition("=")
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
