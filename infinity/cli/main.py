@@ -29,6 +29,23 @@ class _Commands(typer.core.TyperGroup):
                 sys.exit(ended.exit_code)
 
 
+class _RunCommand(typer.core.TyperCommand):
+    """Command that refuses flags of DeepSpeed's launcher by name, with the reason."""
+
+    def parse_args(self, *arguments: Any) -> list[str]:
+        try:
+            return super().parse_args(*arguments)
+        except Exception as error:  # NoSuchOption, which Typer does not export
+            from infinity.cli.console import USAGE, fail
+            from infinity.deepspeed.launcher.flags import refusal
+
+            name = str(getattr(error, "option_name", ""))
+            reason = refusal(name)
+            if reason is None:
+                raise
+            fail(f"{name} is refused. {reason}", USAGE)
+
+
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Paths = Annotated[
@@ -78,6 +95,125 @@ def report(
         else:
             say("\n".join(lines(facts)))
     raise typer.Exit(1 if broken(facts) else 0)
+
+
+_SEVERAL_HOSTS = "Several hosts"
+
+
+@app.command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False})
+def run_script(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script that each rank runs.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, passed as they are.")
+    ] = None,
+    num_gpus: Annotated[
+        int,
+        typer.Option(
+            "--num_gpus",
+            "--num_accelerators",
+            metavar="N",
+            show_default="all",
+            help="GPUs per host, one rank each. Without GPUs: ranks on the CPU, by default one.",
+        ),
+    ] = -1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command and start nothing.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    no_python: Annotated[bool, typer.Option("--no_python", help="SCRIPT is a program of its own.")] = False,
+    no_local_rank: Annotated[
+        bool, typer.Option("--no_local_rank", help="Do not pass --local_rank=N as the script's first argument.")
+    ] = False,
+    each_rank_log: Annotated[
+        str,
+        typer.Option(
+            "--enable_each_rank_log", metavar="FOLDER", show_default=False, help="Write each rank's output there."
+        ),
+    ] = "None",
+    log_level: Annotated[
+        str,
+        typer.Option("--log_level", metavar="LEVEL", help="warning, error and critical do not print the command."),
+    ] = "info",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the command.")] = False,
+    include: Annotated[
+        str, typer.Option("--include", "-i", metavar="HOSTS", help="Hosts and GPUs to use: worker-0@worker-1:0,2")
+    ] = "",
+    exclude: Annotated[
+        str, typer.Option("--exclude", "-e", metavar="HOSTS", help="Hosts and GPUs to leave out: localhost:0")
+    ] = "",
+    master_addr: Annotated[str, typer.Option("--master_addr", metavar="ADDRESS", help="Address of rank 0.")] = "",
+    master_port: Annotated[
+        int | None, typer.Option("--master_port", metavar="PORT", min=1, max=65535, help="Port of rank 0.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--hostfile",
+            "-H",
+            metavar="FILE",
+            rich_help_panel=_SEVERAL_HOSTS,
+            help="Hosts, one a line: worker-0 slots=4",
+        ),
+    ] = None,
+    num_nodes: Annotated[
+        int,
+        typer.Option(
+            "--num_nodes",
+            metavar="N",
+            show_default="all",
+            rich_help_panel=_SEVERAL_HOSTS,
+            help="Use the first N hosts of the file.",
+        ),
+    ] = -1,
+    node_rank: Annotated[
+        int,
+        typer.Option(
+            "--node_rank",
+            metavar="N",
+            show_default=False,
+            rich_help_panel=_SEVERAL_HOSTS,
+            help="Start the ranks of host N of the file, from 0, on this machine.",
+        ),
+    ] = -1,
+    no_ssh: Annotated[bool, typer.Option("--no_ssh", hidden=True, help="Implied by --node_rank.")] = False,
+    no_ssh_check: Annotated[bool, typer.Option("--no_ssh_check", hidden=True)] = False,
+    force_multi: Annotated[
+        bool,
+        typer.Option(
+            "--force_multi",
+            rich_help_panel=_SEVERAL_HOSTS,
+            help="Print the command of a file's only host instead of running it.",
+        ),
+    ] = False,
+) -> None:
+    """Run an unchanged DeepSpeed script on Infinity, one rank per GPU (DeepSpeed: deepspeed).
+
+    In the script and its children, import deepspeed returns infinity.deepspeed.
+    Options stand before SCRIPT. The torchrun command is printed to stderr.
+    With several hosts, a command for each is printed, and none is started.
+    """
+    from infinity.cli.run import Flags, run
+
+    run(
+        Flags(
+            script=script,
+            arguments=tuple(arguments or ()),
+            hostfile=hostfile,
+            include=include,
+            exclude=exclude,
+            num_nodes=num_nodes,
+            num_gpus=num_gpus,
+            master_addr=master_addr,
+            master_port=master_port,
+            node_rank=node_rank,
+            no_ssh=no_ssh,
+            force_multi=force_multi,
+            module=module,
+            no_python=no_python,
+            no_local_rank=no_local_rank,
+            each_rank_log=each_rank_log,
+            log_level="error" if quiet else log_level,
+            dry_run=dry_run,
+        )
+    )
 
 
 @app.command("aio-bench")

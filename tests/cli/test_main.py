@@ -95,6 +95,7 @@ def test_report_says_why_io_uring_is_not_used(monkeypatch: pytest.MonkeyPatch) -
 def test_every_command_names_what_it_is_called_elsewhere() -> None:
     for command, name in (
         ("report", "ds_report"),
+        ("run", "DeepSpeed: deepspeed"),
         ("aio-bench", "ds_io"),
         ("tune", "ds_nvme_tune"),
         ("export", "zero_to_fp32"),

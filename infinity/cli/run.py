@@ -1,0 +1,175 @@
+"""`infinity run`: DeepSpeed's launcher over torchrun, with infinity.deepspeed in place of deepspeed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from infinity.cli.console import FAILED, USAGE, check_one_of, fail, note, one_line_errors
+from infinity.deepspeed.launcher.commands import Kind, Program
+from infinity.deepspeed.launcher.hosts import Host, parse_hostfile
+from infinity.deepspeed.launcher.runner import (
+    DEEPSPEED_ENVIRONMENT_NAME,
+    DEEPSPEED_ENVIRONMENT_PATHS,
+    DLTS_HOSTFILE,
+    read_exports,
+)
+from infinity.deepspeed.launcher.translate import Launch, Machine, Request, translate
+from infinity.errors import ConfigError
+
+ALL = -1
+"""Default of --num_nodes, --num_gpus and --node_rank, as in DeepSpeed."""
+
+_SHOWING = ("debug", "info")
+_LOG_LEVELS = (*_SHOWING, "warning", "error", "critical")
+_SIGNALLED = 128
+"""Added to a signal's number, this is the exit status of a shell's command that it ended."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command's options and arguments; see its help."""
+
+    script: str
+    arguments: tuple[str, ...]
+    hostfile: Path | None
+    include: str
+    exclude: str
+    num_nodes: int
+    num_gpus: int
+    master_addr: str
+    master_port: int | None
+    node_rank: int
+    no_ssh: bool
+    force_multi: bool
+    module: bool
+    no_python: bool
+    no_local_rank: bool
+    each_rank_log: str
+    log_level: str
+    dry_run: bool
+
+
+def run(flags: Flags) -> None:
+    """Run the command; see its help. Returns if all ranks ended with status 0."""
+    check_one_of("--log_level", flags.log_level, _LOG_LEVELS)
+    with one_line_errors():
+        try:
+            request = _request(flags)
+            launch = translate(request, _this_machine())
+            if launch.here is not None:
+                _check_script(request)
+        except ConfigError as error:
+            fail("; ".join(error.problems), USAGE)
+        if flags.dry_run or launch.here is None or flags.log_level in _SHOWING:
+            _show(launch)
+        if flags.dry_run:
+            return
+        if launch.here is None:
+            last = len(launch.commands) - 1
+            fail(f"nothing was started: run each command on its host, or this one there with --node_rank 0 to {last}")
+        command = launch.commands[launch.here]
+        os.environ.update(command.environment)
+        _start(list(command.arguments))
+
+
+def _show(launch: Launch) -> None:
+    """Print notes and commands to stderr; stdout belongs to the script."""
+    for text in launch.notes:
+        note(text)
+    for command in launch.commands:
+        if command.host is not None:
+            note(f"on {command.host}:")
+        typer.echo(command.shown(), err=True)
+
+
+def _request(flags: Flags) -> Request:
+    """Read the files that the flags name."""
+    if flags.module and flags.no_python:
+        raise ConfigError("--module and --no_python exclude each other: drop one of them")
+    kind = Kind.MODULE if flags.module else Kind.EXECUTABLE if flags.no_python else Kind.SCRIPT
+    request = Request(
+        Program(flags.script, flags.arguments, kind, local_rank=not flags.no_local_rank),
+        hosts=_read_hosts(flags.hostfile),
+        include=flags.include,
+        exclude=flags.exclude,
+        num_nodes=None if flags.num_nodes == ALL else flags.num_nodes,
+        num_gpus=None if flags.num_gpus == ALL else flags.num_gpus,
+        master_addr=flags.master_addr or None,
+        master_port=flags.master_port,
+        node_rank=None if flags.node_rank == ALL else flags.node_rank,
+        no_ssh=flags.no_ssh,
+        force_multi=flags.force_multi,
+        logs=None if flags.each_rank_log == "None" else flags.each_rank_log,
+    )
+    if request.hosts is None:
+        return request
+    folders = map(Path, DEEPSPEED_ENVIRONMENT_PATHS)
+    return replace(request, exports=read_exports(folder / DEEPSPEED_ENVIRONMENT_NAME for folder in folders))
+
+
+def _read_hosts(hostfile: Path | None) -> tuple[Host, ...] | None:
+    """Return the hosts of the file, or of DeepSpeed's usual one if none is named and that exists."""
+    if hostfile is None:
+        hostfile = Path(DLTS_HOSTFILE)
+        if not hostfile.is_file():
+            return None
+        note(f"the hosts are those of {hostfile}")
+    return parse_hostfile(hostfile.read_text(encoding="utf-8", errors="replace"), str(hostfile))
+
+
+def _this_machine() -> Machine:
+    import torch
+
+    name = socket.gethostname()
+    return Machine(
+        gpus=torch.cuda.device_count(),
+        cores=len(os.sched_getaffinity(0)),
+        names=frozenset({name, name.partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"}),
+        environ=os.environ,
+    )
+
+
+def _check_script(request: Request) -> None:
+    """Refuse a script that does not exist before ranks are started."""
+    program = request.program
+    if program.kind is Kind.SCRIPT and not Path(program.name).exists():
+        raise ConfigError(f"the script {program.name} does not exist: options of infinity run stand before it")
+
+
+def _start(arguments: list[str]) -> None:
+    """Run torchrun in this process, so that signals reach it; exit as the first rank that failed."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import main
+
+    try:
+        main(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        exit_as_rank(rank, failure.exitcode)
+    except SignalException as error:
+        received = signal.Signals(error.sigval)
+        fail(f"stopped by {received.name}; all ranks have ended", _SIGNALLED + received)
+    except (DistError, RendezvousError) as error:
+        reason = str(error).partition("\n")[0]
+        fail(f"ranks cannot meet: {reason} Choose another --master_addr or --master_port.")
+
+
+def exit_as_rank(rank: int, status: int) -> NoReturn:
+    """Exit with a rank's status, negative if a signal ended it."""
+    if status >= 0:
+        fail(f"rank {rank} ended with exit status {status}; its output says why", status or FAILED)
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    fail(f"rank {rank} was ended by {name}", _SIGNALLED - status)

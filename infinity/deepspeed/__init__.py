@@ -1,0 +1,1 @@
+"""DeepSpeed's names over the engine."""

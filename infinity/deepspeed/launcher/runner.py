@@ -1,0 +1,35 @@
+"""Names of DeepSpeed's launcher that other libraries import, such as Accelerate's `accelerate launch`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from infinity.errors import ConfigError
+
+DLTS_HOSTFILE = "/job/hostfile"
+"""Hostfile that is read if it exists and no other is named."""
+
+DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
+"""Folders of the file with variables for all hosts; the last file that sets a variable wins."""
+
+
+def read_exports(files: Iterable[Path]) -> Mapping[str, str]:
+    """Return the variables of those of `files` that exist, with lines NAME=VALUE."""
+    variables: dict[str, str] = {}
+    problems = []
+    for file in files:
+        if not file.is_file():
+            continue
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), 1):
+            name, equals, value = line.partition("=")
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            if not equals or not name.isidentifier():
+                problems.append(f"{file}, line {number}: {line!r} sets no variable: write NAME=VALUE")
+            variables[name] = value
+    if problems:
+        raise ConfigError(problems)
+    return variables
