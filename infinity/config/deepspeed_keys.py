@@ -31,6 +31,7 @@ _TOP_LEVEL: dict[str, Entry] = {
         f"no module is split by the engine: {_DIVIDED}", {"autotp_size": 0}, {"autotp_size": 1}, whole=True
     ),
     "expert_parallel": refused("experts belong to their block's unit, sharded over all ranks: remove it", whole=True),
+    "moe": refused("experts belong to their block's unit, sharded over all ranks: remove it", whole=True),
     "use_data_before_expert_parallelism": no_effect("there is no expert parallelism"),
     "pipeline": refused(
         "there is no pipeline parallelism: use stage 3, whose units stream through one rank", whole=True
@@ -122,7 +123,7 @@ TABLE: dict[str, Entry] = {**_TOP_LEVEL, **_PRECISION, **_OPTIMIZER, **ZERO_KEYS
 """Full dotted name of a key of DeepSpeed that the schema lacks → its verdict."""
 
 VALUES: dict[str, str] = {
-    "optimizer.type": "other optimizers are not supported yet",
+    "optimizer.type": "OneBitAdam, ZeroOneAdam, Lamb, Muon and others are not here, and AdamW is the nearest",
     "scheduler.type": "for any other schedule, pass the optimizer that initialize() returns to a scheduler of torch",
 }
 """Full dotted name of a key → text appended to the error about an unsupported value."""

@@ -41,10 +41,17 @@ class Draft:
     def map(self, source: str, value: object, target: str, result: object) -> None:
         """Set `target` to `result`, because `source` is `value`. A target that is set already wins."""
         if self.has(target):
-            self.ignored.append(source)
+            self.ignore(source, f"{target} is set and decides")
             return
         put(self.content, target, result)
         self.mapped.append(f"{source} {_short(value)} → {target} {_short(result)}")
+
+    def ignore(self, dotted: str, why: str) -> None:
+        """Note that `dotted` has no effect; with `infinity.strict`, that is a problem."""
+        if self.is_true("infinity.strict"):
+            self.problems.append(f"{dotted}: has no effect here, and infinity.strict is true: {why}; remove it")
+        else:
+            self.ignored.append(dotted)
 
     def refuse(self, dotted: str, value: object, why: str) -> None:
         self.problems.append(f"{dotted}: {show(value)} is not supported: {why}")

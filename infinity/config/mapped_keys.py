@@ -23,7 +23,7 @@ def _old_bf16(draft: Draft) -> None:
     if section is ABSENT or section is None or section is False:
         return
     if draft.has("bf16"):
-        draft.ignored.append("bfloat16")
+        draft.ignore("bfloat16", "bf16 is set and decides")
         return
     draft.content["bf16"] = section
     draft.mapped.append("bfloat16 → bf16")
@@ -44,7 +44,7 @@ def _misplaced_aio(draft: Draft) -> None:
         draft.content["aio"] = section
         draft.mapped.append(f"{source} → aio")
     elif section is not ABSENT and section:
-        draft.ignored.append(source)
+        draft.ignore(source, "its place is the top level")
 
 
 def _offload(source: str, target: str, draft: Draft) -> None:
@@ -61,16 +61,19 @@ def _offload(source: str, target: str, draft: Draft) -> None:
 
 
 def _elements(draft: Draft, *names: str) -> tuple[str, float] | None:
-    """Remove the first of the keys `names` of `zero_optimization` and return it with its value; None without one."""
-    for name in names:
-        value = draft.take(f"{_ZERO}.{name}")
+    """Remove the keys `names` of `zero_optimization`, and return the first with its value; None without one."""
+    found: tuple[str, float] | None = None
+    for dotted in (f"{_ZERO}.{name}" for name in names):
+        value = draft.take(dotted)
         if value is ABSENT:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            draft.problems.append(f"{_ZERO}.{name}: must be a number of elements, at least 0, not {show(value)}")
-            continue
-        return f"{_ZERO}.{name}", value
-    return None
+            draft.problems.append(f"{dotted}: must be a number of elements, at least 0, not {show(value)}")
+        elif found:
+            draft.ignore(dotted, f"{found[0]} is set and decides")
+        else:
+            found = dotted, value
+    return found
 
 
 def _prefetch_and_cache(draft: Draft) -> None:
@@ -121,7 +124,7 @@ def _adam(draft: Draft) -> None:
     elif name == "adam":
         _say_decay(draft, "L2, where DeepSpeed's is decoupled; adam_w_mode decides", given=mode is False)
     elif mode is False and draft.dialect == "deepspeed":
-        draft.ignored.append("optimizer.params.adam_w_mode")  # DeepSpeed reads it for the type Adam only
+        draft.ignore("optimizer.params.adam_w_mode", "DeepSpeed reads it for the type Adam only")
     elif mode is False:
         put(draft.content, "optimizer.type", "Adam")
         draft.mapped.append('optimizer.params.adam_w_mode false → optimizer.type "Adam"')
@@ -150,7 +153,7 @@ def _threads(draft: Draft) -> None:
     count, parallelism = (look(draft.content, name) for name in names)
     if draft.dialect == "deepspeed" and ABSENT not in (count, parallelism) and count != parallelism:
         draft.take("aio.thread_count")
-        draft.ignored.append("aio.thread_count")
+        draft.ignore("aio.thread_count", "DeepSpeed reads intra_op_parallelism only")
 
 
 def _parameters_below_stage_3(draft: Draft) -> None:
@@ -161,7 +164,7 @@ def _parameters_below_stage_3(draft: Draft) -> None:
         return
     draft.take(f"{_ZERO}.offload_param")
     if section.get("device", "none") != "none":
-        draft.ignored.append(f"{_ZERO}.offload_param")
+        draft.ignore(f"{_ZERO}.offload_param", "parameters are offloaded in stage 3 only")
 
 
 RENAMES: tuple[Rule, ...] = (_old_bf16, _old_zero, _misplaced_aio, _torch_decay)

@@ -124,7 +124,7 @@ def _dialect_table() -> str:
 
 
 def _verdict(key: str, entry: Entry) -> str:
-    values = ", ".join(f"`{show(value)}`" for value in entry.neutral)
+    values = ", ".join(f"`{value:g}`" if isinstance(value, float) else f"`{show(value)}`" for value in entry.neutral)
     text = f"`{entry.text}`" if entry.verdict is Verdict.MAPPED else entry.text
     return f"| `{key}` | {entry.verdict.value} | {_cell(text)}{f' ({values})' if values else ''} |\n"
 

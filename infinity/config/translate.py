@@ -11,7 +11,7 @@ from infinity.config.dialect import add_defaults
 from infinity.config.draft import Draft
 from infinity.config.mapped_keys import RENAMES, RULES
 from infinity.config.notes import Dialect, Notes
-from infinity.config.tree import copied, drop, leaves, look
+from infinity.config.tree import copied, drop, leaves
 from infinity.config.verdicts import Verdict
 
 _KEEPS_AUTO = ("aio.engine", "data_types.keep_in_fp32_modules")
@@ -64,7 +64,6 @@ def _drop_nulls(draft: Draft, known: Collection[str]) -> None:
 
 def _judge(draft: Draft) -> None:
     """Remove keys without effect and refused ones. Mapped keys stay, for their rules."""
-    strict = look(draft.content, "infinity.strict") is True
     for dotted, value in list(leaves(draft.content)):
         entry = TABLE.get(dotted)
         if entry is None:
@@ -77,7 +76,5 @@ def _judge(draft: Draft) -> None:
             continue
         if entry.verdict is Verdict.REFUSED:
             draft.refuse(dotted, value, entry.text)
-        elif strict:
-            draft.problems.append(f"{dotted}: has no effect here, and infinity.strict is true: {entry.text}; remove it")
         else:
-            draft.ignored.append(dotted)
+            draft.ignore(dotted, entry.text)

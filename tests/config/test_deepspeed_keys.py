@@ -45,7 +45,7 @@ def test_every_key_of_deepspeed_has_a_verdict() -> None:
 
 def test_the_table_names_only_keys_of_deepspeed_or_known_old_ones() -> None:
     old = {
-        *("nebula", "comms_config", "monitor_config", "fp32_allreduce", "load_universal_checkpoint", "bfloat16"),
+        *("nebula", "moe", "comms_config", "monitor_config", "fp32_allreduce", "load_universal_checkpoint", "bfloat16"),
         *(f"bf16.{key}" for key in ("check_overflow", "loss_scale", "initial_scale_power", "loss_scale_window")),
         *(f"bf16.{key}" for key in ("hysteresis", "consecutive_hysteresis", "min_loss_scale")),
         *(f"optimizer.params.{key}" for key in ("fused", "foreach", "capturable", "maximize")),

@@ -57,10 +57,18 @@ def test_a_sub_group_bounds_the_tile(elements: float, tile: int) -> None:
     assert Config.load(zero(sub_group_size=elements)).infinity.tile_size == tile
 
 
+def test_the_first_of_two_names_decides() -> None:
+    config = Config.load(zero(stage3_prefetch_bucket_size=1000, prefetch_bucket_size=2000))
+    assert config.infinity.prefetch_bytes == 4000
+    assert config.notes.ignored == ("zero_optimization.prefetch_bucket_size",)
+
+
 def test_an_explicit_key_wins_over_a_mapped_one() -> None:
     config = Config.load({**zero(sub_group_size=8192), "infinity": {"tile_size": 4096}})
     assert config.infinity.tile_size == 4096
     assert config.notes.ignored == ("zero_optimization.sub_group_size",) and config.notes.mapped == ()
+    strict = {**zero(sub_group_size=8192), "infinity": {"tile_size": 4096, "strict": True}}
+    assert "infinity.strict is true: infinity.tile_size is set and decides" in refusal(strict)
 
 
 @pytest.mark.parametrize("value", ["5e8", True, -1, [1], float("inf")])
