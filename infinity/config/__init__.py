@@ -3,15 +3,21 @@
 The keys are DeepSpeed's, and one section `infinity`; docs/config.md lists them.
 """
 
+from infinity.config.auto import Fill, hidden_size_of
 from infinity.config.batch import Batch
+from infinity.config.notes import Dialect, Notes
 from infinity.config.optimization import (
+    LRRangeTest,
+    OneCycle,
     Optimizer,
     Scheduler,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
 )
-from infinity.config.sections import BF16, FP16, Aio, Config, DataTypes, Infinity, Offload, ZeroOptimization
+from infinity.config.precision import BF16, FP16, DataTypes
+from infinity.config.sections import Aio, Config, Infinity
+from infinity.config.zero import Offload, ZeroOptimization
 
 __all__ = [
     "BF16",
@@ -20,12 +26,18 @@ __all__ = [
     "Batch",
     "Config",
     "DataTypes",
+    "Dialect",
+    "Fill",
     "Infinity",
+    "LRRangeTest",
+    "Notes",
     "Offload",
+    "OneCycle",
     "Optimizer",
     "Scheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
     "ZeroOptimization",
+    "hidden_size_of",
 ]

@@ -27,7 +27,8 @@ def resolve_batch(train: int | None, micro: int | None, accumulation: int | None
     if train is None and micro is None:
         raise ConfigError(
             "no batch size: set train_micro_batch_size_per_gpu (samples of one forward pass of one rank) "
-            "or train_batch_size (samples of one step, over all ranks)"
+            'or train_batch_size (samples of one step, over all ranks). If they are "auto", pass '
+            "Config.load(…, fill=Fill(train_micro_batch_size_per_gpu=…))"
         )
     if accumulation is None:
         accumulation = 1 if train is None or micro is None else max(1, train // (micro * world_size))

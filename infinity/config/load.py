@@ -10,14 +10,23 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from infinity.config.auto import Fill
+from infinity.config.keys import walk
+from infinity.config.notes import Dialect, Notes
 from infinity.config.problems import problems
+from infinity.config.translate import translate
 from infinity.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+_COMMENTS = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+"""Comments of Hjson, outside of text."""
 
-def load_config(model: type[ConfigT], source: Mapping[str, Any] | str | Path) -> ConfigT:
-    """Validate `source`, a dict or the path of a JSON file, as `model`.
+
+def load_config(
+    model: type[ConfigT], source: Mapping[str, Any] | str | Path, dialect: Dialect, fill: Fill
+) -> tuple[ConfigT, Notes]:
+    """Translate `source`, a dict or the path of a JSON file, and validate it as `model`.
 
     Raises ConfigError with one line for each problem; each line starts with the file's path, if `source` is a path.
     """
@@ -27,11 +36,16 @@ def load_config(model: type[ConfigT], source: Mapping[str, Any] | str | Path) ->
         content, prefix = _read(Path(source)), f"{source}: "
     else:
         raise ConfigError(f"a configuration is a dict or the path of a JSON file, not {type(source).__name__}")
+    translation = translate(content, frozenset(key.dotted for key in walk(model)), dialect, fill)
+    lines = translation.problems
     try:
-        return model.model_validate(content)
+        config = model.model_validate(translation.content)
     except ValidationError as error:
-        lines = [prefix + line for line in problems(error, model, content)]
-    raise ConfigError(lines)  # outside the handler, without pydantic's error as its context
+        lines = [*problems(error, model, translation.content), *lines]
+    else:
+        if not lines:
+            return config, translation.notes
+    raise ConfigError([prefix + line for line in lines])  # outside the handler, without pydantic's error as its context
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -50,19 +64,48 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
         ) from None
     try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
+        content = _parse(text)
     except json.JSONDecodeError as error:
         if _is_yaml(path, text):
             raise ConfigError(
                 f"{path}: is YAML, and a configuration is JSON: pass yaml.safe_load(open({str(path)!r})), which is a "
                 "dict, or convert the file"
             ) from None
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}") from None
+        hint = ". To read Hjson, pip install hjson" if path.suffix.lower() == ".hjson" else ""
+        raise ConfigError(
+            f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}{hint}"
+        ) from None
     except _DuplicateKey as error:
         raise ConfigError(f"{path}: the key {error} is duplicated in one section; remove one") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold one JSON object, {{ … }}, not a {type(content).__name__}")
     return content
+
+
+def _parse(text: str) -> Any:
+    """Return the value of `text`, JSON or Hjson. Raises json.JSONDecodeError or _DuplicateKey."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError:
+        content = _read_hjson(text)
+        if content is None:
+            raise
+        return content
+
+
+def _read_hjson(text: str) -> dict[str, Any] | None:
+    """Return the object in `text`, JSON with comments and trailing commas; None if it is none or hjson is missing."""
+    try:
+        import hjson
+    except ImportError:
+        return None
+    if not _COMMENTS.sub("", text).lstrip().startswith("{"):  # Hjson without braces looks like YAML
+        return None
+    try:
+        content = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except hjson.HjsonDecodeError:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _is_yaml(path: Path, text: str) -> bool:

@@ -246,4 +246,82 @@ class WarmupCosineLR(Section):
     """The schedule's constants."""
 
 
-Scheduler: TypeAlias = Annotated[WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")]
+class LRRangeTestParams(Section):
+    """Constants of LRRangeTest."""
+
+    lr_range_test_min_lr: Number = 1e-3
+    """Learning rate at the first step."""
+
+    lr_range_test_step_size: Count = 2000
+    """Optimizer steps of one stair."""
+
+    lr_range_test_step_rate: Number = 1.0
+    """The rate grows by this × `lr_range_test_min_lr` per stair."""
+
+    lr_range_test_staircase: Switch = False
+    """true: the rate changes once per stair; false: at every step."""
+
+
+class LRRangeTest(Section):
+    """A rate that grows until training diverges."""
+
+    type: Literal["LRRangeTest"]
+    """Learning rates to find the largest one that trains (Smith 2018). An error at start so far."""
+
+    params: LRRangeTestParams = LRRangeTestParams()
+    """The schedule's constants."""
+
+
+class OneCycleParams(Section):
+    """Constants of OneCycle."""
+
+    cycle_min_lr: Number
+    """Learning rate at both ends of the cycle."""
+
+    cycle_max_lr: Number
+    """Learning rate in the middle of the cycle."""
+
+    decay_lr_rate: Number = 0.0
+    """After the cycle, `cycle_min_lr` is divided by 1 + this per `decay_step_size` steps."""
+
+    cycle_first_step_size: Count = 2000
+    """Optimizer steps of the rising half."""
+
+    cycle_second_step_size: CountOrZero | None = None
+    """Optimizer steps of the falling half; by default those of the first."""
+
+    cycle_first_stair_count: CountOrZero = 0
+    """Stairs of the rising half; 0: the rate changes at every step."""
+
+    cycle_second_stair_count: CountOrZero | None = None
+    """Stairs of the falling half; by default those of the first."""
+
+    decay_step_size: CountOrZero = 0
+    """Optimizer steps of one decay after the cycle; 0: no decay."""
+
+    cycle_momentum: Switch = True
+    """The first of `betas` falls and rises against the rate."""
+
+    cycle_min_mom: Fraction = 0.8
+    """Momentum in the middle of the cycle."""
+
+    cycle_max_mom: Fraction = 0.9
+    """Momentum at both ends of the cycle."""
+
+    decay_mom_rate: Number = 0.0
+    """After the cycle, `cycle_max_mom` is multiplied by 1 + this per `decay_step_size` steps."""
+
+
+class OneCycle(Section):
+    """One rise and fall of the rate, then decay."""
+
+    type: Literal["OneCycle"]
+    """One cycle of the learning rate, then decay (Smith 2018). An error at start so far."""
+
+    params: OneCycleParams
+    """The schedule's constants."""
+
+
+Scheduler: TypeAlias = Annotated[
+    WarmupLR | WarmupDecayLR | WarmupCosineLR | LRRangeTest | OneCycle, Field(discriminator="type")
+]

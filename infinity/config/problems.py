@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from infinity.config.deepspeed_keys import TABLE, VALUES
 from infinity.config.fields import show
 from infinity.config.keys import walk
-from infinity.config.rejected_keys import FOREIGN, VALUES
 
 
 def problems(error: ValidationError, model: type[BaseModel], content: Mapping[Any, Any]) -> list[str]:
@@ -31,12 +31,11 @@ def problems(error: ValidationError, model: type[BaseModel], content: Mapping[An
 
 def unknown_key(dotted: str, model: type[BaseModel]) -> str:
     """Return the error line for the unknown key `dotted`, with the most similar known keys."""
-    if dotted in FOREIGN:
-        return f"{dotted}: {FOREIGN[dotted]}"
     section, _, name = dotted.rpartition(".")
     known = list(dict.fromkeys(key.dotted for key in walk(model)))
     if dotted in known:
         return f"{dotted}: not a key of this {section.rpartition('.')[0]}.type"
+    known += TABLE
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     return f"{dotted}: unknown key; {_meant(name, siblings, known)}"
 
@@ -51,10 +50,7 @@ def _meant(name: str, siblings: Mapping[str, str], known: Sequence[str]) -> str:
     far = difflib.get_close_matches(name.lower(), [key.rpartition(".")[2] for key in known], n=1, cutoff=0.75)
     if far:
         return f"the nearest is {_alternatives([key for key in known if key.rpartition('.')[2] == far[0]])}"
-    foreign = [key for key in FOREIGN if key.rpartition(".")[2] == name]
-    if foreign:
-        return f"as {foreign[0]} it is {FOREIGN[foreign[0]]}"
-    return f"known here: {', '.join(siblings)}"
+    return f"known here: {', '.join(name for name, key in siblings.items() if key not in TABLE)}"
 
 
 def _dotted(loc: Sequence[int | str], value: Any) -> str:
@@ -77,7 +73,7 @@ def _sentence(detail: Any, dotted: str) -> str:
     if kind == "union_tag_invalid":
         value = value[context["discriminator"].strip(chr(39))]
     if isinstance(value, str) and value == "auto":
-        return '"auto" is not supported; set a value, or omit the key for the default'
+        return '"auto" is not a value of this key; set one, or omit the key for the default'
     if kind == "value_error":
         return str(context["error"])
     if kind in ("missing", "union_tag_not_found"):

@@ -10,10 +10,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from infinity.config.fields import IN_BYTES
+from infinity.config.deepspeed_keys import TABLE
+from infinity.config.dialect import DEFAULTS, OF_OPTIMIZER, OF_SCHEDULER
+from infinity.config.fields import IN_BYTES, show
 from infinity.config.keys import Key, models_in, walk
-from infinity.config.rejected_keys import FOREIGN
 from infinity.config.sections import Config
+from infinity.config.verdicts import Entry, Verdict
 from infinity.sizes import format_size
 
 _HEAD = """\
@@ -43,13 +45,35 @@ The three batch sizes multiply: `train_batch_size` = `train_micro_batch_size_per
 ranks. Set two of them, or one of the first two; the rest is derived. Sizes that do not multiply are an error.
 """
 
-_FOREIGN_HEAD = """\
-## Keys of other engines
+_DEEPSPEED_HEAD = """\
+## DeepSpeed's keys
 
-These keys raise an error with the text below; they are never ignored.
+A configuration may hold any key of DeepSpeed 0.19.8, and older ones. The tables above have the keys that are honoured.
+The other keys have one of three verdicts: *mapped* to a key of this page, *no effect* on results here, or *refused*
+with an error, since ignoring the key would change the result or the memory. A row for a section covers all its keys.
 
-| key | answer |
-|---|---|
+Null, values that switch a feature off and the values in parentheses are always accepted. One line of the log lists what
+was mapped or had no effect; `"infinity": {"strict": true}` makes a key without effect an error.
+
+### Values of `"auto"`
+
+`Config.load(source, fill=Fill(lr=…, train_micro_batch_size_per_gpu=…))` replaces `"auto"` by values of the script, as
+Accelerate and transformers' Trainer do. Without a value the key has its default, and the log says so. Batch sizes and
+`scheduler.params.total_num_steps` have no default; an error names the argument to pass.
+
+### Two dialects
+
+`Config.load(source, dialect="deepspeed")` gives absent keys DeepSpeed's defaults:
+
+"""
+
+_VERDICTS_HEAD = """
+`Adam` has decoupled weight decay in the dialect "deepspeed" and L2 decay in "infinity"; `adam_w_mode` decides in both.
+
+### Verdicts
+
+| key | verdict | reason or target |
+|---|---|---|
 """
 
 
@@ -59,7 +83,8 @@ def reference() -> str:
     for title, keys in _groups():
         rows = [_row(key) for key in keys]
         parts.append("\n".join([f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]))
-    parts.append(_FOREIGN_HEAD + "".join(f"| `{key}` | {_cell(answer)} |\n" for key, answer in FOREIGN.items()))
+    parts.append(_DEEPSPEED_HEAD + _dialect_table())
+    parts.append(_VERDICTS_HEAD.lstrip("\n") + "".join(_verdict(key, entry) for key, entry in TABLE.items()))
     return "\n".join(parts)
 
 
@@ -88,6 +113,22 @@ def _row(key: Key) -> str:
     return f"| {' | '.join(_cell(cell) for cell in cells)} |"
 
 
+def _dialect_table() -> str:
+    """Return the defaults that differ between the dialects."""
+    rows = dict(DEFAULTS)
+    for section, kinds in (("optimizer", OF_OPTIMIZER), ("scheduler", OF_SCHEDULER)):
+        for kind, defaults in kinds.items():
+            rows |= {f"{section}.params.{name}` of `{kind}": value for name, value in defaults.items()}
+    lines = ("| key | default in DeepSpeed |", "|---|---|", *(f"| `{k}` | `{show(v)}` |" for k, v in rows.items()))
+    return "\n".join([*lines, ""])
+
+
+def _verdict(key: str, entry: Entry) -> str:
+    values = ", ".join(f"`{value:g}`" if isinstance(value, float) else f"`{show(value)}`" for value in entry.neutral)
+    text = f"`{entry.text}`" if entry.verdict is Verdict.MAPPED else entry.text
+    return f"| `{key}` | {entry.verdict.value} | {_cell(text)}{f' ({values})' if values else ''} |\n"
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -106,12 +147,14 @@ def _name(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Annotated:
         return _with_bounds(_name(arguments[0]), list(arguments[1:]))
     if typing.get_origin(annotation) is tuple:
-        if arguments[-1] is Ellipsis:  # fields.Folders, which also takes one path without a list
-            return f"{_name(arguments[0])} or list of {_name(arguments[0])}s"
+        if arguments[-1] is Ellipsis:
+            name = _name(arguments[0])
+            # fields.Folders also takes one path without a list.
+            return f"{name} or list of {name}s" if arguments[0] is Path else f"list of {name}s"
         return f"list of {len(arguments)}: {_name(arguments[0])}"
     if arguments:
         return " or ".join(_name(member) for member in arguments if member is not type(None))
-    return {bool: "true or false", int: "whole number", float: "number", Path: "path"}[annotation]
+    return {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}[annotation]
 
 
 def _with_bounds(name: str, metadata: list[Any]) -> str:

@@ -1,7 +1,7 @@
-"""The configuration: its top level, and the sections on dtypes, placement, I/O and the engine.
+"""The configuration: its top level, and the sections on I/O and the engine.
 
-Each key is declared once, here or in `optimization`, with its type, default, bounds and documentation. docs/config.md
-is generated from these declarations.
+Each key is declared once, here or in `precision`, `zero`, `optimization` and `monitors`, with its type, default, bounds
+and documentation. docs/config.md is generated from these declarations.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from infinity.config.auto import Fill
 from infinity.config.batch import Batch, resolve_batch
 from infinity.config.fields import (
     Count,
     CountOrZero,
     DType,
-    Folders,
     Number,
-    Positive,
     Section,
     Size,
     SizeOrZero,
@@ -27,118 +26,15 @@ from infinity.config.fields import (
     Threads,
 )
 from infinity.config.load import load_config
+from infinity.config.monitors import CSVMonitor, TensorBoard, WandB
+from infinity.config.notes import Dialect, Notes
 from infinity.config.optimization import AdamW, Optimizer, Scheduler
+from infinity.config.precision import BF16, FP16, DataTypes, TorchAutocast
+from infinity.config.zero import ZeroOptimization
 from infinity.sizes import parse_size
 
 ALIGNMENT = 4096
 """Alignment of direct I/O in bytes, and of update tiles in elements."""
-
-
-class BF16(Section):
-    """Training in bfloat16."""
-
-    enabled: Switch = False
-    """Store and compute with bfloat16 parameters. The optimizer updates fp32 values (see `infinity.master`) and stores
-    its moments in the format of `infinity.moments`."""
-
-
-class FP16(Section):
-    """Training in float16, with a loss scale."""
-
-    enabled: Switch = False
-    """Store and compute with float16 parameters, with an fp32 master of each. The loss is scaled, and a step whose
-    gradients overflow is skipped. bf16 needs neither; use fp16 on devices without bf16."""
-
-    loss_scale: Number = 0.0
-    """Constant factor of the loss; 0: dynamic loss scaling, set by the next keys."""
-
-    initial_scale_power: CountOrZero = Field(default=16, le=126)
-    """The dynamic scale starts at 2 to this power."""
-
-    loss_scale_window: Count = 1000
-    """Steps without overflow after which the scale is doubled."""
-
-    hysteresis: Count = 2
-    """Overflows before the scale is halved; the count restarts whenever the scale is doubled."""
-
-    consecutive_hysteresis: Switch = False
-    """true: the count of `hysteresis` restarts after every step without overflow."""
-
-    min_loss_scale: Positive = 1.0
-    """Lower bound of the scale; training stops with an error when 20 steps in a row overflow at it."""
-
-
-class DataTypes(Section):
-    """Dtypes in which values are accumulated."""
-
-    grad_accum_dtype: DType = "fp32"
-    """Dtype in which gradients are accumulated over the micro-batches of a step; unused with one micro-batch. `fp16`
-    requires fp16 training, for its loss scale. torch's names (`float16` and so on) are accepted, too."""
-
-
-class Offload(Section):
-    """Tier of one kind of state."""
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    """`none`: on the device that computes; `cpu`: in host memory; `nvme`: in files under `nvme_path`."""
-
-    nvme_path: Folders | None = Field(default=None, validate_default=True)
-    """Folder on a local disk for the files of device `nvme`, or a list of folders on several drives. States are striped
-    over the folders, so that the drives' bandwidths add up. Unused for other devices."""
-
-    pin_memory: Switch = True
-    """Pin the host memory of these states, for asynchronous copies to a CUDA device. If pinning fails, pageable memory
-    is used and one warning is logged."""
-
-    @field_validator("nvme_path")
-    @classmethod
-    def _nvme_needs_a_folder(cls, value: tuple[Path, ...] | None, info: ValidationInfo) -> tuple[Path, ...] | None:
-        if value is None and info.data.get("device") == "nvme":
-            raise ValueError(
-                'is missing: device "nvme" needs a folder on a local disk, such as "nvme_path": "/local_nvme"'
-            )
-        return value
-
-
-class ZeroOptimization(Section):
-    """Sharding and tiers of states."""
-
-    stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage, the states sharded over ranks. 0: none; 1: optimizer states; 2: and gradients; 3: and parameters.
-    Parameters may be offloaded in stage 3 only; below it, they stay on the device that computes."""
-
-    offload_param: Offload = Offload()
-    """Tier of the parameters."""
-
-    offload_optimizer: Offload = Offload()
-    """Tier of the optimizer states, and of gradients until their update."""
-
-    @property
-    def nvme_paths(self) -> tuple[Path, ...]:
-        """The folders over which all files are striped; empty if no state is on nvme."""
-        return next(iter(self._paths_on_nvme()), ())
-
-    def _paths_on_nvme(self) -> list[tuple[Path, ...]]:
-        sections = (self.offload_param, self.offload_optimizer)
-        return [section.nvme_path or () for section in sections if section.device == "nvme"]
-
-    @model_validator(mode="after")
-    def _parameters_leave_in_stage_3_only(self) -> ZeroOptimization:
-        if self.stage < 3 and self.offload_param.device != "none":
-            raise ValueError(
-                f'offload_param.device is "{self.offload_param.device}", but in stage {self.stage} all parameters stay '
-                "on the device that computes: use stage 3, or leave offload_param out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_set_of_folders(self) -> ZeroOptimization:
-        if len(set(self._paths_on_nvme())) > 1:
-            raise ValueError(
-                "offload_param.nvme_path and offload_optimizer.nvme_path differ, but all states share their folders: "
-                "set both to the same folders in the same order"
-            )
-        return self
 
 
 class Aio(Section):
@@ -155,12 +51,6 @@ class Aio(Section):
 
     thread_count: Threads | None = None
     """Alias of `intra_op_parallelism`; set only one of the two."""
-
-    single_submit: Switch = False
-    """Accepted for compatibility: requests are always submitted in batches, and true is an error."""
-
-    overlap_events: Switch = True
-    """Accepted for compatibility: completions always overlap submission, and false is an error."""
 
     engine: Literal["auto", "libaio", "io_uring"] = "auto"
     """Kernel interface of the requests. `libaio`: Linux AIO; `io_uring`: an error at start if the kernel forbids it;
@@ -179,22 +69,6 @@ class Aio(Section):
     @classmethod
     def _aligned(cls, value: int) -> int:
         return _multiple(value, "bytes")
-
-    @field_validator("single_submit")
-    @classmethod
-    def _always_in_batches(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("must be false: requests are always submitted in batches, which is faster than one by one")
-        return value
-
-    @field_validator("overlap_events")
-    @classmethod
-    def _always_overlapping(cls, value: bool) -> bool:
-        if not value:
-            raise ValueError(
-                "must be true: completions always overlap submission, which is faster than one after the other"
-            )
-        return value
 
     @model_validator(mode="after")
     def _one_number_of_threads(self) -> Aio:
@@ -248,6 +122,9 @@ class Infinity(Section):
     check_nan: Switch = True
     """Stop with an error if the loss, the gradient norm or a gradient is NaN or infinite, before it is used."""
 
+    strict: Switch = False
+    """Refuse keys of DeepSpeed that have no effect here. By default a line of the log lists them."""
+
     debug: Switch = False
     """Expose lifetime errors: released buffers are filled with NaN and reused in the order of their release, and pools
     hold no more buffers than needed."""
@@ -276,6 +153,16 @@ class Config(Section):
     gradient_accumulation_steps: Count | None = None
     """Forward and backward passes of one optimizer step; by default derived from the two above, or 1."""
 
+    managed_gradient_accumulation: Switch = True
+    """`step()` updates after `gradient_accumulation_steps` backward passes. false is an error so far."""
+
+    dataloader_drop_last: Switch = True
+    """The dataloader of `training_data` drops the last batch if it is incomplete. false: it is a smaller batch, and
+    ranks repeat samples to draw equally many. DeepSpeed's default is false."""
+
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """Reduction of gradients over ranks. `sum` is an error so far."""
+
     gradient_clipping: Number = 0.0
     """Largest norm of the whole gradient; gradients of larger norm are scaled down to it. 0: no clipping."""
 
@@ -287,6 +174,9 @@ class Config(Section):
 
     fp16: FP16 = FP16()
     """Training in float16, with a loss scale."""
+
+    torch_autocast: TorchAutocast = TorchAutocast()
+    """PyTorch's autocast around the forward pass."""
 
     communication_data_type: DType | None = None
     """Dtype in which gradients are reduced over ranks. By default fp32 on gloo, and the parameters' dtype on NCCL.
@@ -307,16 +197,45 @@ class Config(Section):
     aio: Aio = Aio()
     """File I/O."""
 
+    tensorboard: TensorBoard = TensorBoard()
+    """TensorBoard."""
+
+    wandb: WandB = WandB()
+    """Weights & Biases."""
+
+    csv_monitor: CSVMonitor = CSVMonitor()
+    """Files of comma-separated values."""
+
     infinity: Infinity = Infinity()
     """Keys that DeepSpeed does not have."""
 
+    _notes: Notes = PrivateAttr(default_factory=Notes)
+
     @classmethod
-    def load(cls, source: Config | Mapping[str, Any] | str | Path) -> Config:
+    def load(
+        cls,
+        source: Config | Mapping[str, Any] | str | Path,
+        *,
+        dialect: Dialect = "infinity",
+        fill: Fill | None = None,
+    ) -> Config:
         """Return the configuration in a dict or in the JSON file at a path; a Config is returned unchanged.
+
+        dialect: "deepspeed" gives absent keys DeepSpeed's defaults and its meaning of `Adam`. fill: values for keys
+        that are "auto". Keys of DeepSpeed that were mapped or have no effect are listed in `notes`.
 
         Raises ConfigError with one line for each problem.
         """
-        return source if isinstance(source, Config) else load_config(cls, source)
+        if isinstance(source, Config):
+            return source
+        config, notes = load_config(cls, source, dialect, fill or Fill())
+        config._notes = notes
+        return config
+
+    @property
+    def notes(self) -> Notes:
+        """Keys of DeepSpeed that were mapped to others or have no effect, and unresolved "auto" values."""
+        return self._notes
 
     def resolve_batch(self, world_size: int) -> Batch:
         """Return the batch sizes for `world_size` ranks; see `infinity.config.batch.resolve_batch`."""
@@ -324,10 +243,38 @@ class Config(Section):
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
         )
 
+    @field_validator("managed_gradient_accumulation")
+    @classmethod
+    def _always_managed(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError(
+                "must be true: step() always counts backward passes. Set gradient_accumulation_steps to 1 to update at "
+                "every step()"
+            )
+        return value
+
+    @field_validator("gradient_allreduce_op")
+    @classmethod
+    def _always_the_mean(cls, value: str) -> str:
+        if value != "mean":
+            raise ValueError('must be "mean": multiply the loss by the number of ranks for the sum')
+        return value
+
     @model_validator(mode="after")
     def _one_16_bit_type(self) -> Config:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16 and fp16 are both enabled: choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _parameters_have_the_enabled_dtype(self) -> Config:
+        dtype = self.data_types.param_dtype
+        enabled = "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+        if dtype not in (None, enabled):
+            raise ValueError(
+                f'data_types.param_dtype is "{dtype}", but bf16 and fp16 make it "{enabled}": leave it out, or enable '
+                "the section of that dtype"
+            )
         return self
 
     @model_validator(mode="after")

@@ -57,6 +57,8 @@ class BaseEngine(ABC):
         open_engines.add(self)
         show_by_default()
         if parts.ranks.is_main_rank:
+            if line := config.notes.line():
+                logger.info("config: %s", line)
             logger.info("units and where their states live\n%s", self.describe())
 
     @abstractmethod

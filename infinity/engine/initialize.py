@@ -188,6 +188,7 @@ def _loader(data: Dataset[Any], engine: TrainingEngine) -> DataLoader[Any]:
     """Return a loader of this rank's micro-batches. Ranks draw equally many batches from disjoint parts of the data."""
     _check_data(data, engine)
     ranks = engine.ranks
-    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=True)
+    drop = engine.config.dataloader_drop_last
+    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=drop)
     pin = engine.device.type == "cuda"
-    return DataLoader(data, batch_size=engine.batch.micro, sampler=sampler, drop_last=True, pin_memory=pin)
+    return DataLoader(data, batch_size=engine.batch.micro, sampler=sampler, drop_last=drop, pin_memory=pin)

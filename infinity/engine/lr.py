@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from infinity.config import Scheduler, WarmupCosineLR, WarmupDecayLR
+from infinity.config import LRRangeTest, OneCycle, Scheduler, WarmupCosineLR, WarmupDecayLR
+from infinity.errors import ConfigError
 
 Factor = Callable[[int], float]
 
@@ -31,6 +32,8 @@ def _rise(num_steps: int, kind: str) -> Factor:
 
 def factor(schedule: Scheduler, highest: float) -> Factor:
     """Return step → fraction of the highest learning rate. highest: that rate."""
+    if isinstance(schedule, LRRangeTest | OneCycle):
+        raise ConfigError(f"scheduler.type: {schedule.type} is not here yet; pass a scheduler of torch instead")
     params = schedule.params
     rise = _rise(params.warmup_num_steps, params.warmup_type)
     if isinstance(schedule, WarmupCosineLR):

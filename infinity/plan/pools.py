@@ -81,6 +81,8 @@ def unit_pool(
     largest = max(sizes)
     section = config.infinity
     prefetch = 4 * largest if section.prefetch_bytes == "auto" else int(section.prefetch_bytes)
+    if prefetch:  # a smaller budget would hold a buffer and never fill it
+        prefetch = max(prefetch, largest)
     beside = math.ceil(prefetch / largest) + _cached_bytes(config, largest, len(sizes)) // largest + _UPDATED
     together = [[sizes[unit] for unit in units] for units in discovered.held_together]
     return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, together, beside)), prefetch

@@ -167,6 +167,21 @@ def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
     assert len(lines) <= 8
 
 
+@pytest.mark.parametrize(("asked", "units"), [(0, 0), (1, 1), ("auto", 4)])
+def test_any_prefetch_holds_a_unit(tmp_path: Path, asked: int | str, units: int) -> None:
+    """A budget below one unit takes the buffer of a unit, so it fetches one ahead."""
+    config = Config.load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+            "infinity": {"unit_size": 70_000, "prefetch_bytes": asked, "cache_bytes": 0},
+        }
+    )
+    model, device = Repeated(40), CpuDevice()
+    plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
+    assert plan.prefetch_bytes == units * max(unit.nbytes for unit in plan.units)
+
+
 def test_a_llama_of_7b_takes_eight_lines(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):

@@ -1,0 +1,80 @@
+"""Translates a configuration with DeepSpeed's keys into one of the schema, with notes on the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from infinity.config.auto import Fill, resolve_auto
+from infinity.config.deepspeed_keys import TABLE
+from infinity.config.dialect import add_defaults
+from infinity.config.draft import Draft
+from infinity.config.mapped_keys import RENAMES, RULES
+from infinity.config.notes import Dialect, Notes
+from infinity.config.tree import copied, drop, leaves
+from infinity.config.verdicts import Verdict
+
+_KEEPS_AUTO = ("aio.engine", "data_types.keep_in_fp32_modules")
+"""Keys, besides those of section `infinity`, of which "auto" is a value."""
+
+
+class Translation(NamedTuple):
+    """A configuration with the schema's keys, and everything that was said about the others."""
+
+    content: dict[Any, Any]
+    notes: Notes
+    problems: list[str]
+    """One line for each key that is refused."""
+
+
+def translate(
+    content: Mapping[Any, Any], known: Collection[str], dialect: Dialect = "infinity", fill: Fill | None = None
+) -> Translation:
+    """Return `content` with the keys of the schema only. Unknown keys stay, for validation to refuse.
+
+    known: full dotted names of the schema's keys. Pure: `content` is not changed.
+    """
+    draft = Draft(copied(content), dialect)
+    for rename in RENAMES:
+        rename(draft)
+    _resolve_auto(draft, known, fill or Fill())
+    _drop_nulls(draft, known)
+    _judge(draft)
+    for rule in RULES:
+        rule(draft)
+    if dialect == "deepspeed":
+        add_defaults(draft)
+    notes = Notes(tuple(draft.mapped), tuple(draft.ignored), tuple(draft.defaults))
+    return Translation(draft.content, notes, draft.problems)
+
+
+def _resolve_auto(draft: Draft, known: Collection[str], fill: Fill) -> None:
+    def keeps(dotted: str) -> bool:
+        foreign = dotted not in known and dotted not in TABLE
+        return dotted.startswith("infinity.") or dotted in _KEEPS_AUTO or foreign
+
+    draft.defaults, problems = resolve_auto(draft.content, fill, keeps, known.__contains__)
+    draft.problems += problems
+
+
+def _drop_nulls(draft: Draft, known: Collection[str]) -> None:
+    for dotted in [name for name, value in leaves(draft.content) if value is None and name in known]:
+        drop(draft.content, dotted)
+
+
+def _judge(draft: Draft) -> None:
+    """Remove keys without effect and refused ones. Mapped keys stay, for their rules."""
+    for dotted, value in list(leaves(draft.content)):
+        entry = TABLE.get(dotted)
+        if entry is None:
+            continue
+        neutral = entry.is_neutral(value)
+        if entry.verdict is Verdict.MAPPED and not neutral:
+            continue
+        drop(draft.content, dotted)
+        if neutral:
+            continue
+        if entry.verdict is Verdict.REFUSED:
+            draft.refuse(dotted, value, entry.text)
+        else:
+            draft.ignore(dotted, entry.text)
