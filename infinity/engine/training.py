@@ -23,6 +23,7 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine.base import BaseEngine
+from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
 from infinity.engine.optimizer import (
@@ -81,7 +82,7 @@ class TrainingEngine(BaseEngine):
                 self._zero_grad,
                 TierStates(parts, config, self.settle_between_steps, self._failing),
             )
-            self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
+            self.lr_scheduler: RateScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
             ranks.barrier()  # raises on all ranks if construction failed on one
