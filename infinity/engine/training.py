@@ -109,9 +109,12 @@ class TrainingEngine(BaseEngine):
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     @eager
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward on `loss` (a scalar) divided by gradient_accumulation_steps, so that a step's gradient is the
-        mean over its micro-batches. A plain `loss.backward()` sums over them, as in PyTorch; see `scale`.
+        mean over its micro-batches, and return that quotient. A plain `loss.backward()` sums over them, as in PyTorch;
+        see `scale`.
+
+        retain_graph: as in `Tensor.backward`. scale_wrt_gas: False: do not divide, for a loss that is divided already.
 
         Raises NonFiniteError on all ranks, before any change, if the loss is NaN or infinite. In fp16 such a loss
         counts as an overflow, and the step is skipped.
@@ -124,8 +127,10 @@ class TrainingEngine(BaseEngine):
         if self.config.infinity.check_nan and not self.config.fp16.enabled:
             self._check_loss(loss)
         self._loss = loss.detach()
+        accumulation = self.batch.accumulation if scale_wrt_gas else 1
         with self._failing():
-            self.scale(loss).backward()
+            self._scaled(loss, accumulation).backward(retain_graph=retain_graph)
+        return loss if accumulation == 1 else loss / accumulation
 
     @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -136,7 +141,10 @@ class TrainingEngine(BaseEngine):
         `step` raises UsageError for gradients that lack the loss scale. To sum in fp16, pass
         `loss * gradient_accumulation_steps`.
         """
-        scale, accumulation = self.loss_scale.value, self.batch.accumulation
+        return self._scaled(loss, self.batch.accumulation)
+
+    def _scaled(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
+        scale = self.loss_scale.value
         if scale == accumulation == 1:
             return loss
         return self._step.scaled.watch(loss * (scale / accumulation))
@@ -151,7 +159,8 @@ class TrainingEngine(BaseEngine):
         self._check_open()
         self._conclude_backward()
         self._step.check(Call.STEP)
-        if self.micro_steps < self.batch.accumulation:
+        if not self._step.is_due:
+            self._step.end_micro_batch()
             return
         self._hooks.check_replaced()
         skipped = self.skipped_steps
@@ -177,13 +186,31 @@ class TrainingEngine(BaseEngine):
 
         Raises UsageError if gradient_accumulation_steps is 1, since no buffers for sums are allocated then.
         """
-        if self.batch.accumulation == 1:
-            raise UsageError(
-                "engine.no_sync() accumulates gradients over micro-batches, for which buffers are allocated only with "
-                "accumulation: set gradient_accumulation_steps to the number of micro-batches of a step"
-            )
+        self._check_accumulates("engine.no_sync()")
         with self._step.no_sync():
             yield
+
+    def _check_accumulates(self, what: str) -> None:
+        if self.batch.accumulation == 1:
+            raise UsageError(
+                f"{what} accumulates gradients over micro-batches, for which buffers are allocated only with "
+                "accumulation: set gradient_accumulation_steps to the number of micro-batches of a step"
+            )
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the next micro-batches are the last of their steps, in place of counting them.
+
+        False: backward accumulates, and `step()` does nothing. True: the next `step()` updates with the gradients
+        collected since the last update. Call it before forward. Losses are divided by gradient_accumulation_steps,
+        regardless of the number of micro-batches. Raises UsageError for False if that is 1, as in `no_sync`.
+        """
+        if not is_boundary:
+            self._check_accumulates("engine.set_gradient_accumulation_boundary(False)")
+        self._step.boundary = bool(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the present micro-batch is the last of its step, so that its `step()` updates."""
+        return self._step.is_at_boundary
 
     def _check_scaled(self) -> None:
         unscaled, micro_steps = self._step.scaled.unscaled, self.micro_steps
