@@ -26,6 +26,7 @@ from infinity.engine.base import BaseEngine
 from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
+from infinity.engine.offload import offload, reload
 from infinity.engine.optimizer import (
     ParamGroups,
     UnitOptimizer,
@@ -398,6 +399,28 @@ class TrainingEngine(BaseEngine):
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients before clipping; None if clipping is off."""
         return self._grad_norm
+
+    # -- memory between phases ---------------------------------------------------------------------------------------
+
+    def offload_states(self) -> None:
+        """Free this engine's device memory until `reload_states`, as between the phases of RLHF. Collective.
+
+        States on the device move to host memory, in which they must fit, and the buffers of the device are freed. Uses
+        of the model raise UsageError meanwhile; checkpoints can be saved. On a CPU only the buffers are freed, since
+        the states are in host memory already. Call it between two steps. Idempotent.
+        """
+        self._check_between_steps("the offloaded memory")
+        self._check_open()
+        self.updates.saver.join()
+        self.settle()
+        with self._failing():
+            offload(self.parts)
+
+    def reload_states(self) -> None:
+        """Move the states back to the device, with the same bits, and allocate its buffers. Idempotent."""
+        self._check_open()
+        with self._failing():
+            reload(self.parts)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -124,5 +124,5 @@ def test_two_backwards_at_a_boundary(tmp_path: Path) -> None:
         engine.set_gradient_accumulation_boundary(True)
         loss = engine(*BATCHES[0])
         engine.backward(loss)
-        with pytest.raises(UsageError, match="twice before engine.step"):
+        with pytest.raises(UsageError, match=r"twice before engine\.step"):
             engine.backward(loss)
