@@ -1,6 +1,7 @@
 from infinity.checkpoint.pretrained import load_pretrained as load_pretrained
 from infinity.config import Config as Config
 from infinity.construction.init_context import Init as Init
+from infinity.engine.arguments import add_config_arguments as add_config_arguments
 from infinity.engine.gather import (
     GatheredParameters as GatheredParameters,
     get_full_fp32_param as get_full_fp32_param,

@@ -266,7 +266,7 @@ class LRRangeTest(Section):
     """A rate that grows until training diverges."""
 
     type: Literal["LRRangeTest"]
-    """Learning rates to find the largest one that trains (Smith 2018). An error at start so far."""
+    """Learning rates to find the largest one that trains (Smith 2018)."""
 
     params: LRRangeTestParams = LRRangeTestParams()
     """The schedule's constants."""
@@ -316,7 +316,7 @@ class OneCycle(Section):
     """One rise and fall of the rate, then decay."""
 
     type: Literal["OneCycle"]
-    """One cycle of the learning rate, then decay (Smith 2018). An error at start so far."""
+    """One cycle of the learning rate, then decay (Smith 2018)."""
 
     params: OneCycleParams
     """The schedule's constants."""

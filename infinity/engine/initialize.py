@@ -4,66 +4,111 @@ config. `infinity.init_inference` constructs an engine that only runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from infinity.comm.communicator import refuse
 from infinity.comm.groups import Group
 from infinity.comm.join import join_process_group
 from infinity.config import Config
+from infinity.engine.arguments import ConfigSource, check_mpu, config_source, set_port
 from infinity.engine.base import BaseEngine
+from infinity.engine.client_optimizer import ClientOptimizer, MakeOptimizer, construct_optimizer
+from infinity.engine.client_scheduler import (
+    MakeScheduler,
+    RateScheduler,
+    check_scheduler,
+    construct_scheduler,
+    constructs_schedulers,
+)
+from infinity.engine.dataloader import Collate, make_loader
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer import ParamGroups, UnitOptimizer
 from infinity.engine.supported import check_model
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, InfinityError, ModelError, UsageError
+from infinity.observe.log import logger
 from infinity.tiers.device import Device
 
 
 def initialize(
     model: nn.Module,
-    config: Config | dict[str, Any] | str | Path,
+    config: ConfigSource | None = None,
     model_parameters: ParamGroups | None = None,
     training_data: Dataset[Any] | None = None,
     *,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    lr_scheduler: RateScheduler | MakeScheduler | None = None,
+    collate_fn: Collate | None = None,
     device: Device | None = None,
     process_group: Group | None = None,
     dist_init_required: bool | None = None,
-) -> tuple[TrainingEngine, UnitOptimizer, DataLoader[Any] | None, torch.optim.lr_scheduler.LRScheduler | None]:
+    distributed_port: int | None = None,
+    args: Any = None,
+    mpu: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[TrainingEngine, UnitOptimizer, DataLoader[Any] | None, RateScheduler | None]:
     """Construct an engine that trains `model`, an unmodified `nn.Module` on the CPU or on the meta device.
 
     Returns (engine, optimizer, dataloader, lr scheduler); the last two are None without `training_data` and without a
-    scheduler in the config.
+    scheduler.
 
     config: a dict, the path of a JSON file, or a Config; see docs/config.md. model_parameters: the parameters to train,
     as for a torch optimizer (parameters, named parameters or groups); by default all that require gradients.
     training_data: a Dataset, from which the dataloader draws this rank's micro-batches. device: the device to compute
     on; by default the CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units
-    are sharded, as a ProcessGroup or a DeviceMesh of one dimension; by default all ranks.
+    are sharded, as a ProcessGroup or a DeviceMesh of one dimension; by default all ranks. collate_fn: the dataloader's.
+
+    optimizer: torch.optim's AdamW, Adam, SGD or Adagrad, infinity.optim.CPUAdam, or a function of the parameters that
+    returns one; it replaces the config's. The engine takes over its parameters, hyper-parameters and states, and
+    `model_parameters` is only passed to such a function. lr_scheduler: a scheduler of that optimizer, or a function of
+    the optimizer that returns one; it replaces the config's. `engine.step` steps it. See docs/optimizer.md.
 
     dist_init_required: None: call torch.distributed.init_process_group (NCCL with CUDA, else gloo) if torchrun started
     several ranks and the script has not called it; True: call it for one rank, too; False: never call it. The process
-    group stays open when the engine is closed.
+    group stays open when the engine is closed. distributed_port: value of MASTER_PORT if the environment lacks it.
+
+    args: parsed arguments whose `deepspeed_config` is the config's path, if `config` is None; see
+    `infinity.add_config_arguments`. config_params: old name of `config`. mpu: accepted if it does not divide the model.
 
     Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError. Threads,
     memory and files are released then.
     """
     _check_device(device)
+    set_port(distributed_port)
     join_process_group(dist_init_required, device)
     with _reporting_errors(process_group):
-        config = config if isinstance(config, Config) else Config.load(config)
+        given = Config.load(config_source(args, config, config_params))
+        check_mpu(mpu)
         _check(model, "infinity.initialize")
         model_parameters = _parameters(model_parameters)
+        client = _client_optimizer(optimizer, model, model_parameters, given)
+        if lr_scheduler is not None and not constructs_schedulers(lr_scheduler):
+            check_scheduler(lr_scheduler, None if client is None else client.optimizer)
+        loaded = _without_replaced(given, client, lr_scheduler)
     with _host():
-        engine = TrainingEngine(model, config, model_parameters, device=device, process_group=process_group)
+        groups = model_parameters if client is None else client.groups
+        engine = TrainingEngine(model, loaded, groups, device=device, process_group=process_group)
     try:
-        loader = _loader(training_data, engine) if training_data is not None else None
+        if client is not None:
+            client.hand_over(engine)
+        if lr_scheduler is not None:
+            engine.lr_scheduler = construct_scheduler(
+                lr_scheduler, engine.optimizer, None if client is None else client.optimizer
+            )
+        if engine.ranks.is_main_rank:
+            _log_replaced(given, client, engine if lr_scheduler is not None else None)
+        loader = (
+            None
+            if training_data is None
+            else make_loader(training_data, engine, collate_fn, drop_last=engine.config.dataloader_drop_last)
+        )
     except BaseException:
         engine.close()
         raise
@@ -130,6 +175,32 @@ def _check(model: nn.Module, maker: str) -> None:
     check_model(model)
 
 
+def _client_optimizer(
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    model: nn.Module,
+    parameters: ParamGroups | None,
+    config: Config,
+) -> ClientOptimizer | None:
+    constructed = construct_optimizer(optimizer, model, parameters)
+    return None if constructed is None else ClientOptimizer.of(constructed, model, config.infinity.moments)
+
+
+def _without_replaced(config: Config, client: ClientOptimizer | None, lr_scheduler: Any) -> Config:
+    """Return `config` with the client's optimizer, and without its scheduler if the client has one."""
+    config = config if client is None else client.configure(config)
+    return config if lr_scheduler is None else config.model_copy(update={"scheduler": None})
+
+
+def _log_replaced(config: Config, client: ClientOptimizer | None, scheduled: TrainingEngine | None) -> None:
+    """Log which optimizer and scheduler of the client are used. scheduled: the engine, if its scheduler is one."""
+    if client is not None:
+        replaced = " in place of the config's optimizer" if "optimizer" in config.model_fields_set else ""
+        logger.info("optimizer: the script's %s%s", type(client.optimizer).__name__, replaced)
+    if scheduled is not None:
+        replaced = " in place of the config's scheduler" if config.scheduler is not None else ""
+        logger.info("lr scheduler: the script's %s%s", type(scheduled.lr_scheduler).__name__, replaced)
+
+
 def _parameters(parameters: ParamGroups | None) -> ParamGroups | None:
     """Return `model_parameters` with iterators read into lists. Raises ConfigError for a wrong type or no entries."""
     if parameters is None:
@@ -137,8 +208,7 @@ def _parameters(parameters: ParamGroups | None) -> ParamGroups | None:
     if isinstance(parameters, torch.optim.Optimizer):
         raise ConfigError(
             f"model_parameters is an optimizer ({type(parameters).__name__}): pass "
-            "model_parameters=model.parameters(), or groups of them. The optimizer is constructed from the config's "
-            "optimizer section."
+            "model_parameters=model.parameters(), or groups of them, and an optimizer of your own as optimizer="
         )
     if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
         raise ConfigError(
@@ -168,27 +238,3 @@ def _parameters(parameters: ParamGroups | None) -> ParamGroups | None:
 def _host() -> torch.device:
     """Return a context with the CPU as default device, since values are created in host memory before placement."""
     return torch.device("cpu")
-
-
-def _check_data(data: Dataset[Any], engine: TrainingEngine) -> None:
-    if not isinstance(data, Sized):
-        raise ConfigError(
-            f"training_data ({type(data).__name__}) has no length: pass a Dataset with __len__ and __getitem__, or "
-            "construct a DataLoader of your own"
-        )
-    needed = engine.batch.micro * engine.ranks.size
-    if len(data) < needed:
-        raise ConfigError(
-            f"training_data has {len(data)} samples, too few for one micro-batch on every rank ({engine.batch.micro} × "
-            f"{engine.ranks.size} ranks): lower train_micro_batch_size_per_gpu, or pass more data"
-        )
-
-
-def _loader(data: Dataset[Any], engine: TrainingEngine) -> DataLoader[Any]:
-    """Return a loader of this rank's micro-batches. Ranks draw equally many batches from disjoint parts of the data."""
-    _check_data(data, engine)
-    ranks = engine.ranks
-    drop = engine.config.dataloader_drop_last
-    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=drop)
-    pin = engine.device.type == "cuda"
-    return DataLoader(data, batch_size=engine.batch.micro, sampler=sampler, drop_last=drop, pin_memory=pin)

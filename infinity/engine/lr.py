@@ -8,10 +8,17 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from infinity.config import LRRangeTest, OneCycle, Scheduler, WarmupCosineLR, WarmupDecayLR
-from infinity.errors import ConfigError
+from infinity.config import LRRangeTest, OneCycle, Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from infinity.engine import lr_schedules
+from infinity.engine.client_scheduler import RateScheduler
 
 Factor = Callable[[int], float]
+Warmup = WarmupLR | WarmupDecayLR | WarmupCosineLR
+
+_CLASSES: dict[str, Callable[..., RateScheduler]] = {
+    "LRRangeTest": lr_schedules.LRRangeTest,
+    "OneCycle": lr_schedules.OneCycle,
+}
 
 
 def _rise(num_steps: int, kind: str) -> Factor:
@@ -30,10 +37,8 @@ def _rise(num_steps: int, kind: str) -> Factor:
     return factor
 
 
-def factor(schedule: Scheduler, highest: float) -> Factor:
+def factor(schedule: Warmup, highest: float) -> Factor:
     """Return step → fraction of the highest learning rate. highest: that rate."""
-    if isinstance(schedule, LRRangeTest | OneCycle):
-        raise ConfigError(f"scheduler.type: {schedule.type} is not here yet; pass a scheduler of torch instead")
     params = schedule.params
     rise = _rise(params.warmup_num_steps, params.warmup_type)
     if isinstance(schedule, WarmupCosineLR):
@@ -59,14 +64,16 @@ def factor(schedule: Scheduler, highest: float) -> Factor:
     return whole
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None, lr: float) -> LambdaLR | None:
-    """Construct the scheduler of the config; None without one.
+def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None, lr: float) -> RateScheduler | None:
+    """Construct the scheduler of the config; None without one. LRRangeTest and OneCycle have rates of their own.
 
     lr: learning rate of the optimizer. Groups with another rate keep their ratio to it, unless `warmup_max_lr` sets one
     rate for all.
     """
     if schedule is None:
         return None
+    if isinstance(schedule, (LRRangeTest, OneCycle)):
+        return _CLASSES[schedule.type](optimizer, **schedule.params.model_dump())
     highest = getattr(schedule.params, "warmup_max_lr", None)
     if highest is not None:
         for group in optimizer.param_groups:
@@ -74,7 +81,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None,
     return LambdaLR(optimizer, factor(schedule, highest if highest is not None else lr))
 
 
-def replace_schedule(scheduler: LambdaLR, schedule: Scheduler, lr: float) -> None:
+def replace_schedule(scheduler: LambdaLR, schedule: Warmup, lr: float) -> None:
     """Let a scheduler that `make_scheduler` constructed with `lr` follow another `schedule` from its next step on.
 
     Its rates are then those of a scheduler constructed with `schedule`. Both schedules have the same `warmup_max_lr`.

@@ -162,11 +162,29 @@ class UnitOptimizer(torch.optim.Optimizer):
             ]
             return {"state": {}, "param_groups": groups}  # torch loads the groups and calls the hooks
 
+        shared = self.param_groups
         handle = self.register_load_state_dict_pre_hook(take)  # after the user's hooks, which may change the dict
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+            self._replace_groups(shared)  # torch has assigned new ones
+
+    def share_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Use the param_groups of another optimizer with the same groups, updated with the present values, so that a
+        scheduler of either optimizer changes both.
+        """
+        for group, own in zip(groups, self.param_groups, strict=True):
+            own.update({**group, **own})
+        self._replace_groups(groups)
+
+    def _replace_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Use the list and the dicts of `groups`, with the contents of the present ones."""
+        present, self.param_groups = self.param_groups, groups
+        for group, own in zip(groups, present, strict=True):
+            if group is not own:
+                group.clear()
+                group.update(own)
 
     def hypers(self) -> list[Hyper]:
         """Return the present hyper-parameters of each param_group.

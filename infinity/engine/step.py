@@ -57,9 +57,14 @@ class Step:
         """True if the running backward is the last of its step."""
         self.is_complete = False
         """True if the last backward of the step has ended."""
+        self.boundary: bool | None = None
+        """Set by the user: True if each backward is the last of its step, False if none is. None: after `accumulation`
+        micro-batches."""
         self.scaled = ScaledBackwards()
         self._early = early
         self._unsynced = 0
+        self._passed = 0
+        """Number of micro-batches of this step that `engine.step()` has been called for."""
 
     @property
     def phase(self) -> Phase:
@@ -67,7 +72,19 @@ class Step:
             return Phase.UPDATED
         if self.micro_steps == 0:
             return Phase.IDLE
-        return Phase.ACCUMULATING if self.micro_steps < self.accumulation else Phase.COLLECTED
+        return Phase.COLLECTED if self.is_due else Phase.ACCUMULATING
+
+    @property
+    def is_due(self) -> bool:
+        """True if `engine.step()` updates with the gradients collected so far."""
+        return self.micro_steps >= self.accumulation if self.boundary is None else self.boundary
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """True if the present micro-batch is the last of its step. The next one begins after `engine.step()`."""
+        if self.boundary is not None:
+            return self.boundary
+        return not self._unsynced and (self.is_complete or self._passed + 1 >= self.accumulation)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -105,6 +122,12 @@ class Step:
         )
 
     def _too_many_backwards(self) -> UsageError:
+        if self.boundary:
+            return UsageError(
+                "engine.backward() was called twice before engine.step() at a boundary that was set, and the first "
+                "call has updated units. Call engine.set_gradient_accumulation_boundary(False) before all but the last "
+                'micro-batch of a step, or set infinity.update to "next_forward".'
+            )
         return UsageError(
             f"engine.backward() was called more than gradient_accumulation_steps times ({self.accumulation}) before "
             "engine.step(), and the last of these has updated units. Call engine.step() first, add the losses of a "
@@ -133,7 +156,8 @@ class Step:
             self._unsynced -= 1
 
     def begin_backward(self) -> None:
-        self.is_last_micro_step = self.micro_steps + 1 >= self.accumulation and not self._unsynced
+        due = self.micro_steps + 1 >= self.accumulation if self.boundary is None else self.boundary
+        self.is_last_micro_step = due and not self._unsynced
 
     def end_backward(self, *, counts: bool) -> None:
         """Count a backward that ended. counts: it produced gradients; `torch.autograd.grad` produces none."""
@@ -141,12 +165,17 @@ class Step:
         self.is_complete = self.is_complete or (counts and self.is_last_micro_step)
         self.scaled.end(counts=counts)
 
+    def end_micro_batch(self) -> None:
+        """Record a call of `engine.step()` that updates nothing."""
+        self._passed = self.micro_steps
+
     def add_updated(self, units: Iterable[int]) -> None:
         self.updated.update(units)
 
     def end(self) -> None:
         """Reset the state after the step's gradients were passed to updates or dropped."""
         self.micro_steps = 0
+        self._passed = 0
         self.updated = set()
         self.is_complete = False
         self.scaled.forget()

@@ -23,8 +23,10 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine.base import BaseEngine
+from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
+from infinity.engine.offload import offload, reload
 from infinity.engine.optimizer import (
     ParamGroups,
     UnitOptimizer,
@@ -81,7 +83,7 @@ class TrainingEngine(BaseEngine):
                 self._zero_grad,
                 TierStates(parts, config, self.settle_between_steps, self._failing),
             )
-            self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = make_scheduler(
+            self.lr_scheduler: RateScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
             ranks.barrier()  # raises on all ranks if construction failed on one
@@ -108,9 +110,12 @@ class TrainingEngine(BaseEngine):
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     @eager
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward on `loss` (a scalar) divided by gradient_accumulation_steps, so that a step's gradient is the
-        mean over its micro-batches. A plain `loss.backward()` sums over them, as in PyTorch; see `scale`.
+        mean over its micro-batches, and return that quotient. A plain `loss.backward()` sums over them, as in PyTorch;
+        see `scale`.
+
+        retain_graph: as in `Tensor.backward`. scale_wrt_gas: False: do not divide, for a loss that is divided already.
 
         Raises NonFiniteError on all ranks, before any change, if the loss is NaN or infinite. In fp16 such a loss
         counts as an overflow, and the step is skipped.
@@ -123,8 +128,10 @@ class TrainingEngine(BaseEngine):
         if self.config.infinity.check_nan and not self.config.fp16.enabled:
             self._check_loss(loss)
         self._loss = loss.detach()
+        accumulation = self.batch.accumulation if scale_wrt_gas else 1
         with self._failing():
-            self.scale(loss).backward()
+            self._scaled(loss, accumulation).backward(retain_graph=retain_graph)
+        return loss if accumulation == 1 else loss / accumulation
 
     @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -135,7 +142,10 @@ class TrainingEngine(BaseEngine):
         `step` raises UsageError for gradients that lack the loss scale. To sum in fp16, pass
         `loss * gradient_accumulation_steps`.
         """
-        scale, accumulation = self.loss_scale.value, self.batch.accumulation
+        return self._scaled(loss, self.batch.accumulation)
+
+    def _scaled(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
+        scale = self.loss_scale.value
         if scale == accumulation == 1:
             return loss
         return self._step.scaled.watch(loss * (scale / accumulation))
@@ -150,7 +160,8 @@ class TrainingEngine(BaseEngine):
         self._check_open()
         self._conclude_backward()
         self._step.check(Call.STEP)
-        if self.micro_steps < self.batch.accumulation:
+        if not self._step.is_due:
+            self._step.end_micro_batch()
             return
         self._hooks.check_replaced()
         skipped = self.skipped_steps
@@ -176,13 +187,31 @@ class TrainingEngine(BaseEngine):
 
         Raises UsageError if gradient_accumulation_steps is 1, since no buffers for sums are allocated then.
         """
-        if self.batch.accumulation == 1:
-            raise UsageError(
-                "engine.no_sync() accumulates gradients over micro-batches, for which buffers are allocated only with "
-                "accumulation: set gradient_accumulation_steps to the number of micro-batches of a step"
-            )
+        self._check_accumulates("engine.no_sync()")
         with self._step.no_sync():
             yield
+
+    def _check_accumulates(self, what: str) -> None:
+        if self.batch.accumulation == 1:
+            raise UsageError(
+                f"{what} accumulates gradients over micro-batches, for which buffers are allocated only with "
+                "accumulation: set gradient_accumulation_steps to the number of micro-batches of a step"
+            )
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the next micro-batches are the last of their steps, in place of counting them.
+
+        False: backward accumulates, and `step()` does nothing. True: the next `step()` updates with the gradients
+        collected since the last update. Call it before forward. Losses are divided by gradient_accumulation_steps,
+        regardless of the number of micro-batches. Raises UsageError for False if that is 1, as in `no_sync`.
+        """
+        if not is_boundary:
+            self._check_accumulates("engine.set_gradient_accumulation_boundary(False)")
+        self._step.boundary = bool(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the present micro-batch is the last of its step, so that its `step()` updates."""
+        return self._step.is_at_boundary
 
     def _check_scaled(self) -> None:
         unscaled, micro_steps = self._step.scaled.unscaled, self.micro_steps
@@ -370,6 +399,28 @@ class TrainingEngine(BaseEngine):
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients before clipping; None if clipping is off."""
         return self._grad_norm
+
+    # -- memory between phases ---------------------------------------------------------------------------------------
+
+    def offload_states(self) -> None:
+        """Free this engine's device memory until `reload_states`, as between the phases of RLHF. Collective.
+
+        States on the device move to host memory, in which they must fit, and the buffers of the device are freed. Uses
+        of the model raise UsageError meanwhile; checkpoints can be saved. On a CPU only the buffers are freed, since
+        the states are in host memory already. Call it between two steps. Idempotent.
+        """
+        self._check_between_steps("the offloaded memory")
+        self._check_open()
+        self.updates.saver.join()
+        self.settle()
+        with self._failing():
+            offload(self.parts)
+
+    def reload_states(self) -> None:
+        """Move the states back to the device, with the same bits, and allocate its buffers. Idempotent."""
+        self._check_open()
+        with self._failing():
+            reload(self.parts)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

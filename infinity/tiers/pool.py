@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from infinity.errors import InfinityError, LifetimeError
+from infinity.errors import InfinityError, LifetimeError, UsageError
 from infinity.tiers.memory import storage_users
 
 
@@ -138,6 +138,7 @@ class Pool:
         self._counts = dict(sizes)
         self._classes: dict[int, int] = {}
         """Cache of `size_class`: requested bytes → its result."""
+        self._is_dismissed = False
         self._unused = 0
         if self._free:
             example = next(iter(self._free.values()))[0]
@@ -146,6 +147,27 @@ class Pool:
     @property
     def nbytes(self) -> int:
         return sum(size * count for size, count in self._counts.items())
+
+    @property
+    def leased(self) -> int:
+        """Number of buffers that are leased."""
+        with self._access:
+            return 0 if self._is_dismissed else sum(self._counts.values()) - sum(map(len, self._free.values()))
+
+    def dismiss(self) -> None:
+        """Free the memory of all buffers until `recall`; a lease raises UsageError meanwhile. None may be leased."""
+        with self._access:
+            for buffers in self._free.values():
+                buffers.clear()
+            self._is_dismissed = True
+
+    def recall(self) -> None:
+        """Allocate the buffers again. Idempotent."""
+        if self._is_dismissed:
+            buffers = {size: [self._make(size) for _ in range(count)] for size, count in self._counts.items()}
+            with self._access:
+                self._free.update(buffers)
+                self._is_dismissed = False
 
     def size_class(self, nbytes: int) -> int:
         """Return the smallest buffer size that holds `nbytes`. Raises InfinityError if none does."""
@@ -189,6 +211,11 @@ class Pool:
     def _take(self, size: int, nbytes: int) -> Lease | None:
         free = self._free[size]
         if not free:
+            if self._is_dismissed:
+                raise UsageError(
+                    "parameters were used after engine.offload_states(): call engine.reload_states() before the model, "
+                    "its parameters or their states are used again"
+                )
             return None
         return Lease(self, free.pop(0 if self._fifo else -1), nbytes)
 

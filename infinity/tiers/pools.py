@@ -35,6 +35,10 @@ class Pools:
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())
 
+    def of_tier(self, tier: str) -> list[Pool]:
+        """Return the pools whose buffers are in `tier`."""
+        return [pool for name, pool in self._pools.items() if self._tier_of[name] == tier]
+
     def nbytes(self, tier: str) -> int:
         """Return the bytes of all buffers in `tier`."""
         return sum(pool.nbytes for name, pool in self._pools.items() if self._tier_of[name] == tier)

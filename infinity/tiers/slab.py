@@ -21,9 +21,31 @@ class SlabTier(Tier):
         self.on_device = on_device
         self.immediate = device.host_addressable
         self._device = device
+        self._pin = pin
+        self._is_offloaded = False
         self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=pin)
         if not self._slab.is_cuda and not self._slab.is_pinned():  # pinned memory was touched before
             first_touch(self._slab)
+
+    def offload(self) -> None:
+        """Move a slab of device memory to host memory, until `reload`. Extents can be read and written meanwhile.
+
+        No-op if the device computes in host memory. Idempotent.
+        """
+        if not self.on_device or self._device.host_addressable or self._is_offloaded:
+            return
+        self._move(self._device.host_buffer(self.nbytes, pin=self._pin))
+        self._is_offloaded = True
+
+    def reload(self) -> None:
+        """Move the slab back to the device. Idempotent."""
+        if self._is_offloaded:
+            self._move(self._device.empty(self.nbytes))
+            self._is_offloaded = False
+
+    def _move(self, slab: torch.Tensor) -> None:
+        self._device.copy(slab, self._slab).wait()
+        self._slab = slab
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         start = extent.offset + offset

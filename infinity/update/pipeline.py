@@ -199,7 +199,12 @@ class UpdatePipeline:
             threading.current_thread() is not self._thread
         ):  # an engine that was not closed may be collected in any thread
             self._thread.join()
+        self.forget_buffers()
+
+    def forget_buffers(self) -> None:
+        """Drop cached views of tiers and pools, whose memory is about to move. No job may be queued."""
         self._views.clear()
+        self._plans.clear()
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

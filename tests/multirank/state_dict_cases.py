@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+import infinity
 from infinity.errors import ConfigError, RanksError
+from infinity.tiers.device import CpuDevice
 from multirank.cases import SAMPLES, global_batches, part
 from multirank.mesh_cases import divided, mesh_of, opened, whole_states
 from support.configs import engine_config
@@ -39,14 +42,24 @@ def plainly(steps: int, later: int, samples: int) -> dict[str, Any]:
 
 
 def from_torch(
-    rank: int, *, given: dict[str, Any], steps: int, later: int, folder: str, **options: Any
+    rank: int, *, given: dict[str, Any], steps: int, later: int, folder: str, client: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Train on from torch's optimizer state. Returns this rank's losses and the final states."""
+    """Train on from torch's optimizer state. Returns this rank's losses and the final states.
+
+    client: pass an optimizer with that state to `infinity.initialize`, and a scheduler that keeps the rate.
+    """
     config = engine_config(folder=folder, micro=SAMPLES, eps=1e-4, **options)
     started = model(3)
     started.load_state_dict(given["parameters"])
-    with open_engine(started, config) as engine:
-        engine.optimizer.load_state_dict(given["state"])
+    optimizer = torch.optim.AdamW(started.parameters(), lr=1.0) if client else None
+    if optimizer is not None:
+        optimizer.load_state_dict(given["state"])
+    device, constant = CpuDevice(), partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+    with infinity.initialize(
+        started, config, optimizer=optimizer, lr_scheduler=constant if client else None, device=device
+    )[0] as engine:
+        if not client:
+            engine.optimizer.load_state_dict(given["state"])
         at_first = engine.optimizer.state_dict()
         batches = global_batches(steps + later, SAMPLES * engine.ranks.size)[steps:]
         losses = train(engine, [part(batch, rank) for batch in batches])

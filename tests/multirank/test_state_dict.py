@@ -13,6 +13,7 @@ from multirank.test_ranks import mean
 from support.ranks import Group
 
 
+@pytest.mark.parametrize("client", [False, True], ids=["state dict", "optimizer"])
 @pytest.mark.parametrize(
     ("stage", "tiers", "update"),
     [
@@ -21,11 +22,12 @@ from support.ranks import Group
         (3, {"param": "nvme", "optim": "nvme"}, "auto"),
     ],
 )
-def test_from_torch(pair: Group, stage: int, tiers: dict[str, str], update: str, tmp_path: Path) -> None:
-    """Two ranks that load torch's AdamW train on as it does on the samples of both."""
+def test_from_torch(pair: Group, stage: int, tiers: dict[str, str], update: str, client: bool, tmp_path: Path) -> None:
+    """Two ranks that load torch's AdamW, or are given it, train on as it does on the samples of both."""
     counts = {"steps": 3, "later": 3}
     given = cases.plainly(**counts, samples=2 * cases.SAMPLES)
     options: dict[str, Any] = {"folder": str(tmp_path), "stage": stage, "update": update, **tiers}
+    options["client"] = client
     found = pair.run(cases.from_torch, given=given, **counts, **options)
     assert mean(found) == pytest.approx(given["losses"], rel=1e-6)
     for outcome in found:

@@ -1,0 +1,241 @@
+"""An optimizer that the user constructed: its rule, groups and states, which an engine takes over.
+
+client = ClientOptimizer.of(torch.optim.AdamW(model.parameters()), model, "fp32")
+engine = TrainingEngine(model, client.configure(config), client.groups)
+client.hand_over(engine)  # the engine continues from the optimizer's states
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.config.optimization import (
+    SGD,
+    Adagrad,
+    AdagradParams,
+    Adam,
+    AdamParams,
+    AdamW,
+    AdamWParams,
+    Lion,
+    LionParams,
+    Optimizer,
+    SGDParams,
+)
+from infinity.engine.gather import set_full_fp32_param
+from infinity.engine.optimizer import ParamGroups
+from infinity.engine.optimizer_state import check_state_dict, hyper_of, torch_keys
+from infinity.engine.training import TrainingEngine
+from infinity.errors import ConfigError, UsageError
+from infinity.optim.cpu_adam import join_master
+from infinity.optim.cpu_optimizer import CPUAdam
+from infinity.optim.moments import moment_to_fp32
+from infinity.rules import HYPER_KEYS, MOMENT_NAMES, ROOTS, MomentFormat, Rule
+from infinity.units.compiled import own_name, uncompiled
+
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+
+_RULES: dict[type[torch.optim.Optimizer], Rule] = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    CPUAdam: "adam",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.SGD: "sgd",
+}
+"""Class → its rule. An Adam whose groups decouple the weight decay is AdamW."""
+_CHANGE_RESULTS = ("amsgrad", "maximize", "differentiable")
+"""Options of torch's optimizers that the engine's update lacks. Others select an implementation of the same update."""
+
+
+@dataclass(frozen=True)
+class ClientOptimizer:
+    """A client's optimizer, read without a copy of its states. `of` constructs it."""
+
+    optimizer: torch.optim.Optimizer
+    section: Optimizer
+    """The config's optimizer section with its rule and defaults."""
+    groups: list[dict[str, Any]]
+    """Its param_groups without torch's options, as `model_parameters` of an engine."""
+    state_dict: dict[str, Any]
+    """Its state dict in torch's layout, with moments in fp32 or 16 bits."""
+    masters: dict[nn.Parameter, torch.Tensor]
+    """The fp32 values of 16-bit parameters that CPUAdam trains."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module, moments: MomentFormat) -> ClientOptimizer:
+        """Read `optimizer`, over parameters of `model`. moments: format of the engine's moments.
+
+        Raises ConfigError for a class, an option or a value that an engine lacks, and ModelError for states of other
+        shapes. Changes nothing.
+        """
+        rule, kind = _rule(optimizer), type(optimizer).__name__
+        _check_options(optimizer, rule, moments)
+        values = {name: getattr(hyper_of(rule, optimizer.defaults), name) for name in HYPER_KEYS[rule]}
+        dropped = {*torch_keys(rule), *_CHANGE_RESULTS, "decoupled_weight_decay", "param_names", "fused"}
+        groups = [{k: v for k, v in group.items() if k not in dropped} for group in optimizer.param_groups]
+        names = {id(p): own_name(n) for n, p in uncompiled(model).named_parameters(remove_duplicate=False)}
+        for parameter in (p for group in groups for p in group["params"]):
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"optimizer ({kind}) has a parameter of shape {list(parameter.shape)} that is not the model's: "
+                    "construct it with model.parameters(), or groups of them, of the model passed to initialize()"
+                )
+        state_dict = optimizer.state_dict()
+        masters = _decode(optimizer, rule, state_dict)
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        check_state_dict(rule, groups, names, trained, state_dict)
+        return cls(optimizer, _section(rule, values), groups, state_dict, masters)
+
+    def configure(self, config: Config) -> Config:
+        """Return `config` with this optimizer in place of its own."""
+        return config.model_copy(update={"optimizer": self.section})
+
+    def hand_over(self, engine: TrainingEngine) -> None:
+        """Load the states into `engine`, which was constructed with `configure` and `groups`. Collective.
+
+        Both optimizers share their param_groups from then on, so that a scheduler on the client's sets the engine's
+        rates. The client's states are released, and uses of it that have no effect any more raise UsageError.
+        """
+        if self.state_dict["state"]:
+            engine.optimizer.load_state_dict(self.state_dict)
+        for parameter, master in self.masters.items():
+            set_full_fp32_param(parameter, master)
+        engine.optimizer.share_groups(self.optimizer.param_groups)
+        client = self.optimizer
+        client.state = _HandedOver()  # type: ignore[assignment]
+        client.register_load_state_dict_pre_hook(_refuse_loading)
+        # torch's schedulers warn if the optimizer that they were constructed with was never stepped.
+        engine.optimizer.register_step_post_hook(lambda *_: setattr(client, "_opt_called", True))
+        self.state_dict.clear()
+        self.masters.clear()
+
+
+def construct_optimizer(
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, parameters: ParamGroups | None
+) -> torch.optim.Optimizer | None:
+    """Return a client's optimizer, from an instance or from a function of the parameters.
+
+    parameters: `model_parameters`; by default all trainable ones. Raises ConfigError for other objects.
+    """
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}: pass a torch optimizer, or a function of the parameters that "
+            "returns one"
+        )
+    trainable: Iterable[Any] = (p for p in model.parameters() if p.requires_grad)
+    constructed = optimizer(list(parameters if parameters is not None else trainable))
+    if not isinstance(constructed, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer(parameters) returned a {type(constructed).__name__}: return a torch optimizer")
+    return constructed
+
+
+def _rule(optimizer: torch.optim.Optimizer) -> Rule:
+    """Return the rule of `optimizer`. Raises ConfigError for a class with another update."""
+    declared: Rule | None = getattr(type(optimizer), "update_rule", None)  # optimizers of this package
+    for known, rule in _RULES.items():
+        # A subclass may change the constructor, but not the update.
+        if isinstance(optimizer, known) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(known.step):
+            declared = declared or rule
+    if declared is None:
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, whose update an engine does not "
+            "have: pass torch.optim.AdamW, Adam, SGD or Adagrad, or infinity.optim.CPUAdam, or set optimizer in the "
+            'config, where "Lion" is supported, too'
+        )
+    if declared not in ("adam", "adamw"):
+        return declared
+    decoupled = {bool(group.get("decoupled_weight_decay", declared == "adamw")) for group in optimizer.param_groups}
+    if len(decoupled) > 1:
+        raise ConfigError(
+            "decoupled_weight_decay differs between param_groups of the optimizer: an engine has one rule for all of "
+            "them, so set it in all or in none"
+        )
+    return "adamw" if decoupled == {True} else "adam"
+
+
+def _check_options(optimizer: torch.optim.Optimizer, rule: Rule, moments: MomentFormat) -> None:
+    kind = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"param_group {number} of the optimizer ({kind})"
+        for name in _CHANGE_RESULTS:
+            if group.get(name):
+                raise ConfigError(f"{where} has {name}=True, which an engine does not support: construct it without")
+        for name in HYPER_KEYS[rule]:
+            values = group[name] if isinstance(group[name], (tuple, list)) else [group[name]]
+            if any(isinstance(value, torch.Tensor) for value in values):
+                raise ConfigError(f"{where} has a tensor as {name}, which an engine does not read: pass a number")
+        hyper_of(rule, group)
+    theirs = getattr(optimizer, "moments", moments)
+    if theirs != moments:
+        raise ConfigError(
+            f'the optimizer ({kind}) has moments in {theirs} and the engine in {moments}: set infinity.moments to "'
+            f'{theirs}" in the config, or construct {kind} with moments="{moments}"'
+        )
+
+
+def _section(rule: Rule, values: dict[str, Any]) -> Optimizer:
+    """Return the config's section. `values` are in `Hyper`'s range, which is wider than the config's (eps of 0)."""
+    if rule == "adamw":
+        return AdamW(params=AdamWParams.model_construct(**values))
+    if rule == "adam":
+        return Adam(params=AdamParams.model_construct(**values))
+    if rule == "adagrad":
+        return Adagrad(params=AdagradParams.model_construct(**values))
+    if rule == "lion":
+        return Lion(params=LionParams.model_construct(**values))
+    return SGD(params=SGDParams.model_construct(**values))
+
+
+def _decode(
+    optimizer: torch.optim.Optimizer, rule: Rule, state_dict: dict[str, Any]
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Replace CPUAdam's 8-bit codes in `state_dict` by values, and remove the states that complete 16-bit parameters.
+    Return the parameters' fp32 values.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    masters = {}
+    for number, param in zip(numbers, params, strict=True):
+        state = dict(state_dict["state"].get(number, {}))
+        if not state:
+            continue
+        for name in MOMENT_NAMES[rule]:
+            if f"{name}_8bit" in state:
+                codes, scale = state.pop(f"{name}_8bit"), state.pop(f"{name}_scale")
+                state[name] = moment_to_fp32(codes, scale, root=name in ROOTS)
+        remainder, master = state.pop("remainder", None), state.pop("master", None)
+        if remainder is not None:
+            masters[param] = join_master(param.detach().contiguous(), remainder.contiguous())
+        elif master is not None:
+            masters[param] = master
+        state_dict["state"][number] = state
+    return masters
+
+
+class _HandedOver(dict[Any, Any]):
+    """The `state` of a client's optimizer after an engine has taken it over. Refuses reads and writes."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "a state of the optimizer passed to infinity.initialize() was used, but the engine has taken its states: "
+            "use the optimizer that initialize() returned, such as its state_dict()"
+        )
+
+    __contains__ = __delitem__ = __getitem__ = __iter__ = __setitem__ = _refuse
+    clear = get = items = keys = pop = popitem = setdefault = update = values = _refuse
+
+
+def _refuse_loading(*_: Any) -> NoReturn:
+    raise UsageError(
+        "load_state_dict() was called on the optimizer passed to infinity.initialize(), whose states the engine has "
+        "taken: call it on the optimizer that initialize() returned, or before initialize()"
+    )

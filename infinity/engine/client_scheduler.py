@@ -1,0 +1,70 @@
+"""A learning-rate scheduler that the user constructed, or a function that constructs one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import ConfigError
+
+_METHODS = ("step", "state_dict", "load_state_dict")
+
+
+class RateScheduler(Protocol):
+    """A scheduler that an engine steps: torch's, those of `infinity.engine.lr_schedules`, and others."""
+
+    def step(self) -> None: ...
+    def get_last_lr(self) -> list[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+MakeScheduler = Callable[[torch.optim.Optimizer], RateScheduler]
+
+
+def constructs_schedulers(scheduler: Any) -> bool:
+    """Return True for a class or function, and False for a scheduler, which may be callable as well."""
+    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
+
+
+def check_scheduler(scheduler: Any, *optimizers: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError if `scheduler` cannot be stepped without arguments, or sets rates of none of `optimizers`."""
+    kind = type(scheduler).__name__
+    lacks = [name for name in _METHODS if not callable(getattr(scheduler, name, None))]
+    if lacks:
+        raise ConfigError(
+            f"lr_scheduler ({kind}) has no {', '.join(lacks)}: pass a scheduler of the optimizer, or a function of the "
+            "optimizer that returns one"
+        )
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    flexible = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in flexible]
+    if needed:
+        raise ConfigError(
+            f"lr_scheduler ({kind}) needs {', '.join(needed)} in each step, which engine.step() does not have: leave "
+            f"lr_scheduler out, construct {kind} on the optimizer that initialize() returns, and step it yourself"
+        )
+    driven = getattr(scheduler, "optimizer", None)
+    if driven is not None and not any(driven is optimizer for optimizer in optimizers if optimizer is not None):
+        raise ConfigError(
+            f"lr_scheduler ({kind}) sets the rates of a {type(driven).__name__} that the engine does not use, so the "
+            "rates would never change: pass that optimizer as optimizer=, or pass a function of the optimizer that "
+            "returns the scheduler"
+        )
+
+
+def construct_scheduler(
+    scheduler: RateScheduler | MakeScheduler, optimizer: torch.optim.Optimizer, client: torch.optim.Optimizer | None
+) -> RateScheduler:
+    """Return a scheduler of `optimizer`, the engine's, from an instance that was checked or from a function of it.
+
+    client: the client's optimizer, whose param_groups `optimizer` shares.
+    """
+    if not constructs_schedulers(scheduler):
+        return scheduler  # type: ignore[return-value]
+    constructed = scheduler(optimizer)  # type: ignore[operator]
+    check_scheduler(constructed, optimizer, client)
+    return constructed

@@ -1,0 +1,128 @@
+"""`engine.backward`'s arguments, and the boundaries of accumulation that the user sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.errors import UsageError
+from support.configs import engine_config
+from support.loops import Result, assert_close, open_engine, parameters_of
+from support.models import Stack, seeded, token_batches
+
+UPDATES = pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
+BATCHES = token_batches(12)
+
+
+def plainly(sizes: list[int], divisor: int, repeats: int = 1) -> Result:
+    """Train with steps of `sizes` micro-batches, each loss divided by `divisor` and counted `repeats` times."""
+    model: Any = seeded(Stack)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    losses, batches = [], iter(BATCHES)
+    for size in sizes:
+        for _ in range(size):
+            loss = model(*next(batches))
+            (loss * repeats / divisor).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_backward_returns_what_it_differentiates(accumulation: int, tmp_path: Path) -> None:
+    config = engine_config(folder=tmp_path, accumulation=accumulation)
+    with open_engine(seeded(Stack), config) as engine:
+        loss = engine(*BATCHES[0])
+        assert engine.backward(loss).item() == pytest.approx(loss.item() / accumulation)
+        engine.step()
+        loss = engine(*BATCHES[1])
+        assert engine.backward(loss, scale_wrt_gas=False) is loss
+
+
+@UPDATES
+def test_a_loss_that_is_divided_already(update: str, tmp_path: Path) -> None:
+    config = engine_config(folder=tmp_path, accumulation=2, update=update)
+    with open_engine(seeded(Stack), config) as engine:
+        losses = []
+        for batch in BATCHES[:6]:
+            loss = engine(*batch)
+            engine.backward(loss / 2, scale_wrt_gas=False)
+            engine.step()
+            losses.append(loss.item())
+        assert_close(Result(losses, parameters_of(engine)), plainly([2, 2, 2], 2))
+
+
+@UPDATES
+def test_a_retained_graph(update: str, tmp_path: Path) -> None:
+    """A second backward of the same loss adds its gradients again."""
+    config = engine_config(folder=tmp_path, accumulation=2, update=update)
+    with open_engine(seeded(Stack), config) as engine:
+        losses = []
+        for batch in BATCHES[:3]:
+            loss = engine(*batch)
+            engine.backward(loss, retain_graph=True)
+            engine.step()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert engine.global_steps == 3
+        assert_close(Result(losses, parameters_of(engine)), plainly([1, 1, 1], 2, repeats=2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("steps", ["once", "always"])
+@UPDATES
+def test_boundaries_that_are_set(update: str, steps: str, stage: int, tmp_path: Path) -> None:
+    """Steps of any number of micro-batches equal a plain loop that divides by gradient_accumulation_steps."""
+    sizes = [3, 1, 2, 5, 1]
+    place = ("nvme", "nvme") if stage == 3 else ("none", "cpu")
+    config = engine_config(*place, folder=tmp_path, accumulation=3, update=update, stage=stage)
+    with open_engine(seeded(Stack), config) as engine:
+        losses, batches = [], iter(BATCHES)
+        for done, size in enumerate(sizes):
+            for number in range(size):
+                engine.set_gradient_accumulation_boundary(number == size - 1)
+                loss = engine(*next(batches))
+                engine.backward(loss)
+                losses.append(loss.item())
+                assert engine.is_gradient_accumulation_boundary() == (number == size - 1)
+                if steps == "always" and number < size - 1:
+                    engine.step()
+                assert engine.global_steps == done
+            engine.step()
+            assert engine.global_steps == done + 1
+        assert_close(Result(losses, parameters_of(engine)), plainly(sizes, 3))
+
+
+def test_boundaries_that_are_counted(tmp_path: Path) -> None:
+    """The boundary is the same before forward, between backward and step, and in DeepSpeed."""
+    with open_engine(seeded(Stack), engine_config(folder=tmp_path, accumulation=3)) as engine:
+        seen = []
+        for batch in BATCHES[:6]:
+            before = engine.is_gradient_accumulation_boundary()
+            engine.backward(engine(*batch))
+            assert engine.is_gradient_accumulation_boundary() == before
+            seen.append(before)
+            engine.step()
+        assert seen == [False, False, True] * 2
+
+
+def test_no_boundary_without_accumulation(tmp_path: Path) -> None:
+    with open_engine(seeded(Stack), engine_config(folder=tmp_path)) as engine:
+        assert engine.is_gradient_accumulation_boundary()
+        engine.set_gradient_accumulation_boundary(True)
+        with pytest.raises(UsageError, match=r"boundary\(False\) accumulates .* set gradient_accumulation_steps"):
+            engine.set_gradient_accumulation_boundary(False)
+
+
+def test_two_backwards_at_a_boundary(tmp_path: Path) -> None:
+    with open_engine(seeded(Stack), engine_config(folder=tmp_path, accumulation=4)) as engine:
+        engine.set_gradient_accumulation_boundary(True)
+        loss = engine(*BATCHES[0])
+        engine.backward(loss)
+        with pytest.raises(UsageError, match=r"twice before engine\.step"):
+            engine.backward(loss)

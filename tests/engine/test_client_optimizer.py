@@ -1,0 +1,142 @@
+"""Optimizers and schedulers that `infinity.initialize` refuses, before it changes anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError, ModelError
+from infinity.optim import CPUAdam
+from infinity.tiers.device import CpuDevice
+from support.configs import engine_config
+from support.loops import parameters_of, train
+from support.models import Stack, seeded, token_batches
+
+
+class Momentum(torch.optim.SGD):
+    """An optimizer whose update is not SGD's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+class Slow(torch.optim.SGD):
+    """An optimizer whose update is SGD's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-3)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+def mixed(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = CPUAdam([{"params": [p]} for p in model.parameters()])
+    optimizer.param_groups[0]["decoupled_weight_decay"] = False
+    return optimizer
+
+
+def with_a_wrong_state(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    [first, *_] = model.parameters()
+    optimizer.state[first] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    return optimizer
+
+
+OPTIMIZERS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda m: torch.optim.RMSprop(m.parameters()), ConfigError, r"RMSprop, whose update .* pass torch\.optim\.AdamW"),
+    (lambda m: Momentum(m.parameters()), ConfigError, r"Momentum, whose update"),
+    (lambda m: adamw(m, amsgrad=True), ConfigError, r"param_group 0 .* amsgrad=True"),
+    (lambda m: adamw(m, maximize=True), ConfigError, r"maximize=True"),
+    (lambda m: adamw(m, differentiable=True), ConfigError, r"differentiable=True"),
+    (lambda m: adamw(m, lr=torch.tensor(1e-3), capturable=True), ConfigError, r"a tensor as lr.*: pass a number"),
+    (lambda m: adamw(seeded(Stack)), ConfigError, r"optimizer \(AdamW\) has a parameter .* that is not the model's"),
+    (lambda m: CPUAdam(m.parameters(), moments="8bit"), ConfigError, r'set infinity\.moments to "8bit"'),
+    (mixed, ConfigError, r"decoupled_weight_decay differs"),
+    (with_a_wrong_state, ModelError, r"exp_avg of embedding\.weight has shape \[3\]"),
+    (lambda m: "AdamW", ConfigError, r"optimizer is a str: pass a torch optimizer"),
+    (lambda m: lambda parameters: None, ConfigError, r"returned a NoneType: return a torch optimizer"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "said"), OPTIMIZERS)
+def test_refused_optimizers(make: Callable[[Any], Any], error: type[Exception], said: str, tmp_path: Path) -> None:
+    """The model and the optimizer stay as they were."""
+    model = seeded(Stack)
+    optimizer = make(model)
+    with pytest.raises(error, match=said):
+        infinity.initialize(model, engine_config(folder=tmp_path), optimizer=optimizer, device=CpuDevice())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.state_dict()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), seeded(Stack).parameters(), strict=True))
+
+
+SCHEDULERS: list[tuple[Callable[[Any], Any], str]] = [
+    (torch.optim.lr_scheduler.ReduceLROnPlateau, r"ReduceLROnPlateau\) needs metrics in each step"),
+    (lambda o: torch.optim.lr_scheduler.StepLR(adamw(seeded(Stack)), 2), r"rates of a AdamW that the engine does not"),
+    (lambda o: 3, r"lr_scheduler \(int\) has no step, state_dict, load_state_dict"),
+]
+
+
+@pytest.mark.parametrize("form", ["instance", "function"])
+@pytest.mark.parametrize(("make", "said"), SCHEDULERS)
+def test_refused_schedulers(form: str, make: Callable[[Any], Any], said: str, tmp_path: Path) -> None:
+    model = seeded(Stack)
+    optimizer = adamw(model)
+    given = make(optimizer) if form == "instance" else make
+    with pytest.raises(ConfigError, match=said):
+        infinity.initialize(
+            model, engine_config(folder=tmp_path), optimizer=optimizer, lr_scheduler=given, device=CpuDevice()
+        )
+
+
+def test_a_scheduler_without_its_optimizer(tmp_path: Path) -> None:
+    model = seeded(Stack)
+    scheduler = torch.optim.lr_scheduler.StepLR(adamw(model), 2)
+    with pytest.raises(ConfigError, match=r"pass that optimizer as optimizer=, or pass a function"):
+        infinity.initialize(model, engine_config(folder=tmp_path), lr_scheduler=scheduler, device=CpuDevice())
+
+
+def test_a_function_that_constructs_a_scheduler_of_the_configs_optimizer(tmp_path: Path) -> None:
+    model, config = seeded(Stack), engine_config(folder=tmp_path, lr=1e-2)
+
+    def half(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    engine, optimizer, _, scheduler = infinity.initialize(model, config, lr_scheduler=half, device=CpuDevice())
+    with engine:
+        train(engine, token_batches(2))
+        assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+        assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
+
+
+def test_a_subclass_with_the_same_update(tmp_path: Path) -> None:
+    model = seeded(Stack)
+    optimizer = Slow(model.parameters())
+    engine, *_ = infinity.initialize(model, engine_config(folder=tmp_path), optimizer=optimizer, device=CpuDevice())
+    with engine:
+        assert engine.config.optimizer.rule == "sgd"
+        before = parameters_of(engine)
+        train(engine, token_batches(1))
+        assert not torch.equal(before["head.weight"], parameters_of(engine)["head.weight"])
+
+
+def test_what_is_replaced_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="infinity")
+    model = seeded(Stack)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine, *_ = infinity.initialize(
+        model, engine_config(folder=tmp_path), optimizer=optimizer, lr_scheduler=scheduler, device=CpuDevice()
+    )
+    engine.close()
+    assert "optimizer: the script's AdamW in place of the config's optimizer" in caplog.messages
+    assert "lr scheduler: the script's StepLR" in caplog.messages
