@@ -54,7 +54,7 @@ class Draft:
             self.ignored.append(dotted)
 
     def refuse(self, dotted: str, value: object, why: str) -> None:
-        self.problems.append(f"{dotted}: {show(value)} is not supported: {why}")
+        self.problems.append(f"{dotted}: {show(value)} is not supported; {why}")
 
 
 def _short(value: object) -> str:

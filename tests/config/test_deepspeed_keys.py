@@ -83,7 +83,7 @@ def test_a_refused_key_names_its_value_and_the_fix(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.load(nested(key, value))
     (problem,) = caught.value.problems
-    assert problem.startswith(f"{key}: ") and "is not supported: " in problem and problem.endswith(entry.text)
+    assert problem.startswith(f"{key}: ") and "is not supported; " in problem and problem.endswith(entry.text)
 
 
 @pytest.mark.parametrize("key", NO_EFFECT)
