@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-import infinity
 from infinity.config import Config, Dialect, Fill, hidden_size_of
 from infinity.config.deepspeed_keys import TABLE
 from infinity.config.keys import walk
@@ -307,15 +306,6 @@ def test_values_that_need_nothing_are_taken() -> None:
     )
     assert config.data_types.param_dtype == "bf16" and config.torch_autocast.dtype == "bf16"
     assert config.notes.ignored == ("data_types.keep_in_fp32_modules",)
-
-
-@pytest.mark.parametrize(
-    ("kind", "params"), [("LRRangeTest", {}), ("OneCycle", {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3})]
-)
-def test_a_schedule_without_mathematics_is_refused_at_start(kind: str, params: dict[str, Any]) -> None:
-    config = Config.load({"train_batch_size": 1, "scheduler": {"type": kind, "params": params}})
-    with pytest.raises(ConfigError, match=f"{kind} is not here yet"):
-        infinity.initialize(model=nn.Linear(2, 2), config=config)
 
 
 # -- problems, notes and files -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.config import Config, Scheduler
+from infinity.engine import lr_schedules
 from infinity.engine.lr import factor, make_scheduler, replace_schedule
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
@@ -148,3 +149,25 @@ def test_schedule_replaced_within_the_warmup_gives_the_rates_of_one_known_from_t
     seen = [step(*chosen) for _ in range(at)]
     replace_schedule(chosen[1], wanted(30), 1e-2)
     assert seen + [step(*chosen) for _ in range(35 - at)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("LRRangeTest", {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 3}),
+        ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4, "decay_step_size": 2}),
+    ],
+)
+def test_range_test_and_cycle_are_those_of_the_classes(name: str, params: dict[str, Any]) -> None:
+    """Rates, and the momentum that OneCycle changes."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    expected = getattr(lr_schedules, name)(optimizer, **params)
+    ours = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    scheduler = make_scheduler(ours, schedule(name, **params), 1e-2)
+    assert scheduler is not None
+    for _ in range(12):
+        for key in ("lr", "betas"):
+            assert ours.param_groups[0][key] == optimizer.param_groups[0][key]
+        for each in (optimizer, expected, ours, scheduler):
+            each.step()
+    assert ours.param_groups[0]["lr"] != 1e-3
