@@ -105,6 +105,11 @@ class TrainingEngine(BaseEngine):
         """Number of micro-batches of the present step whose gradients have been collected."""
         return self._step.micro_steps
 
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's whole gradient before clipping; None without `gradient_clipping`."""
+        return self._grad_norm
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     @eager
