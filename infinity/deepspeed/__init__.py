@@ -25,17 +25,20 @@ _HOMES = {
     "DeepSpeedOptimizer": "runtime.base_optimizer.DeepSpeedOptimizer",
     "RepeatingLoader": "runtime.dataloader.RepeatingLoader",
     "add_config_arguments": "initialization.add_config_arguments",
-    "checkpointing": "runtime.activation_checkpointing.checkpointing",
     "get_accelerator": "accelerator.get_accelerator",
     "init_distributed": "comm.init_distributed",
     "initialize": "initialization.initialize",
     "init_inference": "initialization.init_inference",
     "log_dist": "utils.logging.log_dist",
     "logger": "utils.logging.logger",
-    "zero": "runtime.zero",
 }
 """Name → its home below this package."""
-_MODULES = ("accelerator", "checkpoint", "comm", "ops", "runtime", "utils")
+_MODULES = {
+    **{name: name for name in ("accelerator", "checkpoint", "comm", "ops", "runtime", "utils")},
+    "checkpointing": "runtime.activation_checkpointing.checkpointing",
+    "zero": "runtime.zero",
+}
+"""Name of a module → its home below this package."""
 _ABSENT = {
     "PipelineModule": "pipeline parallelism: use torch.distributed.pipelining",
     "PipelineEngine": "pipeline parallelism: use torch.distributed.pipelining",
@@ -51,14 +54,14 @@ _ABSENT = {
 }
 """DeepSpeed's names that have no counterpart → the reason and the fix."""
 
-__all__ = [*_HOMES]
+__all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__infinity_version__":
         return import_module(_ROOT.partition(".")[0]).__version__
     if name in _MODULES:
-        return import_module(f"{_ROOT}.{name}")
+        return import_module(f"{_ROOT}.{_MODULES[name]}")
     if name in _ABSENT:
         raise AttributeError(f"deepspeed.{name} has no counterpart here, as Infinity has no {_ABSENT[name]}")
     if name not in _HOMES:
