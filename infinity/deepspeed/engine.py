@@ -85,6 +85,7 @@ class DeepSpeedEngine(SavingEngine):
         engine = self.training_engine
         if lr_kwargs:
             raise not_yet("engine.step(lr_kwargs=…)", "call the scheduler's own methods after engine.step()")
+        _check_averaged(engine)
         steps, skipped = engine.global_steps, engine.skipped_steps
         if self._boundary is None:
             engine.step()
@@ -256,6 +257,16 @@ class DeepSpeedEngine(SavingEngine):
         import gc
 
         return gc.collect()
+
+
+def _check_averaged(engine: TrainingEngine) -> None:
+    """Raise UsageError for plain backwards with accumulation, which DeepSpeed averages and the engine would sum."""
+    if engine.batch.accumulation > 1 and engine.unscaled_backwards:
+        raise UsageError(
+            f"{engine.unscaled_backwards} of {engine.micro_steps} backwards of this step were loss.backward(), which "
+            "does not average over gradient_accumulation_steps yet: call engine.backward(loss), or "
+            "engine.scale(loss).backward()"
+        )
 
 
 def _update(engine: TrainingEngine) -> None:

@@ -15,6 +15,7 @@ from infinity.config import Config
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.module import EngineModule
+from infinity.deepspeed.schedules import follow_deepspeed
 from infinity.deepspeed.settings import find_config, make_config, read_settings
 from infinity.engine.base import BaseEngine
 from infinity.engine.optimizer import ParamGroups
@@ -88,7 +89,11 @@ def _make_engine(
         runner = engines.init_inference(model, config)
         runner.module.train(training)  # DeepSpeed leaves the mode to the script
         return runner
-    return engines.initialize(model, config, model_parameters)[0]
+    engine = engines.initialize(model, config, model_parameters)[0]
+    if config.scheduler is not None:
+        rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
+        follow_deepspeed(engine.lr_scheduler, config.scheduler, rates)  # type: ignore[arg-type]
+    return engine
 
 
 def _check_parallel(mpu: Any, mesh_param: Any) -> None:

@@ -110,6 +110,11 @@ class TrainingEngine(BaseEngine):
         """Norm of the last step's whole gradient before clipping; None without `gradient_clipping`."""
         return self._grad_norm
 
+    @property
+    def unscaled_backwards(self) -> int:
+        """Number of backwards of the present step that began with a loss that `scale` had to change and did not get."""
+        return self._step.scaled.unscaled
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     @eager

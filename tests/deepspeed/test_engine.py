@@ -181,6 +181,19 @@ def test_without_an_optimizer_the_engine_runs_the_model(opens: Opens) -> None:
         engine.backward(engine(*batch))
 
 
+def test_a_plain_backward_with_accumulation_is_refused(opens: Opens) -> None:
+    """`loss.backward()` would sum where DeepSpeed averages; `engine.scale(loss).backward()` averages."""
+    batches = token_batches(2)
+    engine = opens(gradient_accumulation_steps=2)
+    for batch in batches:
+        engine.scale(engine(*batch)).backward()
+        engine.step()
+    same(engine, plain(batches, accumulation=2))
+    engine(*batches[0]).backward()
+    with pytest.raises(UsageError, match=r"1 of 1 backwards of this step were loss\.backward\(\)"):
+        engine.step()
+
+
 def test_calls_that_are_not_supported_yet_are_refused(opens: Opens) -> None:
     """A retained graph, lr_kwargs and accumulation without buffers raise instead of giving other numbers."""
     engine = opens()
