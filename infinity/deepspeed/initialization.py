@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import infinity.engine.initialize as engines
 from infinity.config import Config
@@ -90,9 +91,13 @@ def _make_engine(
         runner.module.train(training)  # DeepSpeed leaves the mode to the script
         return runner
     engine = engines.initialize(model, config, model_parameters)[0]
-    if config.scheduler is not None:
+    if config.scheduler is not None and isinstance(engine.lr_scheduler, LambdaLR):
         rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
-        follow_deepspeed(engine.lr_scheduler, config.scheduler, rates)  # type: ignore[arg-type]
+        try:
+            follow_deepspeed(engine.lr_scheduler, config.scheduler, rates)
+        except BaseException:
+            engine.close()
+            raise
     return engine
 
 

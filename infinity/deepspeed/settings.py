@@ -17,6 +17,17 @@ CLIPPING = 1.0
 """DeepSpeed's `gradient_clipping` if the config has none, since June 2026."""
 
 
+_READ_BY_ENGINE = {
+    "": ("dataloader_drop_last", "zero_allow_untested_optimizer"),
+    "zero_optimization": (
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+    ),
+}
+"""Section → keys that only the engine of `infinity.deepspeed` reads, from its dict of settings."""
+
+
 def find_config(args: Any, config: Any, config_params: Any) -> Any:
     """Return the config among `initialize`'s arguments. Raises ConfigError if there is none, or two."""
     flags = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
@@ -59,6 +70,10 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
         zero.setdefault("stage", 0)
         if zero["stage"] in (0, 1, 2):
             content["infinity"] = _resident(model) | content.get("infinity", {})
+    for section, names in _READ_BY_ENGINE.items():
+        part = content.get(section) if section else content
+        for name in names if isinstance(part, dict) else ():
+            part.pop(name, None)
     config = Config.load(content)
     for folder in config.zero_optimization.nvme_paths:
         Path(folder).mkdir(parents=True, exist_ok=True)

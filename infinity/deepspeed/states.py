@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.format import LATEST, persistent_buffers
-from infinity.deepspeed.engine_names import GETTERS, Reads, read
+from infinity.deepspeed.engine_names import Reads, read
 from infinity.deepspeed.reports import ReportingEngine
 from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
@@ -159,9 +159,9 @@ class SavingEngine(ReportingEngine):
         return self.save_16bit_model(save_dir, save_filename)
 
     def _may_gather(self) -> bool:
-        name = "zero_gather_16bit_weights_on_model_save"
-        old = Reads("zero_optimization.stage3_gather_fp16_weights_on_model_save", False)
-        return bool(read(self.config, GETTERS[name]) or read(self.config, old))
+        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+        old = "stage3_gather_fp16_weights_on_model_save"
+        return any(read(self.config, Reads(f"zero_optimization.{name}", False)) for name in (*names, old))
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
