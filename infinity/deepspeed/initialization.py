@@ -15,6 +15,7 @@ import infinity.engine.initialize as engines
 from infinity.config import Config
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.loss_scale import DeepSpeedLossScale
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.schedules import follow_deepspeed
 from infinity.deepspeed.settings import find_config, make_config, read_settings
@@ -91,6 +92,7 @@ def _make_engine(
         runner.module.train(training)  # DeepSpeed leaves the mode to the script
         return runner
     engine = engines.initialize(model, config, model_parameters)[0]
+    engine.loss_scale = DeepSpeedLossScale.after(engine.loss_scale)
     if config.scheduler is not None and isinstance(engine.lr_scheduler, LambdaLR):
         rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
         try:
@@ -167,10 +169,11 @@ _NO_EFFECT = {
 def _dtype(value: Any) -> torch.dtype:
     names = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
     name = str(value).removeprefix("torch.")
-    dtype = getattr(torch, names.get(name, name), None)
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    name = names.get(name, name)
+    if name not in dtypes:
         raise ConfigError(f"dtype is {value!r}: use torch.float16, torch.bfloat16 or torch.float32")
-    return dtype
+    return dtypes[name]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

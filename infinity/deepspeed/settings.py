@@ -71,7 +71,7 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
         if zero["stage"] in (0, 1, 2):
             content["infinity"] = _resident(model) | content.get("infinity", {})
     for section, names in _READ_BY_ENGINE.items():
-        part = content.get(section) if section else content
+        part: Any = content.get(section) if section else content
         for name in names if isinstance(part, dict) else ():
             part.pop(name, None)
     config = Config.load(content)

@@ -168,6 +168,25 @@ def test_an_fp16_overflow_is_shown_as_a_skipped_step(opens: Opens) -> None:
     assert engine.get_data_types()[0] == torch.float16
 
 
+def test_the_fp16_scale_doubles_as_deepspeeds(opens: Opens) -> None:
+    """Three good steps double a scale of window 2 at first, and after that two do."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
+    engine = opens(fp16=fp16)
+    scales = []
+    for batch in token_batches(6):
+        run(engine, [batch])
+        scales.append(engine.optimizer.cur_scale)
+    assert scales == [16, 16, 32, 32, 64, 64]
+
+
+def test_a_gradient_set_by_hand_is_refused(opens: Opens) -> None:
+    """A value put into `.grad` raises, since the engine would not use it."""
+    engine = opens()
+    weight = engine.module.head.weight
+    with pytest.raises(UsageError, match=r"head\.weight\.grad was set by hand"):
+        weight.grad = torch.ones_like(weight)
+
+
 def test_without_an_optimizer_the_engine_runs_the_model(opens: Opens) -> None:
     """A reference model in stage 3 gives the model's outputs; backward and step raise."""
     model, [batch] = seeded(Stack), token_batches(1)

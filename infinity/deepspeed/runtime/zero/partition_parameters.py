@@ -105,8 +105,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        chosen = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._gathered = gather.GatheredParameters(chosen if enabled else [], modifier_rank)
+        self._gathered = gather.GatheredParameters(params if enabled else [], modifier_rank)
 
     def __enter__(self) -> None:
         self._gathered.__enter__()
