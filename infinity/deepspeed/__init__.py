@@ -1,1 +1,74 @@
-"""DeepSpeed's names over the engine."""
+"""DeepSpeed's names over the engine: `import infinity.deepspeed as deepspeed`.
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, model=model, training_data=data)
+    loss = engine(batch); engine.backward(loss); engine.step()
+
+`__version__` is the version of DeepSpeed whose surface this is; `__infinity_version__` is Infinity's. Submodules are
+imported when they are used. docs/deepspeed.md lists the differences.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.19.8+infinity"
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__git_hash__ = __git_branch__ = None
+HAS_TRITON = False
+
+_ROOT = __name__
+_HOMES = {
+    "DeepSpeedConfig": "runtime.config.DeepSpeedConfig",
+    "DeepSpeedConfigError": "runtime.config.DeepSpeedConfigError",
+    "DeepSpeedEngine": "engine.DeepSpeedEngine",
+    "DeepSpeedOptimizer": "runtime.base_optimizer.DeepSpeedOptimizer",
+    "RepeatingLoader": "runtime.dataloader.RepeatingLoader",
+    "add_config_arguments": "initialization.add_config_arguments",
+    "get_accelerator": "accelerator.get_accelerator",
+    "init_distributed": "comm.init_distributed",
+    "initialize": "initialization.initialize",
+    "init_inference": "initialization.init_inference",
+    "log_dist": "utils.logging.log_dist",
+    "logger": "utils.logging.logger",
+}
+"""Name → its home below this package."""
+_MODULES = {
+    **{name: name for name in ("accelerator", "checkpoint", "comm", "ops", "runtime", "utils")},
+    "checkpointing": "runtime.activation_checkpointing.checkpointing",
+    "zero": "runtime.zero",
+}
+"""Name of a module → its home below this package."""
+_ABSENT = {
+    "PipelineModule": "pipeline parallelism: use torch.distributed.pipelining",
+    "PipelineEngine": "pipeline parallelism: use torch.distributed.pipelining",
+    "pipe": "pipeline parallelism: use torch.distributed.pipelining",
+    "moe": "expert parallelism: experts are parameters of their block, which is a unit",
+    "DeepSpeedHybridEngine": "the hybrid engine: engine.generate() runs the model that is being trained",
+    "DeepSpeedTransformerLayer": "its transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
+    "DeepSpeedTransformerConfig": "its transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
+    "tp_model_init": "its tensor parallelism: use torch.distributed.tensor.parallel",
+    "replace_transformer_layer": "kernel injection: use the model as it is",
+    "compression": "compression: use torchao",
+    "OnDevice": "OnDevice: use `with torch.device('meta')`, or zero.Init",
+}
+"""DeepSpeed's names that have no counterpart → the reason and the fix."""
+
+__all__ = [*_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__infinity_version__":
+        return import_module(_ROOT.partition(".")[0]).__version__
+    if name in _MODULES:
+        return import_module(f"{_ROOT}.{_MODULES[name]}")
+    if name in _ABSENT:
+        raise AttributeError(f"deepspeed.{name} has no counterpart here, as Infinity has no {_ABSENT[name]}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {_ROOT!r} has no attribute {name!r}")
+    home, _, attribute = _HOMES[name].rpartition(".")
+    return getattr(import_module(f"{_ROOT}.{home}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

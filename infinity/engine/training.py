@@ -107,6 +107,16 @@ class TrainingEngine(BaseEngine):
         """Number of micro-batches of the present step whose gradients have been collected."""
         return self._step.micro_steps
 
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's whole gradient before clipping; None without `gradient_clipping`."""
+        return self._grad_norm
+
+    @property
+    def unscaled_backwards(self) -> int:
+        """Number of backwards of the present step that began with a loss that `scale` had to change and did not get."""
+        return self._step.scaled.unscaled
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     @eager

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+import infinity
 from infinity.config import Config, Dialect, Fill, hidden_size_of
 from infinity.config.deepspeed_keys import TABLE
 from infinity.config.keys import walk

@@ -1,0 +1,281 @@
+"""`DeepSpeedEngine`: the public names of DeepSpeed's engine over a `TrainingEngine` or an `InferenceEngine`.
+
+Its base classes have the names that report the config (`reports`) and those that save and load (`states`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from infinity.deepspeed.engine_names import GETTERS, REFUSED, read
+from infinity.deepspeed.states import SavingEngine, not_yet
+from infinity.engine.base import BaseEngine
+from infinity.engine.training import TrainingEngine
+from infinity.errors import UsageError
+from infinity.interrupts import uninterrupted
+
+ROUTE_TRAIN = "train"
+
+
+class DeepSpeedEngine(SavingEngine):
+    """Trains a model in DeepSpeed's loop. Constructed by `infinity.deepspeed.initialize`.
+
+    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. Without an optimizer it only runs the model, and
+    `optimizer` is None. `training_engine` is the engine below, with the rest of Infinity's surface.
+    """
+
+    enable_backward_allreduce = True
+    has_moe_layers = False
+    pipeline_parallelism = False
+    mp_world_size = 1
+    sequence_parallel_size = 1
+    mpu = None
+    mesh_device = None
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        settings: Mapping[str, Any],
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        """settings: the config in DeepSpeed's keys. training_data, collate_fn: dataset of `training_dataloader`."""
+        super().__init__(engine, settings)
+        self.optimizer = self._trainer.optimizer if self._trainer else None
+        self.collate_fn = collate_fn
+        self.micro_steps = 0
+        """Number of calls of `step`."""
+        self._boundary: bool | None = None
+        self._step_applied = False
+        self._show_scale(overflow=False)
+        self.training_data = training_data
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that `step` advances; None without one."""
+        return self._trainer.lr_scheduler if self._trainer is not None else None
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.training_engine.lr_scheduler = scheduler
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run backward on `loss`, and return the loss divided by gradient_accumulation_steps, as in DeepSpeed.
+
+        scale_wrt_gas: divide the loss; False: the caller has divided it, and it is returned unchanged.
+        """
+        engine = self.training_engine
+        if retain_graph:
+            raise not_yet("engine.backward(retain_graph=True)", "add the losses, and call backward once")
+        accumulation = engine.batch.accumulation
+        with engine.no_sync() if self._boundary is False else nullcontext():
+            engine.backward(loss if scale_wrt_gas else loss * accumulation)
+        return loss / accumulation if scale_wrt_gas else loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update the parameters and advance the lr scheduler, if the micro-batch is at a boundary."""
+        engine = self.training_engine
+        if lr_kwargs:
+            raise not_yet("engine.step(lr_kwargs=…)", "call the scheduler's own methods after engine.step()")
+        _check_averaged(engine)
+        steps, skipped = engine.global_steps, engine.skipped_steps
+        if self._boundary is None:
+            engine.step()
+        elif self._boundary:
+            _update(engine)
+        self.micro_steps += 1
+        updated = engine.global_steps > steps
+        self._step_applied = updated and engine.skipped_steps == skipped
+        if updated:
+            self.global_samples += self.train_batch_size()
+            self._show_scale(overflow=not self._step_applied)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` with the fp16 loss scale, divided by gradient_accumulation_steps; for plain backwards."""
+        return self.training_engine.scale(loss)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without an update. Raises UsageError if gradient_accumulation_steps is 1."""
+        with self.training_engine.no_sync():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step consumed. Raises UsageError between the micro-batches of a step."""
+        self.training_engine.optimizer.zero_grad(set_to_none)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """No-op, since gradients are reduced during backward or in `step`."""
+        self.training_engine  # noqa: B018 - raises without an optimizer
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True if the present micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide, for the backwards and steps that follow, whether they end a step. Call it before backward.
+
+        False needs gradient_accumulation_steps above 1, since no buffers for sums exist otherwise.
+        """
+        self._boundary = bool(is_boundary)
+
+    def was_step_applied(self) -> bool:
+        """Return True if the last `step` changed parameters: at a boundary, without overflow."""
+        return self._step_applied
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        super().train(mode)
+        return self
+
+    def _show_scale(self, *, overflow: bool) -> None:
+        """Set the attributes of the optimizer from which libraries read a skipped step and the loss scale."""
+        if self._trainer is not None:
+            scale = self._trainer.loss_scale.value
+            vars(self._trainer.optimizer).update(overflow=overflow, cur_scale=scale, loss_scale=scale)
+
+    # -- counts and sizes ----------------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        return self.training_engine.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.training_engine.skipped_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.training_engine.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.training_engine.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Accept the present batch size. Raises UsageError for another, since accumulation is fixed."""
+        if train_batch_size != self.train_batch_size():
+            raise UsageError(
+                f"engine.set_train_batch_size({train_batch_size}) was called, but the batch size is "
+                f"{self.train_batch_size()}, and {REFUSED['set_train_micro_batch_size']}"
+            )
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        return self._of_groups("lr")
+
+    def get_type(self) -> list[Any]:
+        return self._of_groups("type")
+
+    def get_mom(self) -> list[Any]:
+        return self._of_groups("momentum" if self.optimizer_name() == "SGD" else "betas")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        """Return a key of every param_group; 0 for groups without it."""
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradient before clipping; None if gradient_clipping is 0."""
+        return self.training_engine.grad_norm
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        return isinstance(obj, IterableDataset)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """Return a loader of this rank's micro-batches, shuffled for the route "train". The last may be smaller.
+
+        batch_size: samples of a micro-batch; by default the config's. num_local_io_workers: processes that load;
+        by default 0.
+        """
+        if not (self.is_map_style_dataset(dataset) or self.is_iterable_style_dataset(dataset)):
+            raise UsageError(
+                f"training data is a {type(dataset).__name__}: pass a Dataset with __len__ and __getitem__, or an "
+                "IterableDataset"
+            )
+        ranks = self._engine.ranks
+        if data_sampler is None and self.is_map_style_dataset(dataset):
+            shuffle = route == ROUTE_TRAIN
+            single = ranks.size == 1 and not shuffle
+            data_sampler = (
+                SequentialSampler(dataset)
+                if single
+                else DistributedSampler(dataset, ranks.size, ranks.rank, shuffle=shuffle)
+            )
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            drop_last=bool(read(self.config, GETTERS["dataloader_drop_last"])),
+            pin_memory=pin_memory and self.device.type == "cuda",
+            num_workers=num_local_io_workers or 0,
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the model's own `compile` was called. `torch.compile(model)` is no part of DeepSpeed's surface."""
+        return self.module._compiled_call_impl is not None
+
+    def is_deepcompile_active(self) -> bool:
+        """Return False: DeepSpeed's compiler passes have no counterpart."""
+        return False
+
+    def empty_partition_cache(self) -> None:
+        """Write all states to their tiers, and release the units in memory."""
+        self._engine.settle()
+
+    def collect_python_gc(self) -> int:
+        """Run Python's garbage collection, and return the number of unreachable objects."""
+        import gc
+
+        return gc.collect()
+
+
+def _check_averaged(engine: TrainingEngine) -> None:
+    """Raise UsageError for plain backwards with accumulation, which DeepSpeed averages and the engine would sum."""
+    if engine.batch.accumulation > 1 and engine.unscaled_backwards:
+        raise UsageError(
+            f"{engine.unscaled_backwards} of {engine.micro_steps} backwards of this step were loss.backward(), which "
+            "does not average over gradient_accumulation_steps yet: call engine.backward(loss), or "
+            "engine.scale(loss).backward()"
+        )
+
+
+def _update(engine: TrainingEngine) -> None:
+    """Update with the gradients so far, of any number of micro-batches, and advance the lr scheduler."""
+    if engine.micro_steps == 0 or engine.micro_steps >= engine.batch.accumulation:
+        engine.step()  # raises without gradients
+        return
+    skipped = engine.skipped_steps
+    with uninterrupted():
+        engine.optimizer.step()
+        if engine.lr_scheduler is not None and engine.skipped_steps == skipped:
+            engine.lr_scheduler.step()

@@ -1,0 +1,186 @@
+"""DeepSpeed's `initialize`, `init_inference` and `add_config_arguments`, with its arguments in its order."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity.engine.initialize as engines
+from infinity.config import Config
+from infinity.deepspeed.comm import init_distributed
+from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.loss_scale import DeepSpeedLossScale
+from infinity.deepspeed.module import EngineModule
+from infinity.deepspeed.schedules import follow_deepspeed
+from infinity.deepspeed.settings import find_config, make_config, read_settings
+from infinity.engine.base import BaseEngine
+from infinity.engine.optimizer import ParamGroups
+from infinity.errors import ConfigError, ModelError, UsageError
+from infinity.observe.log import logger
+
+DISTRIBUTED_PORT = 29500
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: ParamGroups | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = DISTRIBUTED_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Construct an engine that trains `model`, and return (engine, optimizer, dataloader, lr scheduler).
+
+    The last three are None without an optimizer, `training_data` and a scheduler. Without an optimizer the engine only
+    runs the model.
+
+    args: an object with `deepspeed_config`, the path of a config, as `add_config_arguments` parses it. config,
+    config_params: the config as a dict or a path, in place of it. distributed_port: port of rank 0 if MASTER_PORT is
+    not set. mpu: must have one model-parallel rank. dist_init_required: False: the script has called
+    init_process_group; by default it is called if needed, and for one rank too.
+
+    Raises ConfigError, ModelError and UsageError, and the errors of `infinity.initialize`.
+    """
+    if model is None:
+        raise ModelError("initialize() has no model: pass model=, a torch.nn.Module")
+    if isinstance(model, EngineModule):
+        raise ModelError("model is already an engine: call engine.destroy(), and pass engine.module")
+    _check_parallel(mpu, mesh_param)
+    settings = read_settings(find_config(args, config, config_params))
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    engine = _make_engine(model, make_config(settings, model), settings, optimizer, model_parameters, lr_scheduler)
+    try:
+        wrapped = DeepSpeedEngine(engine, settings, training_data, collate_fn)
+    except BaseException:
+        engine.close()
+        raise
+    return wrapped, wrapped.optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
+
+
+def _make_engine(
+    model: nn.Module,
+    config: Config,
+    settings: Mapping[str, Any],
+    optimizer: Any,
+    model_parameters: ParamGroups | None,
+    lr_scheduler: Any,
+) -> BaseEngine:
+    """Return a training engine, or one for inference if neither the arguments nor the config have an optimizer."""
+    for name, value in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if value is not None:
+            raise UsageError(
+                f"initialize({name}={type(value).__name__}) is not supported yet: set the section "
+                f"{'scheduler' if name == 'lr_scheduler' else name} of the config"
+            )
+    if settings.get("optimizer") is None:
+        logger.info("the config has no optimizer, so the engine only runs the model")
+        training = model.training
+        runner = engines.init_inference(model, config)
+        runner.module.train(training)  # DeepSpeed leaves the mode to the script
+        return runner
+    engine = engines.initialize(model, config, model_parameters)[0]
+    engine.loss_scale = DeepSpeedLossScale.after(engine.loss_scale)
+    if config.scheduler is not None and isinstance(engine.lr_scheduler, LambdaLR):
+        rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
+        try:
+            follow_deepspeed(engine.lr_scheduler, config.scheduler, rates)
+        except BaseException:
+            engine.close()
+            raise
+    return engine
+
+
+def _check_parallel(mpu: Any, mesh_param: Any) -> None:
+    """Raise ConfigError for model or sequence parallelism."""
+    size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
+    if size > 1:
+        raise ConfigError(
+            f"mpu has {size} model-parallel ranks: parallelize the model with torch.distributed.tensor.parallel, and "
+            "pass process_group to infinity.initialize()"
+        )
+    if mesh_param is not None:
+        raise ConfigError("mesh_param is for sequence parallelism, which has no counterpart here: leave it out")
+
+
+def init_inference(
+    model: nn.Module, config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any
+) -> EngineModule:
+    """Construct an engine that runs `model`, in float16 unless `dtype` says otherwise, as in DeepSpeed.
+
+    config, kwargs: DeepSpeed's inference config, of which `dtype` and `zero` are used. Tensor parallelism and
+    quantisation are refused; kernel injection has no effect.
+    """
+    options = dict(read_settings(config if config is not None else {}))
+    for name, value in kwargs.items():
+        if name in options and options[name] != value:
+            raise ConfigError(f"{name} is {options[name]!r} in config and {value!r} as argument: pass one of them")
+    options |= kwargs
+    dtype = _dtype(options.pop("dtype", torch.float16))
+    content = {"zero_optimization": dict(options.pop("zero", None) or {"stage": 0})}
+    tensor_parallel = options.pop("tensor_parallel", options.pop("tp", None)) or {}
+    sizes = {
+        "tensor_parallel.tp_size": dict(tensor_parallel).get("tp_size", 1),
+        "mp_size": options.pop("mp_size", 1),
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            raise ConfigError(f"{name} is {size}: tensor parallelism is torch's own; see infinity.init_inference()")
+    unused = [name for name in options if name in _NO_EFFECT]
+    refused = sorted(set(options) - set(unused))
+    if refused:
+        raise ConfigError([f"{name}: not a key here of an inference config: remove it" for name in refused])
+    if unused:
+        logger.info("init_inference: no effect here: %s", ", ".join(sorted(unused)))
+    return EngineModule(engines.init_inference(model, make_config(content, model), dtype=dtype))
+
+
+_NO_EFFECT = {
+    "replace_with_kernel_inject",
+    "kernel_inject",
+    "replace_method",
+    "enable_cuda_graph",
+    "use_triton",
+    "triton_autotune",
+    "max_out_tokens",
+    "max_tokens",
+    "min_out_tokens",
+    "min_tokens",
+    "transposed_mode",
+    "set_empty_params",
+    "save_mp_checkpoint_path",
+    "return_tuple",
+}
+"""Keys of DeepSpeed's inference config that select kernels or buffers."""
+
+
+def _dtype(value: Any) -> torch.dtype:
+    names = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
+    name = str(value).removeprefix("torch.")
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    name = names.get(name, name)
+    if name not in dtypes:
+        raise ConfigError(f"dtype is {value!r}: use torch.float16, torch.bfloat16 or torch.float32")
+    return dtypes[name]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's flags to `parser`: --deepspeed, --deepspeed_config, and their old names."""
+    group = parser.add_argument_group("DeepSpeed", "engine and config, as DeepSpeed names them")
+    group.add_argument("--deepspeed", action="store_true", help="use the engine; only the script reads this flag")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file with the engine's config")
+    group.add_argument("--deepscale", action="store_true", help="old name of --deepspeed")
+    group.add_argument("--deepscale_config", type=str, default=None, help="old name of --deepspeed_config")
+    return parser

@@ -1,0 +1,28 @@
+"""`DeepSpeedCPUAdagrad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infinity.deepspeed.ops.flat import FlatOptimizer, check_moments
+from infinity.errors import ConfigError
+
+
+class DeepSpeedCPUAdagrad(FlatOptimizer):
+    """Adagrad (Duchi, Hazan & Singer 2011) for parameters in host memory, with DeepSpeed's arguments and defaults."""
+
+    rule = "adagrad"
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError("amsgrad is True, which Adagrad does not have: leave it out")
+        check_moments(fp32_optimizer_states)
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

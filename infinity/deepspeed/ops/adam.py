@@ -1,0 +1,80 @@
+"""`DeepSpeedCPUAdam` and `FusedAdam` over `infinity.optim.CPUAdam`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.optim.cpu_optimizer import CPUAdam
+
+
+class DeepSpeedCPUAdam(CPUAdam):
+    """AdamW for parameters in host memory, or Adam if adamw_mode is False, with DeepSpeed's arguments and defaults.
+
+    bias_correction: must be True. amsgrad: must be False. fp32_optimizer_states: False keeps moments in bf16, which
+    are rounded stochastically. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _check(bias_correction)
+        moments = "fp32" if fp32_optimizer_states else "bf16"
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adamw_mode=adamw_mode,
+            moments=moments,  # type: ignore[arg-type]
+        )
+
+
+class FusedAdam(torch.optim.AdamW):
+    """AdamW on the parameters' device, or Adam if adam_w_mode is False, with DeepSpeed's arguments and defaults.
+
+    bias_correction: must be True. amsgrad: must be False. set_grad_none: what `zero_grad` does. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _check(bias_correction)
+        if amsgrad:
+            raise ConfigError("amsgrad is True: FusedAdam does not support it, use torch.optim.AdamW")
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.set_grad_none = set_grad_none
+        if not adam_w_mode and "decoupled_weight_decay" not in self.defaults:
+            raise ConfigError("adam_w_mode is False, which needs torch 2.7: use torch.optim.Adam")
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = adam_w_mode  # torch's AdamW is its Adam with this key
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+def _check(bias_correction: bool) -> None:
+    if not bias_correction:
+        raise ConfigError("bias_correction is False: the bias is always corrected, leave the argument out")

@@ -1,0 +1,15 @@
+"""Modules that scripts import from `deepspeed.runtime`."""
+
+from infinity.deepspeed.lazy import submodules
+
+__getattr__ = submodules(
+    __name__,
+    "activation_checkpointing",
+    "base_optimizer",
+    "config",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "utils",
+    "zero",
+)

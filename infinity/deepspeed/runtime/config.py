@@ -1,0 +1,47 @@
+"""`DeepSpeedConfig` and its error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infinity.deepspeed.engine_names import GETTERS, read
+from infinity.deepspeed.settings import make_config, read_settings
+from infinity.errors import ConfigError
+
+DeepSpeedConfigError = ConfigError
+
+
+class DeepSpeedConfig:
+    """A validated DeepSpeed config for `world_size` ranks, with its batch sizes resolved.
+
+    config: a dict or the path of a JSON file. mpu, mesh_device: must be None. Raises ConfigError.
+
+    Attributes: `train_batch_size`, `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
+    `gradient_clipping`, `zero_optimization_stage`, `zero_enabled`, `optimizer_name`, `optimizer_params`,
+    `scheduler_name`, `scheduler_params`, and `param_dict`, the config in DeepSpeed's keys.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None, world_size: int = 0
+    ) -> None:
+        if mpu is not None or mesh_device is not None:
+            raise ConfigError("mpu and mesh_device have no counterpart here: leave them out")
+        self.param_dict = read_settings(config)
+        resolved = make_config(self.param_dict, nn.Module())
+        self.world_size = world_size or int(os.environ.get("WORLD_SIZE") or 1)
+        batch = resolved.resolve_batch(self.world_size)
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self.train_batch_size = batch.micro * batch.accumulation * self.world_size
+        self.gradient_clipping = resolved.gradient_clipping
+        self.zero_optimization_stage = int(resolved.zero_optimization.stage)
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.optimizer_name = (self.param_dict.get("optimizer") or {}).get("type")
+        self.optimizer_params = read(self.param_dict, GETTERS["optimizer_params"])
+        self.scheduler_name = read(self.param_dict, GETTERS["scheduler_name"])
+        self.scheduler_params = read(self.param_dict, GETTERS["scheduler_params"])

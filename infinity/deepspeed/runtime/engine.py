@@ -1,0 +1,3 @@
+"""Names of `deepspeed.runtime.engine`."""
+
+from infinity.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine

@@ -1,0 +1,128 @@
+"""`zero.Init`, `zero.GatheredParameters` and external parameters, with DeepSpeed's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity.construction.init_context as init_context
+import infinity.engine.gather as gather
+from infinity.config import Config
+from infinity.deepspeed.settings import make_config, read_settings
+from infinity.errors import ConfigError
+
+
+class ZeroParamStatus(Enum):
+    """Where a parameter is in DeepSpeed. Parameters here have no `ds_status`, since reading one fetches it."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Init:
+    """Build a model in the memory of a few units: `with zero.Init(config_dict_or_path=config): model = Model(...)`.
+
+    config_dict_or_path, config: the config that `initialize` gets; states without nvme stay in memory while the model
+    is built. dtype: default dtype in the block, by default float16 or bfloat16 if the config enables them, as in
+    DeepSpeed. module: a model that is built already; it stays as it is. enabled: False makes a block without effect.
+    remote_device, pin_memory, mem_efficient_linear, data_parallel_group: accepted without effect, since `initialize`
+    places the parameters. Quantised weights and secondary partitions raise ConfigError.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        refused = {
+            "mpu": mpu,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+        }
+        for name in (name for name, value in refused.items() if value):
+            raise ConfigError(f"zero.Init({name}=…) has no counterpart here: leave it out")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._enabled = enabled
+        self._config = _init_config({} if source is None else read_settings(source))
+        self._dtype = dtype or _DTYPES.get((self._config.bf16.enabled, self._config.fp16.enabled))
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._stack.enter_context(init_context.Init(self._config))
+            if self._dtype is not None:
+                self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._dtype)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+_DTYPES = {(True, False): torch.bfloat16, (False, True): torch.float16}
+
+
+def _init_config(settings: dict[str, Any]) -> Config:
+    """Return the config for construction, which needs no batch sizes."""
+    return make_config(settings, nn.Module())
+
+
+class GatheredParameters:
+    """Gather parameters unsharded until the block ends: `with zero.GatheredParameters(params, modifier_rank=0):`.
+
+    params: one or more parameters. Those of no open engine are ignored, since their values are there already.
+    modifier_rank: rank whose edits are broadcast. None: the block reads, or all ranks make the same edits.
+    fwd_module: accepted without effect. enabled: False makes a block without effect.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._gathered = gather.GatheredParameters(params if enabled else [], modifier_rank)
+
+    def __enter__(self) -> None:
+        self._gathered.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._gathered.__exit__(*error)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: a parameter that is used outside of its module is fetched when it is read."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing; see `register_external_parameter`."""
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Yield `model` unchanged, since its `generate` fetches the units that each step needs."""
+    yield model

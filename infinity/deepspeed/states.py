@@ -1,0 +1,190 @@
+"""Methods of DeepSpeed's engine that read, save and load values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.format import LATEST, persistent_buffers
+from infinity.deepspeed.engine_names import Reads, read
+from infinity.deepspeed.reports import ReportingEngine
+from infinity.engine.base import BaseEngine
+from infinity.engine.gather import set_full_fp32_param
+from infinity.engine.training import TrainingEngine
+from infinity.errors import UsageError
+from infinity.observe.log import logger
+
+
+class SavingEngine(ReportingEngine):
+    """Saves and loads the model and the states of `engine`."""
+
+    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
+        super().__init__(engine, settings)
+        self._trainer = engine if isinstance(engine, TrainingEngine) else None
+        self.global_samples = 0
+        """Number of samples in all steps so far."""
+
+    @property
+    def training_engine(self) -> TrainingEngine:
+        """The engine below. Raises UsageError if the engine was constructed without an optimizer."""
+        if self._trainer is None:
+            raise UsageError(
+                "the engine has no optimizer, so it only runs the model: add an optimizer section to the config"
+            )
+        return self._trainer
+
+    def train_batch_size(self) -> int:
+        batch = self.training_engine.batch
+        return batch.micro * batch.accumulation * self.dp_world_size
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's state dict, without DeepSpeed's `module.`. Collective in stage 3."""
+        given = {} if destination is None else {"destination": destination}
+        states: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+        for name in self._frozen() if exclude_frozen_parameters else ():
+            states.pop(prefix + name, None)
+        return states
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Load `checkpoint["module"]` into the parameters, their masters and the buffers. Collective, between steps.
+
+        strict: raise UsageError, before any change, for missing and unexpected names. fetch_z3_params has no effect.
+        """
+        if custom_load_fn is not None or allowed_missing_keys is not None:
+            raise not_yet("load_module_state_dict(custom_load_fn=…, allowed_missing_keys=…)", "pass strict=False")
+        states = checkpoint["module"]
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        buffers = persistent_buffers(self.module)
+        missing, unexpected = {*parameters, *buffers} - set(states), set(states) - {*parameters, *buffers}
+        if strict and (missing or unexpected):
+            raise UsageError(
+                f"the state dict lacks {_listed(missing)}, and has {_listed(unexpected)}, which the model lacks: pass "
+                "that of the same model, or strict=False"
+            )
+        for name, value in states.items():
+            if name in parameters:
+                set_full_fp32_param(parameters[name], value)
+            elif name in buffers:
+                buffers[name].copy_(value)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save save_dir/tag (default: global_step and the number of steps), and return True. Collective."""
+        if not save_dir:
+            raise UsageError(f"save_dir is {save_dir!r}: pass the path of a folder")
+        if not save_latest:
+            raise not_yet("save_checkpoint(save_latest=False)", "pass the tag to load_checkpoint()")
+        if exclude_frozen_parameters and self._frozen():
+            raise not_yet("save_checkpoint(exclude_frozen_parameters=True)", "use save_16bit_model() for the weights")
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self.training_engine.save_checkpoint(save_dir, name, client_state)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load load_dir/tag, and return its path and client_state; (None, None) if `latest` is missing. Collective.
+
+        tag: by default the one in `latest`. The folder must be Infinity's; `infinity import-deepspeed` converts
+        DeepSpeed's.
+        """
+        partial = {
+            "load_module_strict=False": not load_module_strict,
+            "load_optimizer_states=False": not load_optimizer_states,
+            "load_lr_scheduler_states=False": not load_lr_scheduler_states,
+            "load_module_only=True": load_module_only,
+            "custom_load_fn": custom_load_fn is not None,
+        }
+        for name in (name for name, asked in partial.items() if asked):
+            raise not_yet(f"load_checkpoint({name})", "load the whole checkpoint, or use load_module_state_dict()")
+        if tag is None and not (Path(load_dir) / LATEST).is_file():
+            logger.warning("no checkpoint was loaded: %s has no file %r; pass a tag", load_dir, LATEST)
+            return None, None
+        engine = self.training_engine
+        folder, client_state = engine.load_checkpoint(load_dir, tag)
+        self.global_samples = engine.global_steps * self.train_batch_size()
+        self._show_scale(overflow=False)
+        return str(folder), client_state
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Save the weights in the model's dtype with torch.save, and return True. Collective.
+
+        In stage 3 without `stage3_gather_16bit_weights_on_model_save` it saves nothing and returns False, as DeepSpeed.
+        """
+        path = Path(save_dir) / save_filename
+        if self.zero_optimization_partition_weights() and not self._may_gather():
+            logger.info("%s was not saved: stage3_gather_16bit_weights_on_model_save is false", path)
+            return False
+        states = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if states is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(states, path)
+        self._engine.ranks.barrier()
+        return True
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+        """Call `save_16bit_model`, whose old name this is."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _may_gather(self) -> bool:
+        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+        old = "stage3_gather_fp16_weights_on_model_save"
+        return any(read(self.config, Reads(f"zero_optimization.{name}", False)) for name in (*names, old))
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the unsharded state dict in host memory on rank 0, and None elsewhere. Collective.
+
+        transformers and Accelerate call it under this name.
+        """
+        frozen = self._frozen() if exclude_frozen_parameters else set()
+        keeps = self._engine.ranks.is_main_rank
+        states: dict[str, torch.Tensor] = {}
+        for name, value in self._engine.stream_state_dict():
+            if keeps and name not in frozen:
+                states[name] = value
+        return states if keeps else None
+
+    def _frozen(self) -> set[str]:
+        return {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def not_yet(what: str, instead: str) -> UsageError:
+    return UsageError(f"{what} is not supported yet: {instead}")

@@ -1,0 +1,159 @@
+"""Reads and edits single parameters, gradients and optimizer states under DeepSpeed's names. All are collective.
+
+A parameter that is frozen or belongs to no open engine has no fp32 copy: the functions return None or change nothing,
+as DeepSpeed's do. Values are on the device that the model computes on. The local functions read and edit the part of
+this rank, as DeepSpeed lays it out in stage 3: the flat parameter in equal parts, the last one padded with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+import infinity.engine.gather as gather
+from infinity.engine.base import BaseEngine
+from infinity.engine.training import TrainingEngine
+from infinity.errors import UsageError
+from infinity.units.residents import owner_of
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the fp32 master of `param`, unsharded; None if it is not trained."""
+    engine = _trained(param)
+    return None if engine is None else gather.get_full_fp32_param(param).to(engine.device)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the fp32 master of `param`, and the parameter to its rounded value."""
+    if _trained(param) is not None:
+        gather.set_full_fp32_param(param, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return a moment such as `exp_avg` in fp32, unsharded; None if `param` is not trained."""
+    engine = _trained(param)
+    return None if engine is None else gather.get_full_optimizer_state(param, optim_state_key).to(engine.device)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set a moment of `param`."""
+    if _trained(param) is not None:
+        gather.set_full_optimizer_state(param, optim_state_key, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the step's gradient in fp32, the mean over ranks and micro-batches, before clipping; None without one.
+
+    Call it between the last backward of a step and `step`.
+    """
+    engine = _trained(param)
+    value = None if engine is None else gather.get_full_grad(param)
+    return None if engine is None or value is None else value.to(engine.device)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the step's gradient; see `safe_get_full_grad`."""
+    if _trained(param) is not None:
+        gather.set_full_grad(param, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by `update_func(gradient, parameter)`."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the fp32 master of `param`, flat."""
+    return _part(param, safe_get_full_fp32_param(param))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the fp32 master. All ranks must call it."""
+    whole = _joined(param, value)
+    if whole is not None:
+        safe_set_full_fp32_param(param, whole)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's part of a moment, flat."""
+    return _part(param, safe_get_full_optimizer_state(param, optim_state_key))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of a moment. All ranks must call it."""
+    whole = _joined(param, value)
+    if whole is not None:
+        safe_set_full_optimizer_state(param, whole, optim_state_key)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the step's gradient, flat; None without one."""
+    return _part(param, safe_get_full_grad(param))
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the step's gradient. All ranks must call it."""
+    whole = _joined(param, value)
+    if whole is not None:
+        safe_set_full_grad(param, whole)
+
+
+def _trained(param: nn.Parameter) -> TrainingEngine | None:
+    """Return the open engine that trains `param`; None for other parameters."""
+    engine = _engine_of(param)
+    owner = owner_of(param)
+    trains = isinstance(engine, TrainingEngine) and owner is not None and owner.unit.layout.trainable
+    return engine if trains and param.requires_grad and isinstance(engine, TrainingEngine) else None
+
+
+def _engine_of(param: nn.Parameter) -> BaseEngine | None:
+    found = gather._find(param)
+    return None if found is None else found[0]
+
+
+def _stage3(param: nn.Parameter) -> TrainingEngine | None:
+    """Return `_trained`. Raises UsageError below stage 3, where DeepSpeed has no local part either."""
+    engine = _trained(param)
+    if engine is not None and engine.config.zero_optimization.stage < 3:
+        raise UsageError(
+            f"a local part exists in stage 3, and this is stage {int(engine.config.zero_optimization.stage)}: use the "
+            "function with full in its name"
+        )
+    return engine
+
+
+def _length(numel: int, ranks: int) -> int:
+    return -(-numel // ranks)
+
+
+def _part(param: nn.Parameter, whole: torch.Tensor | None) -> torch.Tensor | None:
+    engine = _stage3(param)
+    if engine is None or whole is None:
+        return None
+    length = _length(whole.numel(), engine.ranks.size)
+    padded = torch.zeros(length * engine.ranks.size, dtype=whole.dtype, device=whole.device)
+    padded[: whole.numel()] = whole.flatten()
+    return padded[engine.ranks.rank * length :][:length].clone()
+
+
+def _joined(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
+    """Return the parts of all ranks as one tensor in the shape of `param`."""
+    engine = _stage3(param)
+    if engine is None:
+        return None
+    length = _length(param.numel(), engine.ranks.size)
+    flat = value.detach().flatten().cpu().float()
+    if flat.numel() != length:
+        raise UsageError(
+            f"the value has {flat.numel()} elements, and this rank's part of a parameter of shape {list(param.shape)} "
+            f"has {length}: pass a value like that of the local get function"
+        )
+    parts: list[torch.Tensor] = engine.ranks.gather(flat)
+    return torch.cat(parts)[: param.numel()].view(param.shape)

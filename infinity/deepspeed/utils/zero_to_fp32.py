@@ -1,0 +1,106 @@
+"""Reads the fp32 weights of a checkpoint without an engine, under the names of DeepSpeed's `zero_to_fp32`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from infinity.checkpoint.export import export
+from infinity.checkpoint.format import BUFFERS, find, key, read_index
+from infinity.errors import UsageError
+from infinity.sizes import parse_size
+
+WEIGHTS = "pytorch_model.bin"
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the masters and buffers of an Infinity checkpoint: fp32, unsharded, in host memory.
+
+    tag: by default the last. A shared parameter has one entry, under its first name. lazy_mode is refused; `export`
+    writes a checkpoint that is larger than memory.
+    """
+    if lazy_mode:
+        raise UsageError("lazy_mode=True is not supported: `infinity export` converts in the memory of a parameter")
+    folder = find(Path(checkpoint_dir), tag)
+    index = read_index(folder)
+    states: dict[str, torch.Tensor] = {}
+    for name, entry in index.parameters.items():
+        kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
+        if exclude_frozen_parameters and len(index.kinds(name)) == 1:
+            continue
+        with safe_open(folder / entry.file, framework="pt") as tensors:
+            value: torch.Tensor = tensors.get_tensor(key(kind.name, name)).view(entry.shape)
+        states[name] = value.float() if value.is_floating_point() else value
+    with safe_open(folder / BUFFERS, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - safe_open is not iterable
+            states[name] = tensors.get_tensor(name)
+    return states
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load the masters of a checkpoint into `model`, which no engine may own, and return it on the CPU."""
+    states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for names in owners.values():  # a shared parameter has one entry
+        saved = next((states[name] for name in names if name in states), None)
+        if saved is not None:
+            states |= dict.fromkeys(names, saved)
+    model.load_state_dict(states)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the fp32 weights of a checkpoint to `output_dir`: safetensors, or one pytorch_model.bin.
+
+    max_shard_size: size of a safetensors file; a larger pytorch_model.bin raises UsageError.
+    """
+    if safe_serialization:
+        if exclude_frozen_parameters:
+            raise UsageError("safe_serialization needs all parameters: leave exclude_frozen_parameters out")
+        export(checkpoint_dir, output_dir, tag=tag, dtype="fp32", max_shard_size=max_shard_size)
+        return
+    states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    nbytes = sum(value.nbytes for value in states.values())
+    if nbytes > parse_size(max_shard_size):
+        raise UsageError(
+            f"the weights have {nbytes:,} bytes, more than max_shard_size ({max_shard_size}): pass "
+            "safe_serialization=True, which writes several files in little memory"
+        )
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(states, folder / WEIGHTS)
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path, output_dir: str | Path, dtype: Any = torch.float32, **options: Any
+) -> None:
+    """Call `convert_zero_checkpoint_to_fp32_state_dict`. Raises UsageError for other dtypes, which `export` writes."""
+    if dtype not in (torch.float32, "float32", "fp32"):
+        raise UsageError(f"dtype is {dtype}: use `infinity export --dtype`, which converts in little memory")
+    convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, **options)
+
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]

@@ -1,0 +1,370 @@
+"""`DeepSpeedEngine`: DeepSpeed's loop equals a plain one, and it behaves as an nn.Module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import infinity.deepspeed as deepspeed
+from infinity.errors import UsageError
+from support.models import Stack, seeded, token_batches, vector_batches
+
+Opens = Callable[..., Any]
+
+
+def plain(batches: list[Any], *, accumulation: int = 1, clip: float = 1.0, lr: float = 1e-3) -> nn.Module:
+    """Train a Stack with torch's AdamW without decay, as DeepSpeed's Adam, and return it."""
+    model = seeded(Stack)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for number, batch in enumerate(batches, 1):
+        (model(*batch) / accumulation).backward()
+        if number % accumulation == 0:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def run(engine: Any, batches: list[Any]) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same(engine: Any, model: nn.Module) -> None:
+    trained = engine.module_state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_training_equals_a_plain_loop_with_deepspeeds_defaults(opens: Opens, stage: int, accumulation: int) -> None:
+    """Adam is decoupled without decay, and gradients are clipped to 1.0, though the config says neither."""
+    batches = token_batches(4)
+    engine = opens(stage, gradient_accumulation_steps=accumulation)
+    run(engine, batches)
+    same(engine, plain(batches, accumulation=accumulation))
+    assert engine.gradient_clipping() == 1.0
+    assert engine.get_global_grad_norm() > 1.0
+
+
+def test_adam_w_mode_false_is_l2(opens: Opens) -> None:
+    """`adam_w_mode: false` adds the decay to the gradient, as torch.optim.Adam."""
+    batches = token_batches(3)
+    params = {"lr": 1e-2, "weight_decay": 0.3, "adam_w_mode": False}
+    engine = opens(optimizer={"type": "Adam", "params": params}, gradient_clipping=0.0)
+    run(engine, batches)
+    model = seeded(Stack)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.3)
+    for batch in batches:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same(engine, model)
+    assert engine.get_global_grad_norm() is None
+
+
+def test_counts_and_sizes(opens: Opens) -> None:
+    """micro_steps counts calls of step; global_steps, global_samples and was_step_applied count updates."""
+    engine = opens(gradient_accumulation_steps=2)
+    assert engine.get_batch_info() == (8, 4, 2)
+    seen = []
+    for batch in token_batches(4):
+        boundary = engine.is_gradient_accumulation_boundary()
+        loss = engine(*batch)
+        assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
+        engine.step()
+        seen.append(
+            (boundary, engine.was_step_applied(), engine.micro_steps, engine.global_steps, engine.global_samples)
+        )
+    assert seen == [(False, False, 1, 0, 0), (True, True, 2, 1, 8), (False, False, 3, 1, 8), (True, True, 4, 2, 16)]
+    assert (engine.skipped_steps, engine.world_size, engine.dp_world_size, engine.global_rank) == (0, 1, 1, 0)
+    engine.set_train_batch_size(8)
+    with pytest.raises(UsageError, match=r"set_train_batch_size\(16\) was called, but the batch size is 8"):
+        engine.set_train_batch_size(16)
+
+
+def test_scale_wrt_gas_false_leaves_the_loss_to_the_caller(opens: Opens) -> None:
+    """Losses that the caller has divided produce the same parameters, and backward returns them unchanged."""
+    batches = token_batches(4)
+    engine = opens(gradient_accumulation_steps=2)
+    for batch in batches:
+        loss = engine(*batch) / 2
+        assert engine.backward(loss, scale_wrt_gas=False) is loss
+        engine.step()
+    same(engine, plain(batches, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_boundary_set_by_hand_ends_a_step(opens: Opens, stage: int) -> None:
+    """Steps of one and of two micro-batches update where the caller says, as Accelerate does at the end of data."""
+    batches = token_batches(3)
+    engine = opens(stage, gradient_accumulation_steps=4, scheduler={"type": "WarmupLR", "params": {}})
+    rates = []
+    for batch, boundary in zip(batches, (True, False, True), strict=True):
+        engine.set_gradient_accumulation_boundary(boundary)
+        assert engine.is_gradient_accumulation_boundary() is boundary
+        engine.backward(engine(*batch))
+        if boundary:
+            rates.append(engine.get_lr()[0])
+            engine.step()
+    assert engine.global_steps == 2
+    assert engine.lr_scheduler.last_epoch == 2
+    model = seeded(Stack)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for part, rate in zip((batches[:1], batches[1:]), rates, strict=True):
+        for batch in part:
+            (model(*batch) / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    same(engine, model)
+    with pytest.raises(UsageError, match="without a backward"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_hold_their_values_between_steps_below_stage_3(opens: Opens, stage: int) -> None:
+    """Parameters that the script keeps have the updated values, without a gather, in a model of many units."""
+    engine = opens(stage)
+    held = dict(engine.module.named_parameters())
+    assert len(engine.training_engine.units) > 5
+    for batch in token_batches(2):
+        engine.backward(engine(*batch))
+        engine.step()
+        now = {name: parameter.detach().clone() for name, parameter in held.items()}
+        for name, value in engine.training_engine.stream_state_dict():
+            assert torch.equal(now[name], value), name
+
+
+def test_an_fp16_overflow_is_shown_as_a_skipped_step(opens: Opens) -> None:
+    """The optimizer's `overflow` and `cur_scale`, which Accelerate reads, follow the loss scale."""
+    fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
+    engine = opens(fp16=fp16)
+    assert (engine.optimizer.overflow, engine.optimizer.cur_scale) == (False, 2.0**32)
+    run(engine, token_batches(1))
+    assert (engine.optimizer.overflow, engine.was_step_applied(), engine.skipped_steps) == (True, False, 1)
+    assert engine.optimizer.cur_scale == 2.0**31
+    assert engine.fp16_enabled() and not engine.bfloat16_enabled()
+    assert engine.dynamic_loss_scale_args()["init_scale"] == 2.0**32
+    assert engine.get_data_types()[0] == torch.float16
+
+
+def test_the_fp16_scale_doubles_as_deepspeeds(opens: Opens) -> None:
+    """Three good steps double a scale of window 2 at first, and after that two do."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
+    engine = opens(fp16=fp16)
+    scales = []
+    for batch in token_batches(6):
+        run(engine, [batch])
+        scales.append(engine.optimizer.cur_scale)
+    assert scales == [16, 16, 32, 32, 64, 64]
+
+
+def test_a_gradient_set_by_hand_is_refused(opens: Opens) -> None:
+    """A value put into `.grad` raises, since the engine would not use it."""
+    engine = opens()
+    weight = engine.module.head.weight
+    with pytest.raises(UsageError, match=r"head\.weight\.grad was set by hand"):
+        weight.grad = torch.ones_like(weight)
+
+
+def test_without_an_optimizer_the_engine_runs_the_model(opens: Opens) -> None:
+    """A reference model in stage 3 gives the model's outputs; backward and step raise."""
+    model, [batch] = seeded(Stack), token_batches(1)
+    model.eval()
+    expected = model(*batch)
+    engine = opens(3, model=model, optimizer=None)
+    assert engine.optimizer is None and engine.lr_scheduler is None
+    assert not engine.module.training
+    torch.testing.assert_close(engine(*batch), expected)
+    with pytest.raises(UsageError, match="the engine has no optimizer"):
+        engine.backward(engine(*batch))
+
+
+def test_a_plain_backward_with_accumulation_is_refused(opens: Opens) -> None:
+    """`loss.backward()` would sum where DeepSpeed averages; `engine.scale(loss).backward()` averages."""
+    batches = token_batches(2)
+    engine = opens(gradient_accumulation_steps=2)
+    for batch in batches:
+        engine.scale(engine(*batch)).backward()
+        engine.step()
+    same(engine, plain(batches, accumulation=2))
+    engine(*batches[0]).backward()
+    with pytest.raises(UsageError, match=r"1 of 1 backwards of this step were loss\.backward\(\)"):
+        engine.step()
+
+
+def test_calls_that_are_not_supported_yet_are_refused(opens: Opens) -> None:
+    """A retained graph, lr_kwargs and accumulation without buffers raise instead of giving other numbers."""
+    engine = opens()
+    [batch] = token_batches(1)
+    with pytest.raises(UsageError, match="retain_graph=True"):
+        engine.backward(engine(*batch), retain_graph=True)
+    with pytest.raises(UsageError, match="lr_kwargs"):
+        engine.step({"epoch": 1})
+    engine.set_gradient_accumulation_boundary(False)
+    with pytest.raises(UsageError, match="set gradient_accumulation_steps"):
+        engine.backward(engine(*batch))
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_is_a_module_around_the_model(opens: Opens) -> None:
+    """Parameters and states have DeepSpeed's prefix; attributes of the model are found; train and eval reach it."""
+    model = seeded(Stack)
+    model.answer = 42  # type: ignore[assignment]
+    engine = opens(model=model)
+    assert isinstance(engine, nn.Module) and isinstance(engine, deepspeed.DeepSpeedEngine)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name in names]
+    assert list(engine.state_dict()) == [f"module.{name}" for name in model.state_dict()]
+    assert list(engine.module_state_dict()) == list(model.state_dict())
+    assert engine.module is model and engine.answer == 42
+    assert len(list(engine.parameters())) == len(names)
+    assert next(iter(engine.modules())) is engine
+    engine.eval()
+    assert not engine.training and not model.training
+    assert engine.train() is engine and model.training
+    with pytest.raises(AttributeError, match="'DeepSpeedEngine' object has no attribute 'nothing'"):
+        engine.nothing  # noqa: B018
+
+
+def test_conversions_without_effect_are_accepted_and_others_refused(opens: Opens) -> None:
+    """`.to` of the engine's own device and dtype returns it; others raise with the reason."""
+    engine = opens()
+    assert engine.to(engine.device) is engine
+    assert engine.to(engine.device, torch.float32).float() is engine
+    for convert in (
+        engine.half,
+        engine.bfloat16,
+        engine.double,
+        lambda: engine.to("meta"),
+        lambda: engine.to("cuda:7"),
+    ):
+        with pytest.raises(UsageError, match=r"engine\.to\("):
+            convert()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
+            copied(engine)
+
+
+def test_a_destroyed_engines_model_goes_to_another_engine(opens: Opens) -> None:
+    """`destroy` returns the values, and a second engine continues from them."""
+    batches = token_batches(2)
+    first = opens(3)
+    run(first, batches)
+    values = first.module_state_dict()
+    first.destroy()
+    first.destroy()
+    second = opens(2, model=first.module)
+    for name, value in second.module_state_dict().items():
+        assert torch.equal(value, values[name])
+    run(second, batches)
+
+
+# -- values and checkpoints --------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_have_deepspeeds_returns(opens: Opens, tmp_path: Path) -> None:
+    """`save` returns True under global_stepN, `load` the path and client_state; without `latest`, (None, None)."""
+    batches = token_batches(4)
+    engine = opens(3)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    run(engine, batches[:2])
+    assert engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3}) is True
+    assert (tmp_path / "global_step2").is_dir()
+    expected = run(engine, batches[2:])
+    engine.destroy()
+    again = opens(2)
+    path, client_state = again.load_checkpoint(str(tmp_path))
+    assert path == str(tmp_path / "global_step2") and client_state == {"epoch": 3}
+    assert (again.global_steps, again.global_samples) == (2, 8)
+    assert run(again, batches[2:]) == pytest.approx(expected, rel=1e-6)
+    for asked in ({"load_module_only": True}, {"load_optimizer_states": False}, {"load_module_strict": False}):
+        with pytest.raises(UsageError, match=f"load_checkpoint\\({next(iter(asked))}="):
+            again.load_checkpoint(str(tmp_path), **asked)
+    with pytest.raises(UsageError, match="save_latest=False"):
+        again.save_checkpoint(str(tmp_path), save_latest=False)
+
+
+def test_weights_are_saved_in_the_models_dtype(opens: Opens, tmp_path: Path) -> None:
+    """`save_16bit_model` writes what a plain model loads; in stage 3 only if the config gathers, as in DeepSpeed."""
+    engine = opens(3, bf16={"enabled": True})
+    assert engine.save_16bit_model(tmp_path) is False
+    assert list(tmp_path.iterdir()) == []
+    engine.destroy()
+    engine = opens(2, bf16={"enabled": True})
+    assert engine.save_16bit_model(tmp_path, "weights.bin") is True
+    weights = torch.load(tmp_path / "weights.bin", weights_only=True)
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    seeded(Stack).to(torch.bfloat16).load_state_dict(weights)
+
+
+def test_a_state_dict_is_loaded_into_parameters_and_masters(opens: Opens) -> None:
+    """`load_module_state_dict` replaces values that updates start from; other names raise before any change."""
+    engine = opens(3, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    before = engine.module_state_dict()
+    values = {name: torch.randn_like(value) for name, value in before.items()}
+    with pytest.raises(UsageError, match=r"lacks head\.weight, and has other, which"):
+        engine.load_module_state_dict(
+            {"module": {**{n: v for n, v in values.items() if n != "head.weight"}, "other": 1}}
+        )
+    assert all(torch.equal(before[name], value) for name, value in engine.module_state_dict().items())
+    engine.load_module_state_dict({"module": values})
+    run(engine, token_batches(1))
+    for name, value in engine.module_state_dict().items():
+        torch.testing.assert_close(value, values[name])
+
+
+def test_frozen_parameters_are_left_out_on_request(opens: Opens) -> None:
+    """`exclude_frozen_parameters` drops parameters that do not require gradients."""
+    model = seeded(Stack)
+    model.embedding.weight.requires_grad_(False)
+    engine = opens(model=model)
+    assert "embedding.weight" in engine.module_state_dict()
+    left = set(engine.module_state_dict()) - set(engine.module_state_dict(exclude_frozen_parameters=True))
+    assert left == {"embedding.weight"}
+    assert "embedding.weight" not in engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_loader_draws_micro_batches_with_the_last_smaller_one(opens: Opens) -> None:
+    """`training_data` gives shuffled batches of every sample once; `collate_fn` makes them."""
+    data = TensorDataset(torch.arange(10))
+    engine = opens(given={"training_data": data, "collate_fn": lambda rows: torch.stack([row[0] for row in rows])})
+    batches = list(engine.training_dataloader)
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(torch.cat(batches).tolist()) == list(range(10))
+    ordered = engine.deepspeed_io(data, batch_size=5, route="eval")
+    assert torch.cat(list(ordered)).tolist() == list(range(10))
+
+
+def test_vectors_train(opens: Opens) -> None:
+    """A model of one unit trains too."""
+    engine = opens(model=seeded(lambda: nn.Linear(32, 32)), infinity={})
+    for x, y in vector_batches(2):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+    assert engine.global_steps == 2

@@ -1,0 +1,413 @@
+"""Functions and classes of `infinity.deepspeed`: construction, arguments, single states, optimizers, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from infinity.deepspeed.ops.lion import DeepSpeedCPULion
+from infinity.deepspeed.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from infinity.errors import ConfigError, ModelError, UsageError
+from support.models import Stack, seeded, token_batches
+
+Opens = Callable[..., Any]
+CONFIG = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "steps_per_print": 0}
+
+
+# -- the package -------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_found_where_scripts_import_them() -> None:
+    """The package's attributes are those of its submodules, and its version is DeepSpeed's."""
+    assert deepspeed.__version__ == "0.19.8"
+    assert deepspeed.__infinity_version__ == infinity.__version__
+    homes = {
+        "DeepSpeedEngine": "runtime.engine",
+        "DeepSpeedConfig": "runtime.config",
+        "get_accelerator": "accelerator",
+        "init_distributed": "comm",
+        "log_dist": "utils",
+        "RepeatingLoader": "utils",
+    }
+    for name, home in homes.items():
+        assert getattr(deepspeed, name) is getattr(importlib.import_module(f"infinity.deepspeed.{home}"), name)
+    assert deepspeed.ops.adam.DeepSpeedCPUAdam is DeepSpeedCPUAdam
+    assert deepspeed.utils.groups.get_model_parallel_world_size() == 1
+    assert deepspeed.zero is importlib.import_module("infinity.deepspeed.runtime.zero")
+    assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    assert {"initialize", "zero", "comm"} <= set(dir(deepspeed))
+
+
+def test_names_without_a_counterpart_say_the_alternative() -> None:
+    """Pipeline parallelism and the like are AttributeErrors that name the alternative."""
+    with pytest.raises(
+        AttributeError, match=r"deepspeed\.PipelineModule has no counterpart.*torch\.distributed\.pipelin"
+    ):
+        deepspeed.PipelineModule  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        deepspeed.nothing  # noqa: B018
+
+
+def test_the_import_alone_is_cheap() -> None:
+    """`import infinity.deepspeed` imports neither torch nor a submodule."""
+    code = "import sys, infinity.deepspeed; print([m for m in sys.modules if m == 'torch' or 'deepspeed.' in m])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# -- initialize --------------------------------------------------------------------------------------------------------
+
+
+def test_the_config_comes_from_the_arguments_that_deepspeed_reads(opens: Opens, tmp_path: Path) -> None:
+    """`--deepspeed_config`, `config` and `config_params` give the same engine; none or two of them raise."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**CONFIG, "gradient_clipping": None}))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    assert args.deepspeed is True and args.deepscale is False
+    for given in ({"args": args}, {"config": str(path)}, {"config_params": CONFIG}):
+        engine, optimizer, loader, scheduler = deepspeed.initialize(model=nn.Linear(2, 2), **given)
+        assert engine.train_batch_size() == 4 and engine.gradient_clipping() == 1.0
+        assert optimizer is engine.optimizer and loader is None and scheduler is None
+        engine.destroy()
+    for given, problem in (({}, "has no config"), ({"args": args, "config": CONFIG}, "has a config in args")):
+        with pytest.raises(ConfigError, match=problem):
+            deepspeed.initialize(model=nn.Linear(2, 2), **given)
+    opens()  # its end releases the process group
+
+
+def test_arguments_without_a_counterpart_are_refused(opens: Opens) -> None:
+    """An optimizer instance, model parallelism and engines as models raise by name."""
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"initialize\(optimizer=SGD\) is not supported yet"):
+        deepspeed.initialize(model=model, optimizer=sgd, config=CONFIG)
+    mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
+    with pytest.raises(ConfigError, match="mpu has 2 model-parallel ranks"):
+        deepspeed.initialize(model=model, mpu=mpu, config=CONFIG)
+    with pytest.raises(ModelError, match="model is already an engine"):
+        deepspeed.initialize(model=opens(), config=CONFIG)
+    with pytest.raises(ModelError, match="has no model"):
+        deepspeed.initialize(config=CONFIG)
+
+
+def test_nvme_path_is_created(opens: Opens, tmp_path: Path) -> None:
+    """A folder that does not exist is made, and states live in it."""
+    folder = tmp_path / "new" / "nvme"
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    engine = opens(3, zero_optimization={"offload_optimizer": nvme, "offload_param": nvme})
+    assert folder.is_dir()
+    assert engine.zero_nvme_offload_optimizer() and engine.zero_use_cpu_optimizer() and not engine.zero_cpu_offload()
+    [batch] = token_batches(1)
+    engine.backward(engine(*batch))
+    engine.step()
+    assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize(
+    ("section", "rule", "params"),
+    [
+        ({"type": "Adam"}, "adamw", {"weight_decay": 0.0}),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, "adamw", {"weight_decay": 0.01}),
+        ({"type": "AdamW"}, "adamw", {"weight_decay": 0.0}),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, "adam", {"weight_decay": 0.0}),
+        ({"type": "Lion"}, "lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        ({"type": "SGD", "params": {"lr": 0.5}}, "sgd", {"lr": 0.5, "momentum": 0.0}),
+    ],
+    ids=str,
+)
+def test_optimizers_have_deepspeeds_defaults(
+    opens: Opens, section: dict[str, Any], rule: str, params: dict[str, Any]
+) -> None:
+    """Constants that the config leaves out are those of DeepSpeed's own optimizers."""
+    engine = opens(model=nn.Linear(2, 2), optimizer=section)
+    assert engine.optimizer.rule == rule
+    group = engine.optimizer.param_groups[0]
+    assert {name: group[name] for name in params} == params
+
+
+def test_a_config_object_resolves_the_batch() -> None:
+    """`DeepSpeedConfig` validates a dict, and has DeepSpeed's attributes."""
+    config = deepspeed.DeepSpeedConfig({**CONFIG, "train_batch_size": 16, "gradient_accumulation_steps": 2})
+    assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (8, 2)
+    assert (config.zero_enabled, config.gradient_clipping, config.optimizer_name) == (False, 1.0, "AdamW")
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="unknown"):
+        deepspeed.DeepSpeedConfig({"train_batch": 3})
+
+
+def test_inference_runs_in_deepspeeds_default_dtype(opens: Opens) -> None:
+    """Parameters are float16 unless dtype says otherwise; tensor parallelism is refused."""
+    engine = deepspeed.init_inference(nn.Linear(4, 4), replace_with_kernel_inject=True)
+    assert next(engine.parameters()).dtype == torch.float16
+    engine.destroy()
+    model = nn.Linear(4, 4)
+    expected = model(torch.ones(1, 4))
+    engine = deepspeed.init_inference(model, {"dtype": "fp32", "zero": {"stage": 3}})
+    torch.testing.assert_close(engine(torch.ones(1, 4)), expected)
+    engine.destroy()
+    with pytest.raises(ConfigError, match="mp_size is 2"):
+        deepspeed.init_inference(nn.Linear(4, 4), mp_size=2)
+    with pytest.raises(ConfigError, match="quant: not a key here"):
+        deepspeed.init_inference(nn.Linear(4, 4), quant={"enabled": True})
+
+
+# -- states of single parameters ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_single_states_are_read_and_set(opens: Opens, stage: int) -> None:
+    """Masters, moments and gradients of one parameter; None for frozen parameters and those of no engine."""
+    utils = deepspeed.utils
+    model = seeded(Stack)
+    model.embedding.weight.requires_grad_(False)
+    engine = opens(stage, model=model)
+    [batch] = token_batches(1)
+    weight = model.head.weight
+    engine.backward(engine(*batch))
+    grad = utils.safe_get_full_grad(weight)
+    plain = seeded(Stack)
+    plain(*batch).backward()
+    torch.testing.assert_close(grad, plain.head.weight.grad)
+    utils.safe_update_full_grad_vectorized([weight, model.embedding.weight], lambda value, _: torch.zeros_like(value))
+    assert not utils.safe_get_full_grad(weight).any()
+    engine.step()
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), plain.head.weight)
+    assert not utils.safe_get_full_optimizer_state(weight, "exp_avg").any()
+    utils.safe_set_full_fp32_param(weight, torch.ones_like(grad))
+    utils.safe_set_full_optimizer_state(weight, torch.full_like(grad, 2.0), "exp_avg")
+    assert (utils.safe_get_full_fp32_param(weight) == 1).all()
+    assert (utils.safe_get_full_optimizer_state(weight, "exp_avg") == 2).all()
+    for other in (model.embedding.weight, nn.Parameter(torch.ones(2))):
+        assert utils.safe_get_full_fp32_param(other) is None
+        assert utils.safe_get_full_optimizer_state(other, "exp_avg") is None
+        assert utils.safe_get_full_grad(other) is None
+    if stage == 3:
+        assert torch.equal(utils.safe_get_local_fp32_param(weight), torch.ones(weight.numel()))
+    else:
+        with pytest.raises(UsageError, match="this is stage 0"):
+            utils.safe_get_local_fp32_param(weight)
+
+
+def test_parameters_are_gathered_and_edited(opens: Opens) -> None:
+    """`GatheredParameters` gives whole values, and keeps rank 0's edits; plain parameters pass through."""
+    model = seeded(Stack)
+    engine = opens(3, model=model)
+    with deepspeed.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+        nn.init.constant_(model.head.weight, 3.0)
+    assert (engine.module_state_dict()["head.weight"] == 3).all()
+    with deepspeed.zero.GatheredParameters(nn.Linear(2, 2).parameters(), modifier_rank=0):
+        pass
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=False):
+        pass
+    deepspeed.zero.register_external_parameter(model, model.head.weight)
+
+
+def test_a_model_built_in_zero_init_is_the_same_model(opens: Opens, tmp_path: Path) -> None:
+    """`zero.Init` changes no value; its dtype is the config's."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    config = {"zero_optimization": {"stage": 3, "offload_param": nvme}, "infinity": {"unit_size": 1000}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = seeded(Stack)
+    for built, plain in zip(model.parameters(), seeded(Stack).parameters(), strict=True):
+        assert torch.equal(built, plain)
+    with deepspeed.zero.Init(config_dict_or_path={"bf16": {"enabled": True}}):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    with deepspeed.zero.Init(enabled=False):
+        assert nn.Linear(2, 2).weight.dtype == torch.float32
+    with pytest.raises(ConfigError, match="zero_quantized_weights"):
+        deepspeed.zero.Init(zero_quantized_weights=True)
+
+
+def test_leaf_modules_are_marked() -> None:
+    """Marks by class, name of a class, module name and suffix; a class that does not occur raises."""
+    utils = deepspeed.utils
+    model = Stack(depth=2)
+    blocks = list(model.blocks)
+    assert utils.set_z3_leaf_modules(model, [type(blocks[0])]) == blocks
+    assert utils.get_z3_leaf_modules(model) == blocks and utils.z3_leaf_module(blocks[1])
+    assert utils.unset_z3_leaf_modules(model, ["Block"]) == blocks
+    assert utils.get_z3_leaf_modules(model) == []
+    assert utils.set_z3_leaf_modules_by_name(model, ["blocks.1"]) == blocks[1:]
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["s.0"]) == blocks[:1]
+    with pytest.raises(ValueError, match="Stack has no module Conv2d"):
+        utils.set_z3_leaf_modules(model, [nn.Conv2d])
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def lion(params: list[nn.Parameter]) -> Callable[[], None]:
+    """Return a step of Lion as in its paper, with DeepSpeed's defaults."""
+    means = [torch.zeros_like(param) for param in params]
+
+    def step() -> None:
+        for param, mean in zip(params, means, strict=True):
+            update = (0.9 * mean + 0.1 * param.grad).sign()  # type: ignore[operator]
+            param.data.mul_(1 - 1e-3 * 0.1).add_(update, alpha=-1e-3)
+            mean.mul_(0.999).add_(param.grad, alpha=0.001)  # type: ignore[arg-type]
+
+    return step
+
+
+@pytest.mark.parametrize("name", ["cpu_adam", "cpu_adam_l2", "fused_adam", "fused_adam_l2", "adagrad", "lion"])
+def test_optimizers_equal_torchs(name: str) -> None:
+    """DeepSpeed's optimizers, with its defaults, produce the parameters of torch's or of the paper's rule."""
+    ours, plain = seeded(lambda: nn.Linear(8, 8)), seeded(lambda: nn.Linear(8, 8))
+    made: dict[str, tuple[Any, Any]] = {
+        "cpu_adam": (lambda p: DeepSpeedCPUAdam(p), lambda p: torch.optim.AdamW(p, weight_decay=0.0)),
+        "cpu_adam_l2": (
+            lambda p: DeepSpeedCPUAdam(p, weight_decay=0.1, adamw_mode=False),
+            lambda p: torch.optim.Adam(p, weight_decay=0.1),
+        ),
+        "fused_adam": (lambda p: FusedAdam(p), lambda p: torch.optim.AdamW(p, weight_decay=0.0)),
+        "fused_adam_l2": (
+            lambda p: FusedAdam(p, weight_decay=0.1, adam_w_mode=False),
+            lambda p: torch.optim.Adam(p, weight_decay=0.1),
+        ),
+        "adagrad": (lambda p: DeepSpeedCPUAdagrad(p), lambda p: torch.optim.Adagrad(p)),
+        "lion": (lambda p: DeepSpeedCPULion(p, weight_decay=0.1), lambda p: SimpleNamespace(step=lion(p))),
+    }
+    optimizer, reference = (
+        make(list(model.parameters())) for make, model in zip(made[name], (ours, plain), strict=True)
+    )
+    for number in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        for model in (ours, plain):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        optimizer.step()
+        reference.step()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_16_bit_parameter_has_an_fp32_master() -> None:
+    """Updates below bf16's resolution accumulate in the master of DeepSpeedCPULion."""
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = DeepSpeedCPULion([param], lr=1e-3)
+    for _ in range(10):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[param]["master"], torch.full((4,), 0.99))
+    assert torch.equal(param, torch.full((4,), 0.99).bfloat16())
+
+
+def test_arguments_that_would_change_results_are_refused() -> None:
+    """bias_correction=False, amsgrad and 16-bit moments without kernels raise."""
+    params = [nn.Parameter(torch.ones(2))]
+    for make in (
+        lambda: DeepSpeedCPUAdam(params, bias_correction=False),
+        lambda: DeepSpeedCPUAdam(params, amsgrad=True),
+        lambda: FusedAdam(params, amsgrad=True),
+        lambda: DeepSpeedCPULion(params, fp32_optimizer_states=False),
+        lambda: DeepSpeedCPUAdagrad(params, lr=-1.0),
+    ):
+        with pytest.raises(ConfigError):
+            make()
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def test_checkpointing_recomputes_with_the_same_gradients(opens: Opens) -> None:
+    """A block under `deepspeed.checkpointing.checkpoint` trains as without it; settings that are on are refused."""
+    deepspeed.checkpointing.configure(None, partition_activations=False)
+    assert deepspeed.checkpointing.is_configured()
+    calls = []
+
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append(block)
+        result: torch.Tensor = deepspeed.checkpointing.checkpoint(block, x)
+        return result
+
+    engines = opens(3, model=seeded(lambda: Stack(run=run))), opens(3)
+    [batch] = token_batches(1)
+    for engine in engines:
+        engine.backward(engine(*batch))
+        engine.step()
+    first, second = (engine.module_state_dict() for engine in engines)
+    assert all(torch.equal(first[name], second[name]) for name in second) and len(calls) == 6
+    with pytest.raises(UsageError, match="partition_activations=True"):
+        deepspeed.checkpointing.configure(None, partition_activations=True)
+
+
+def test_one_process_has_a_group_of_its_own(opens: Opens) -> None:
+    """Without a launcher, `init_distributed` makes a group of one rank, in which collectives work."""
+    comm = deepspeed.comm
+    opens()
+    deepspeed.init_distributed()
+    assert comm.is_initialized() and (comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (0, 1, 0)
+    value = torch.ones(2)
+    comm.all_reduce(value, prof=True, log_name="sum")
+    comm.barrier()
+    assert torch.equal(value, torch.ones(2))
+    with pytest.raises(AttributeError, match="use torch"):
+        comm.enable_symm_mem_for_group  # noqa: B018
+
+
+def test_the_accelerator_is_torchs() -> None:
+    """`get_accelerator` describes CUDA or the CPU."""
+    accelerator = deepspeed.get_accelerator()
+    assert accelerator.device_name() == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert accelerator.device_count() >= 1 and accelerator.total_memory() > accelerator.available_memory() > 0
+    assert accelerator.on_accelerator(torch.empty(1, device=accelerator.current_device_name()))
+    accelerator.manual_seed(3)
+    assert accelerator.initial_seed() == 3
+    with pytest.raises(AttributeError, match="has no 'warp_drive'"):
+        accelerator.warp_drive  # noqa: B018
+
+
+def test_loaders_repeat_and_objects_move() -> None:
+    """`RepeatingLoader` starts again; `move_to_device` and `clone_tensors_for_torch_save` keep the structure."""
+    loader = deepspeed.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    from infinity.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+    from infinity.deepspeed.runtime.utils import move_to_device
+
+    assert move_to_device({"a": [torch.ones(1)], "b": 3}, "meta")["a"][0].device.type == "meta"
+    whole = torch.arange(100)
+    copied = clone_tensors_for_torch_save({"x": whole[:2]})["x"]
+    assert copied.untyped_storage().nbytes() == 16 and torch.equal(copied, whole[:2])
+
+
+def test_fp32_weights_are_read_from_a_checkpoint(opens: Opens, tmp_path: Path) -> None:
+    """The masters of a bf16 model, tied weights included, load into a plain model; the converted file has them too."""
+    engine = opens(2, model=seeded(lambda: Stack(tied=True)), bf16={"enabled": True})
+    [batch] = token_batches(1)
+    engine.backward(engine(*batch))
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    masters = {
+        name: deepspeed.utils.safe_get_full_fp32_param(parameter)
+        for name, parameter in engine.module.named_parameters()
+    }
+    states = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert all(torch.equal(states[name], value) for name, value in masters.items())
+    model = load_state_dict_from_zero_checkpoint(Stack(tied=True), tmp_path)
+    assert torch.equal(model.head.weight, masters["embedding.weight"])
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert set(written) == set(states)
+    with pytest.raises(UsageError, match="more than max_shard_size"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "small", max_shard_size="1KB")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
+    assert (tmp_path / "safe" / "model.safetensors").is_file()
