@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import infinity.engine.initialize as engines
-from infinity.config import Config
+from infinity.config import Config, Scheduler
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.loss_scale import DeepSpeedLossScale
 from infinity.deepspeed.module import EngineModule
-from infinity.deepspeed.schedules import follow_deepspeed
 from infinity.deepspeed.settings import find_config, make_config, read_settings
+from infinity.engine import lr_schedules
 from infinity.engine.base import BaseEngine
+from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.optimizer import ParamGroups
-from infinity.errors import ConfigError, ModelError, UsageError
+from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger
 
 DISTRIBUTED_PORT = 29500
@@ -61,7 +60,7 @@ def initialize(
     _check_parallel(mpu, mesh_param)
     settings = read_settings(find_config(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    engine = _make_engine(model, make_config(settings, model), settings, optimizer, model_parameters, lr_scheduler)
+    engine = _make_engine(model, make_config(settings, model), optimizer, model_parameters, lr_scheduler)
     try:
         wrapped = DeepSpeedEngine(engine, settings, training_data, collate_fn)
     except BaseException:
@@ -73,34 +72,30 @@ def initialize(
 def _make_engine(
     model: nn.Module,
     config: Config,
-    settings: Mapping[str, Any],
     optimizer: Any,
     model_parameters: ParamGroups | None,
     lr_scheduler: Any,
 ) -> BaseEngine:
     """Return a training engine, or one for inference if neither the arguments nor the config have an optimizer."""
-    for name, value in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
-        if value is not None:
-            raise UsageError(
-                f"initialize({name}={type(value).__name__}) is not supported yet: set the section "
-                f"{'scheduler' if name == 'lr_scheduler' else name} of the config"
-            )
-    if settings.get("optimizer") is None:
-        logger.info("the config has no optimizer, so the engine only runs the model")
+    if optimizer is None and "optimizer" not in config.model_fields_set:
+        logger.info("neither the arguments nor the config have an optimizer, so the engine only runs the model")
         training = model.training
         runner = engines.init_inference(model, config)
         runner.module.train(training)  # DeepSpeed leaves the mode to the script
         return runner
-    engine = engines.initialize(model, config, model_parameters)[0]
+    if lr_scheduler is None and config.scheduler is not None:
+        lr_scheduler = _scheduler(config.scheduler)
+        config = config.model_copy(update={"scheduler": None})
+    engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
     engine.loss_scale = DeepSpeedLossScale.after(engine.loss_scale)
-    if config.scheduler is not None and isinstance(engine.lr_scheduler, LambdaLR):
-        rates = [group["initial_lr"] for group in engine.optimizer.param_groups]
-        try:
-            follow_deepspeed(engine.lr_scheduler, config.scheduler, rates)
-        except BaseException:
-            engine.close()
-            raise
     return engine
+
+
+def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateScheduler]:
+    """Return a function that constructs DeepSpeed's scheduler, which begins at iteration -1, on an optimizer."""
+    make: Any = getattr(lr_schedules, schedule.type)
+    params = schedule.params.model_dump(exclude_unset=True)
+    return lambda optimizer: cast("RateScheduler", make(optimizer, **params))
 
 
 def _check_parallel(mpu: Any, mesh_param: Any) -> None:
@@ -174,13 +169,3 @@ def _dtype(value: Any) -> torch.dtype:
     if name not in dtypes:
         raise ConfigError(f"dtype is {value!r}: use torch.float16, torch.bfloat16 or torch.float32")
     return dtypes[name]
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add DeepSpeed's flags to `parser`: --deepspeed, --deepspeed_config, and their old names."""
-    group = parser.add_argument_group("DeepSpeed", "engine and config, as DeepSpeed names them")
-    group.add_argument("--deepspeed", action="store_true", help="use the engine; only the script reads this flag")
-    group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file with the engine's config")
-    group.add_argument("--deepscale", action="store_true", help="old name of --deepspeed")
-    group.add_argument("--deepscale_config", type=str, default=None, help="old name of --deepspeed_config")
-    return parser

@@ -10,22 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from infinity.config import Config
+from infinity.config import Config, Fill, hidden_size_of
 from infinity.errors import ConfigError
-
-CLIPPING = 1.0
-"""DeepSpeed's `gradient_clipping` if the config has none, since June 2026."""
-
-
-_READ_BY_ENGINE = {
-    "": ("dataloader_drop_last", "zero_allow_untested_optimizer"),
-    "zero_optimization": (
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save",
-        "gather_16bit_weights_on_model_save",
-    ),
-}
-"""Section → keys that only the engine of `infinity.deepspeed` reads, from its dict of settings."""
 
 
 def find_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -61,49 +47,14 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     In stages 0 to 2 parameters hold their values between steps: units stay in memory, and `step` returns after all
     updates. Keys of the section `infinity` override both.
     """
-    content = _without_nulls(settings)
-    content.setdefault("gradient_clipping", CLIPPING)
-    if "optimizer" in content:
-        content["optimizer"] = _optimizer(content["optimizer"])
-    zero = content.setdefault("zero_optimization", {})
-    if isinstance(zero, dict):
-        zero.setdefault("stage", 0)
-        if zero["stage"] in (0, 1, 2):
-            content["infinity"] = _resident(model) | content.get("infinity", {})
-    for section, names in _READ_BY_ENGINE.items():
-        part: Any = content.get(section) if section else content
-        for name in names if isinstance(part, dict) else ():
-            part.pop(name, None)
-    config = Config.load(content)
+    fill = Fill(hidden_size=hidden_size_of(model))
+    config = Config.load(settings, dialect="deepspeed", fill=fill)
+    if config.zero_optimization.stage < 3:
+        content = {**settings, "infinity": _resident(model) | dict(settings.get("infinity") or {})}
+        config = Config.load(content, dialect="deepspeed", fill=fill)
     for folder in config.zero_optimization.nvme_paths:
         Path(folder).mkdir(parents=True, exist_ok=True)
     return config
-
-
-def _without_nulls(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `section` without keys that are null, which have their defaults in DeepSpeed."""
-    kept = {key: value for key, value in section.items() if value is not None}
-    return {key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
-
-
-def _optimizer(section: Any) -> Any:
-    """Return section `optimizer` with the defaults of DeepSpeed's own optimizers, which differ from torch.optim's.
-
-    DeepSpeed's Adam decouples its decay unless `adam_w_mode` is false, and its AdamW decays by 0 unless `torch_adam`.
-    """
-    if not isinstance(section, dict) or not isinstance(section.get("params", {}), dict):
-        return section
-    kind, params = str(section.get("type", "")).lower(), dict(section.get("params", {}))
-    if kind in ("adam", "adamw"):
-        of_torch = params.pop("torch_adam", False)
-        kind = "AdamW" if kind == "adamw" or params.get("adam_w_mode", True) else "Adam"
-        params.pop("adam_w_mode", None)
-        params.setdefault("weight_decay", 0.01 if kind == "AdamW" and of_torch else 0.0)
-    elif kind == "lion":
-        params = {"lr": 1e-3, "betas": [0.9, 0.999], **params}
-    else:
-        return section
-    return {**section, "type": kind, "params": params}
 
 
 def _resident(model: nn.Module) -> dict[str, Any]:

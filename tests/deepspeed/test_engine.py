@@ -126,7 +126,7 @@ def test_a_boundary_set_by_hand_ends_a_step(opens: Opens, stage: int) -> None:
             rates.append(engine.get_lr()[0])
             engine.step()
     assert engine.global_steps == 2
-    assert engine.lr_scheduler.last_epoch == 2
+    assert engine.lr_scheduler.last_batch_iteration == 1  # from -1
     model = seeded(Stack)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     for part, rate in zip((batches[:1], batches[1:]), rates, strict=True):

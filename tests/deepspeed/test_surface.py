@@ -38,7 +38,7 @@ CONFIG = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "steps_per_prin
 
 def test_names_are_found_where_scripts_import_them() -> None:
     """The package's attributes are those of its submodules, and its version is DeepSpeed's."""
-    assert deepspeed.__version__ == "0.19.8"
+    assert deepspeed.__version__.startswith("0.19.8")
     assert deepspeed.__infinity_version__ == infinity.__version__
     homes = {
         "DeepSpeedEngine": "runtime.engine",

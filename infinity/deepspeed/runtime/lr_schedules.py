@@ -1,5 +1,9 @@
 """Names of `deepspeed.runtime.lr_schedules`."""
 
+from infinity.engine.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+
 LR_RANGE_TEST = "LRRangeTest"
 ONE_CYCLE = "OneCycle"
 WARMUP_LR = "WarmupLR"
