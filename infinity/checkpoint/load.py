@@ -40,7 +40,9 @@ class Loading:
 
     verify: first compare all files with their checksums. load_rng: also read the RNG states, if the number of ranks is
     the same as at the save. Units, tiers, tile size, number of ranks and the formats of master and moments may differ.
-    Raises RanksError or CheckpointError before any change.
+    optimizer: also load moments and step counts; otherwise the present ones stay. strict: raise CheckpointError if the
+    model and the checkpoint have different parameters; otherwise those that one lacks are ignored. Raises RanksError or
+    CheckpointError before any change.
     """
 
     def __init__(
@@ -53,11 +55,15 @@ class Loading:
         *,
         verify: bool,
         load_rng: bool,
+        optimizer: bool = True,
+        strict: bool = True,
     ) -> None:
         self.folder = folder_of(parts.ranks, directory, tag)
         self.index = read_index(self.folder)
-        _check_parameters(parts.units, self.index, self.folder)
-        _check_optimizer(run, self.index, self.folder)
+        _check_parameters(parts.units, self.index, self.folder, trained=optimizer, strict=strict)
+        if optimizer:
+            _check_optimizer(run, self.index, self.folder)
+        self._optimizer = optimizer
         check_files(self.index, self.folder)
         if verify:
             check_contents(self.index, self.folder, parts.ranks)
@@ -70,13 +76,29 @@ class Loading:
         """Replace the states of all units and the buffers, one unit at a time."""
         parts = self._parts
         for unit in parts.units:
-            parts.states.write(unit.layout, _read(parts, self._run, self.folder, self.index, unit))
+            saved = [self.index.parameters.get(slot.name) for slot in unit.layout.slots]
+            flats = self._read_unit(unit, complete=all(saved))
+            unit.snapshot_read.wait()
+            parts.states.write(unit.layout, flats)
+            del flats
             return_freed_memory()
-            unit.steps = [self.index.parameters[slot.name].step for slot in unit.layout.slots]
+            if self._optimizer:
+                pairs = zip(saved, unit.steps, strict=True)
+                unit.steps = [step if entry is None else entry.step for entry, step in pairs]
             parts.store.rewritten(unit)
         for buffer, value in self._buffers:
             buffer.copy_(value)
         parts.ranks.barrier()
+
+    def _read_unit(self, unit: Unit, *, complete: bool) -> Flats:
+        """Return the unit's states. complete: the checkpoint has all of its parameters."""
+        if self._optimizer and complete:
+            return _read(self._parts, self._run, self.folder, self.index, unit)
+        flats = self._parts.states.read(unit.layout)
+        if self._optimizer:
+            return _read(self._parts, self._run, self.folder, self.index, unit, flats)
+        _read_values(self._parts, self.folder, self.index, unit, flats)
+        return flats
 
     def restore_rng(self) -> None:
         """Restore the RNG states, if they were read."""
@@ -107,15 +129,21 @@ def load_parameters(parts: ModelParts, model: nn.Module, folder: Path, *, verify
     return folder, client_state
 
 
-def _check_parameters(units: Iterable[Unit], index: Index, folder: Path, *, trained: bool = True) -> None:
-    """Raise CheckpointError if names or shapes differ. trained: also if other parameters are trained."""
+def _check_parameters(
+    units: Iterable[Unit], index: Index, folder: Path, *, trained: bool = True, strict: bool = True
+) -> None:
+    """Raise CheckpointError if shapes differ. trained: also if other parameters are trained. strict: also if names
+    differ.
+    """
     expected = {
         slot.name: (tuple(parameter.shape), unit.layout.trainable)
         for unit in units
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
     }
-    problems = [f"{name} is in the model only" for name in expected if name not in index.parameters]
-    problems += [f"{name} is in the checkpoint only" for name in index.parameters if name not in expected]
+    problems = []
+    if strict:
+        problems = [f"{name} is in the model only" for name in expected if name not in index.parameters]
+        problems += [f"{name} is in the checkpoint only" for name in index.parameters if name not in expected]
     for name, (shape, trainable) in expected.items():
         entry = index.parameters.get(name)
         if entry is None:
@@ -163,13 +191,18 @@ def _client_state(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit) -> Flats:
-    """Return the unit's states, read from the files of its parameters and converted to the engine's formats."""
+def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit, present: Flats | None = None) -> Flats:
+    """Return the unit's states, read from the files of its parameters and converted to the engine's formats.
+
+    present: the unit's states, in which those of parameters that the checkpoint has are replaced.
+    """
     layout = unit.layout
     kinds = parts.states.kinds(layout)
-    flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
+    flats = present or {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
-        entry = index.parameters[slot.name]
+        entry = index.parameters.get(slot.name)
+        if entry is None:
+            continue
         with safe_open(folder / entry.file, framework="pt") as tensors:
             saved = {kind.name: tensors.get_tensor(key(kind.name, slot.name)) for kind in index.kinds(slot.name)}
         local = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
@@ -182,6 +215,20 @@ def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit) -
             for name, target in local.items():
                 target.copy_(parts.ranks.model.part(parameter, whole[name]))
     return flats
+
+
+def _read_values(parts: ModelParts, folder: Path, index: Index, unit: Unit, flats: Flats) -> None:
+    """Replace the values of parameters in `flats`, the unit's states, and leave the moments."""
+    kind = parts.states.kinds(unit.layout)[0]
+    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+        entry = index.parameters.get(slot.name)
+        if entry is None:
+            continue
+        with safe_open(folder / entry.file, framework="pt") as tensors:
+            saved = tensors.get_tensor(key(index.kinds(slot.name)[0].name, slot.name))
+        if saved.dtype == torch.float32 and kind.dtype == torch.bfloat16:
+            saved = split_master(saved)[0]
+        view(kind, slot, flats[kind.name]).copy_(parts.ranks.model.part(parameter, saved))
 
 
 def _read_parameters(parts: ModelParts, folder: Path, index: Index, unit: Unit) -> torch.Tensor:

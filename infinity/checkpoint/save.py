@@ -53,6 +53,8 @@ class _Snapshot:
     """Units in the order in which they are saved."""
     divided: dict[str, _Divided]
     """Parameters that tensor parallelism shards."""
+    latest: bool
+    """True to update the file `latest`."""
 
 
 def save(
@@ -65,12 +67,15 @@ def save(
     client_state: dict[str, Any],
     *,
     background: bool = False,
+    latest: bool = True,
+    frozen: bool = True,
 ) -> Path:
     """Write directory/tag and return its path. Collective; all states must be in their tiers, and rank 0 writes.
 
     Peak memory is a few times one unit's states. tag: None means "global_step<N>". background: return once everything
-    except the states of units is captured; `saver` completes the save. Raises on every rank: RanksError if ranks pass
-    different folders, CheckpointError if writing failed on rank 0. The previous checkpoint is untouched then.
+    except the states of units is captured; `saver` completes the save. latest: update the file `latest`. frozen:
+    include parameters that do not require gradients. Raises on every rank: RanksError if ranks pass different folders,
+    CheckpointError if writing failed on rank 0. The previous checkpoint is untouched then.
     """
     tag = f"global_step{run.global_steps}" if tag is None else tag
     target = target_of(parts.ranks, directory, tag, background)
@@ -80,7 +85,7 @@ def save(
     started = False
     try:
         _together(channel, lambda: writer.open() if writer is not None else None)
-        snapshot = _capture(parts, model, run, channel, packed)
+        snapshot = _capture(parts, model, run, channel, packed, latest=latest, frozen=frozen)
         states = replace(parts.states, ranks=channel)
         if background:
             saving = Saving(target, (unit.index for unit in parts.units))
@@ -101,11 +106,22 @@ def save(
     return target
 
 
-def _capture(parts: ModelParts, model: nn.Module, run: Run, channel: SideChannel, client_state: bytes) -> _Snapshot:
+def _capture(
+    parts: ModelParts,
+    model: nn.Module,
+    run: Run,
+    channel: SideChannel,
+    client_state: bytes,
+    *,
+    latest: bool,
+    frozen: bool,
+) -> _Snapshot:
     entries, divided = {}, {}
     for unit in parts.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
         for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
+            if not (frozen or parameter.requires_grad):
+                continue
             shape = tuple(parameter.shape)
             entries[slot.name] = Entry(shape, dtype, unit.layout.trainable, _file(unit.layout), step)
             if is_distributed(parameter):
@@ -115,8 +131,9 @@ def _capture(parts: ModelParts, model: nn.Module, run: Run, channel: SideChannel
         index=_index(run, entries),
         raw={CLIENT_STATE: client_state, rng.FILE: generators},
         buffers=_host(persistent_buffers(model)) if channel.writes else {},
-        layouts=_order(parts, channel),
+        layouts=[layout for layout in _order(parts, channel) if any(slot.name in entries for slot in layout.slots)],
         divided=divided,
+        latest=latest,
     )
 
 
@@ -159,7 +176,7 @@ def _write(
             writer.write(BUFFERS, snapshot.buffers)
             for file, content in snapshot.raw.items():
                 writer.write_raw(file, content)
-            writer.finish(snapshot.index)
+            writer.finish(snapshot.index, latest=snapshot.latest)
 
     for layout in snapshot.layouts:
         flats = _together(channel, partial(read, layout))
@@ -178,6 +195,8 @@ def _tensors(
     tensors = {}
     for kind in states.kinds(layout):
         for slot in layout.slots:
+            if slot.name not in snapshot.index.parameters:
+                continue
             value, divided = view(kind, slot, flats[kind.name]), snapshot.divided.get(slot.name)
             whole = value if divided is None else channel.join(value, divided.places, divided.shape)
             tensors[key(kind.name, slot.name)] = whole

@@ -40,8 +40,8 @@ class Writer:
         """Delete an incomplete checkpoint."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
-    def finish(self, index: Index) -> None:
-        """Add the files to the index, rename the folder to its final name, then update `latest`."""
+    def finish(self, index: Index, *, latest: bool = True) -> None:
+        """Add the files to the index, and rename the folder to its final name. latest: then update `latest`."""
         files = sorted(self._files.items())
         index = replace(
             index,
@@ -50,12 +50,16 @@ class Writer:
         )
         write_bytes(self._partial / INDEX, index.to_json().encode())
         self._put_in_place()
+        if latest:
+            self._update_latest()
+        self.whole = True
+
+    def _update_latest(self) -> None:
         latest = self._target.parent / f".{LATEST}-{os.getpid()}"
         latest.write_text(self._target.name, encoding="utf-8")
         _sync(latest)
         os.replace(latest, self._target.parent / LATEST)
         _sync(self._target.parent)
-        self.whole = True
 
     def _put_in_place(self) -> None:
         """Rename the folder; if the tag exists, first rename the old one to a name that `find` also finds."""

@@ -36,8 +36,9 @@ from infinity.engine.optimizer import (
 )
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
+from infinity.engine.weights_file import write_weights
 from infinity.engine.wiring import assemble, plan_model
-from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from infinity.errors import CheckpointError, LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
 from infinity.plan.stage import Sharding
@@ -459,12 +460,16 @@ class TrainingEngine(BaseEngine):
         directory: str | Path,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         background: bool = False,
     ) -> Path:
         """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit, and return its folder.
 
-        The file `latest` is updated once the checkpoint is complete. Collective; call it between two steps.
+        The file `latest` is updated once the checkpoint is complete, unless `save_latest` is False. Collective; call it
+        between two steps. exclude_frozen_parameters: leave out parameters that do not require gradients, as of a base
+        model under adapters; load such a checkpoint with `load_module_strict=False`.
 
         background: return at once, and write the present states while training continues. Updates of a unit wait until
         its states have been read. `engine.saving` reports completion; the next save, a load and `close` wait for it.
@@ -476,7 +481,43 @@ class TrainingEngine(BaseEngine):
         self._finish_saving()
         self.settle()
         run, state = self._run_state(), client_state or {}
-        return save(self.parts, self.updates.saver, self.module, run, directory, tag, state, background=background)
+        return save(
+            self.parts,
+            self.updates.saver,
+            self.module,
+            run,
+            directory,
+            tag,
+            state,
+            background=background,
+            latest=save_latest,
+            frozen=not exclude_frozen_parameters,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's state_dict, unsharded, to one file in `save_dir`, and return True. Collective.
+
+        Values have the dtype that the model computes in. A name that ends in `.safetensors` selects that format, in
+        which a shared parameter has its first name only; others are written by `torch.save`. Rank 0 needs host memory
+        for the whole model; `infinity export` writes a checkpoint's weights part by part instead.
+        """
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        excluded = {own_name(name) for name in frozen} if exclude_frozen_parameters else set()
+        weights = ((name, value) for name, value in self.stream_state_dict() if name not in excluded)
+        target, error = Path(save_dir) / save_filename, None
+        try:
+            write_weights(weights, target, writes=self.ranks.is_main_rank)
+        except CheckpointError as caught:  # raised below, once all ranks know
+            error = caught
+        [failed] = self.ranks.totals(float(error is not None))
+        if failed:
+            raise error or CheckpointError(f"the weights {target} could not be written: see the error of rank 0")
+        return True
 
     @property
     def saving(self) -> Saving | None:
@@ -490,22 +531,49 @@ class TrainingEngine(BaseEngine):
             raise unsaved
 
     def load_checkpoint(
-        self, directory: str | Path, tag: str | None = None, *, verify: bool = True, load_rng: bool = True
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        verify: bool = True,
+        load_rng: bool = True,
     ) -> tuple[Path, dict[str, Any]]:
         """Load directory/tag (default: the checkpoint named by `latest`), saved with any ranks, tiers or units.
 
         Returns the checkpoint's path and its client_state. verify: first read all files once to compare their
         checksums. load_rng: also restore the RNG states of torch, Python and numpy, if the number of ranks is the same.
+
+        load_module_strict: False: ignore parameters that only the model or only the checkpoint has.
+        load_optimizer_states: False: keep the present moments, hyper-parameters and loss scale.
+        load_lr_scheduler_states: False: keep the present state of the scheduler. load_module_only: load only values of
+        parameters and buffers, which begins a new run. Values are those of the fp32 masters.
+
         Raises CheckpointError, before any change, if the checkpoint is missing, damaged or of another model.
         """
         self.updates.saver.join()
         self._check_open()
         self._conclude_backward()
         self._settle()
-        loading = Loading(self.parts, self.module, self._run_state(), directory, tag, verify=verify, load_rng=load_rng)
+        optimizer = load_optimizer_states and not load_module_only
+        loading = Loading(
+            self.parts,
+            self.module,
+            self._run_state(),
+            directory,
+            tag,
+            verify=verify,
+            load_rng=load_rng and not load_module_only,
+            optimizer=optimizer,
+            strict=load_module_strict,
+        )
         self.abandon_step()
         loading.apply()
-        self._restore(loading.index)
+        if not load_module_only:
+            self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
         loading.restore_rng()
         return loading.folder, loading.client_state
 
@@ -548,13 +616,18 @@ class TrainingEngine(BaseEngine):
         """Raise UsageError between backward and step. what: first words of the error's text."""
         self._step.check(Call.STATES, what)
 
-    def _restore(self, index: Index) -> None:
-        """Restore step counts, hyper-parameters, schedule and loss scale from a checkpoint's index."""
+    def _restore(self, index: Index, *, optimizer: bool, scheduler: bool) -> None:
+        """Restore step counts from a checkpoint's index.
+
+        optimizer: also hyper-parameters and loss scale. scheduler: also the schedule.
+        """
         self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
+        if scheduler and self.lr_scheduler is not None and index.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **index.lr_scheduler})
+        if not optimizer:
+            return
         for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):
             group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
-        if self.lr_scheduler is not None and index.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **index.lr_scheduler})
         if index.loss_scale is not None:
             self.loss_scale.load_state_dict(index.loss_scale)
 
