@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     """
     content = _without_nulls(settings)
     content.setdefault("gradient_clipping", CLIPPING)
+    if content.get("steps_per_print") == math.inf:  # as Accelerate switches the lines off
+        content["steps_per_print"] = 0
     if "optimizer" in content:
         content["optimizer"] = _optimizer(content["optimizer"])
     zero = content.setdefault("zero_optimization", {})
