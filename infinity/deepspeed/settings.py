@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     In stages 0 to 2 parameters hold their values between steps: units stay in memory, and `step` returns after all
     updates. Keys of the section `infinity` override both.
     """
+    settings = dict(settings)
+    if settings.get("steps_per_print") == math.inf:  # as Accelerate switches the lines off
+        settings["steps_per_print"] = 0
     fill = Fill(hidden_size=hidden_size_of(model))
     config = Config.load(settings, dialect="deepspeed", fill=fill)
     if config.zero_optimization.stage < 3:

@@ -75,7 +75,8 @@ def init_distributed(
             "dist_init_required is False, but torch.distributed is not initialized: call init_process_group() first, "
             "or leave the argument out"
         )
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if "RANK" in os.environ:  # started by a launcher
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
     if init_method is not None or rank >= 0:
         dist.init_process_group(dist_backend, init_method, timeout, world_size=world_size, rank=rank)
     elif "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
