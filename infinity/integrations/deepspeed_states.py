@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.tensors import PART
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
 from infinity.integrations.deepspeed_files import FileTensor, PickleFile
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -124,6 +125,17 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")
     return folder
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError in place of errors that odd values in a checkpoint cause in the block."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}): {DAMAGED}") from error
 
 
 def inside(folder: Path, name: str) -> Path:

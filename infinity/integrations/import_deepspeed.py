@@ -21,7 +21,13 @@ from infinity.checkpoint.writer import Writer
 from infinity.errors import CheckpointError
 from infinity.integrations.deepspeed_files import Inert, PickleFile
 from infinity.integrations.deepspeed_optimizer import groups_of, loss_scale_of, optimizer_of, scheduler_of
-from infinity.integrations.deepspeed_states import DAMAGED, StoredCheckpoint, StoredParameter, latest_folder
+from infinity.integrations.deepspeed_states import (
+    DAMAGED,
+    StoredCheckpoint,
+    StoredParameter,
+    damage_named,
+    latest_folder,
+)
 from infinity.integrations.universal_checkpoint import is_universal, read_universal
 from infinity.integrations.zero_checkpoint import read_zero
 from infinity.rules import MOMENT_NAMES, MomentFormat, Rule
@@ -82,24 +88,25 @@ def import_deepspeed(
     """
     out = Path(out)
     stored = read_deepspeed(directory, tag)
-    plain = _Plain(stored.tensors_of)
-    kind = optimizer_of(stored, optimizer)
-    groups = groups_of(stored, kind, plain)
-    moments = _moment_format(stored)
-    tensors = _tensors(stored, kind, moments)
-    files = _files(tensors)
-    index = Index(
-        global_steps=_count(stored, "global_steps"),
-        parameters=_entries(stored, files),
-        file_bytes={},
-        optimizer=kind,
-        param_groups=groups,
-        lr_scheduler=scheduler_of(stored, groups, plain),
-        moments=moments,
-        skipped_steps=_count(stored, "skipped_steps"),
-        loss_scale=loss_scale_of(stored),
-    )
-    client_state = pack_client_state(plain.client_state(stored))
+    with damage_named(stored.folder):
+        plain = _Plain(stored.tensors_of)
+        kind = optimizer_of(stored, optimizer)
+        groups = groups_of(stored, kind, plain)
+        moments = _moment_format(stored)
+        tensors = _tensors(stored, kind, moments)
+        files = _files(tensors)
+        index = Index(
+            global_steps=_count(stored, "global_steps"),
+            parameters=_entries(stored, files),
+            file_bytes={},
+            optimizer=kind,
+            param_groups=groups,
+            lr_scheduler=scheduler_of(stored, groups, plain),
+            moments=moments,
+            skipped_steps=_count(stored, "skipped_steps"),
+            loss_scale=loss_scale_of(stored),
+        )
+        client_state = pack_client_state(plain.client_state(stored))
     total = sum(spec.nbytes for specs in tensors.values() for spec in specs.values())
     check_out(out, total)
     target = stored.folder.name
@@ -122,7 +129,8 @@ def import_deepspeed(
 def read_deepspeed(directory: str | Path, tag: str | None = None) -> StoredCheckpoint:
     """Return a DeepSpeed checkpoint of any layout; see `import_deepspeed`. Reads no values of parameters."""
     folder = latest_folder(Path(directory), tag)
-    return read_universal(folder) if is_universal(folder) else read_zero(folder)
+    with damage_named(folder):
+        return read_universal(folder) if is_universal(folder) else read_zero(folder)
 
 
 def _count(stored: StoredCheckpoint, name: str) -> int:

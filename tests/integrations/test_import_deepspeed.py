@@ -16,6 +16,7 @@ import infinity
 from infinity.checkpoint.format import read_index
 from infinity.cli.main import app
 from infinity.errors import CheckpointError, UsageError
+from infinity.integrations.deepspeed_files import STAND_INS
 from infinity.integrations.deepspeed_optimizer import loss_scale_of, optimizer_of
 from infinity.integrations.deepspeed_states import StoredCheckpoint, StoredParameter
 from infinity.integrations.import_deepspeed import import_deepspeed, read_deepspeed
@@ -155,13 +156,13 @@ def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def edited(name: str, file: str, tmp_path: Path, edit: Any) -> Path:
-    """A copy of a checkpoint whose `file` was changed by `edit(content)`, with DeepSpeed's classes as stand-ins."""
-    from infinity.integrations.deepspeed_files import STAND_INS
-
+    """A copy of a checkpoint whose `file` was changed by `edit(content)`, without objects of DeepSpeed's classes."""
     copy = copied(name, tmp_path)
     path = copy / "global_step3" / file
     with torch.serialization.safe_globals(list(STAND_INS.values())):  # type: ignore[no-untyped-call]
         content = torch.load(path, weights_only=True)
+    if "optimizer_state_dict" in content:
+        content["optimizer_state_dict"] |= {"zero_stage": 2, "loss_scaler": None, "param_slice_mappings": []}
     edit(content)
     torch.save(content, path)
     return copy
@@ -189,6 +190,53 @@ def test_inconsistent_models_are_refused(edit: Any, message: str, tmp_path: Path
     with pytest.raises(CheckpointError, match=message):
         import_deepspeed(copy, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+ODD = (None, -1, "x", [3], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("file", "path"),
+    [
+        ("mp_rank_00_model_states.pt", ()),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", ("optimizer_state_dict",)),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", ("optimizer_state_dict", "base_optimizer_state")),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", ("optimizer_state_dict", "base_optimizer_state", "state", 0)),
+        (
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            ("optimizer_state_dict", "base_optimizer_state", "param_groups", 0),
+        ),
+    ],
+)
+def test_odd_values_are_refused_or_do_not_matter(file: str, path: tuple[Any, ...], tmp_path: Path) -> None:
+    """Every value of the files, replaced by others: the import raises CheckpointError, or writes a whole checkpoint."""
+    keys: list[Any] = []
+
+    def at(content: Any) -> Any:
+        for key in path:
+            content = content[key]
+        return content
+
+    edited("stage2-adam", file, tmp_path / "keys", lambda content: keys.extend(at(content)))
+    refused = 0
+    for key in keys:
+        for number, odd in enumerate(ODD):
+            shutil.rmtree(tmp_path / "again", ignore_errors=True)
+            again = edited(
+                "stage2-adam",
+                file,
+                tmp_path / "again",
+                lambda content, key=key, odd=odd: at(content).update({key: odd}),
+            )
+            try:
+                folder = import_deepspeed(again, tmp_path / "out")
+            except CheckpointError:
+                refused += 1
+                assert not (tmp_path / "out").exists(), (key, number)
+            else:
+                assert read_index(folder).parameters
+                shutil.rmtree(tmp_path / "out")
+    assert refused > len(keys)
 
 
 def test_a_client_state_of_unsafe_kinds_becomes_plain(tmp_path: Path) -> None:
