@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import BUFFERS, INDEX, Index, find, key, read_index
 from infinity.checkpoint.hf_config import CONFIG, with_dtype
+from infinity.checkpoint.output import appearing, check_out
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, parts_of, spec_of, write_tensors
 from infinity.checkpoint.verify import check_contents, check_files
-from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
+from infinity.errors import CheckpointError, UsageError
 from infinity.optim.cpu_adam import split_master
 from infinity.sizes import parse_size
 
@@ -76,11 +75,11 @@ def export(
     dtypes = {name: tensors[name].spec.dtype for name in index.parameters}
     floating = {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
     config = next((with_dtype(file, floating) for file in others if file.name == CONFIG), None)
-    _check_out(out, _nbytes(*shards) + sum(file.stat().st_size for file in others))
+    check_out(out, _nbytes(*shards) + sum(file.stat().st_size for file in others))
     if verify:
         step(0, "comparing checksums")
         check_contents(index, folder)
-    with _appearing(out) as partial:
+    with appearing(out) as partial:
         _write(partial, shards, step)
         for file in others:
             shutil.copyfile(file, partial / file.name)
@@ -128,28 +127,6 @@ def _others(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder: pass one with the model's config.json")
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES))
-
-
-def _check_out(out: Path, nbytes: int) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} already exists and is not an empty folder: pass a new path")
-    above = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(above).free
-    if nbytes > free:
-        raise OutOfSpaceError(str(above), nbytes, free, "free space, or export to another drive")
-
-
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out` that is renamed to `out` after the block, or removed if the block fails."""
-    partial = out.absolute().with_name(f".{out.absolute().name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        os.rename(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write(folder: Path, shards: Sequence[_Shard], step: Step) -> None:

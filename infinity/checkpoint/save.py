@@ -80,7 +80,7 @@ def save(
     tag = f"global_step{run.global_steps}" if tag is None else tag
     target = target_of(parts.ranks, directory, tag, background)
     channel = saver.channel(parts.ranks)
-    packed = _together(channel, partial(_pack, client_state))
+    packed = _together(channel, partial(pack_client_state, client_state))
     writer = Writer(target.parent, target.name) if channel.writes else None
     started = False
     try:
@@ -241,7 +241,7 @@ def _file(layout: UnitLayout) -> str:
     return f"unit-{layout.index:05d}.safetensors"
 
 
-def _pack(client_state: dict[str, Any]) -> bytes:
+def pack_client_state(client_state: dict[str, Any]) -> bytes:
     """Return the pickled client_state. Loads it once, so that no unreadable checkpoint replaces a readable one."""
     if not isinstance(client_state, dict):
         raise CheckpointError(

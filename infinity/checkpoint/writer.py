@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,11 @@ class Writer:
 
     def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         specs = {name: Spec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-        self._files[file] = write_tensors(self._partial / file, specs, lambda name: [tensors[name]])
+        self.write_parts(file, specs, lambda name: [tensors[name]])
+
+    def write_parts(self, file: str, specs: Mapping[str, Spec], parts: Callable[[str], Iterable[torch.Tensor]]) -> None:
+        """Write tensors that are not in memory at once; see `write_tensors`."""
+        self._files[file] = write_tensors(self._partial / file, specs, parts)
 
     def write_raw(self, file: str, content: bytes) -> None:
         self._files[file] = write_bytes(self._partial / file, content)

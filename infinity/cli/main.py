@@ -285,5 +285,27 @@ def export(
     run(checkpoint, out, tag, dtype, max_shard_size, config_from, verify)
 
 
+@app.command("import-deepspeed")
+def import_deepspeed(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it.")
+    ],
+    out: Annotated[Path, typer.Argument(help="New folder to write, for engine.load_checkpoint.")],
+    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint; by default the last one saved.")] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="AdamW, Adam, Adagrad, Lion or SGD; needed only if the checkpoint does not show it."),
+    ] = None,
+) -> None:
+    """Write a DeepSpeed checkpoint as one of Infinity: ZeRO stages 0 to 3, or universal, of any number of ranks.
+
+    Imports parameters, fp32 masters, moments and step counts bit for bit. Runs no code of the checkpoint. Memory holds
+    a part of one parameter at a time. OUT appears complete or not at all.
+    """
+    from infinity.cli.import_deepspeed import run
+
+    run(checkpoint, out, tag, optimizer)
+
+
 if __name__ == "__main__":
     app()

@@ -1,0 +1,184 @@
+"""Reads the files *_model_states.pt of a DeepSpeed checkpoint: names, shapes, buffers and progress.
+
+Stages 0 to 2 write one such file, with the values that the model computes with. Stage 3 writes one for each rank, with
+empty parameters and the rank's parts of frozen ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.errors import CheckpointError
+from infinity.integrations.deepspeed_files import FileTensor, PickleFile, read_pickle
+from infinity.integrations.deepspeed_states import (
+    DAMAGED,
+    StoredCheckpoint,
+    StoredParameter,
+    entry,
+    inside,
+    shape_of,
+    shapes_of,
+)
+from infinity.units.compiled import own_name
+
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OTHER_FILES = {
+    re.compile(r"layer_\d+_expert_.*|expert_\d+_.*|expp_rank_.*"): "experts (MoE)",
+    re.compile(r"layer_\d+-model_.*"): "a pipeline",
+}
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """One file of the model's states."""
+
+    folder: Path
+    file: PickleFile
+    by_rank: bool
+    """True for stage 3, where each rank has a file."""
+    module: Mapping[str, torch.Tensor]
+    """Name → value, without data, in the order of the model's state_dict."""
+    shapes: list[dict[str, tuple[int, ...]]]
+    """Trained parameters by group; empty in stage 0."""
+    frozen_shapes: dict[str, tuple[int, ...]]
+    buffer_names: tuple[str, ...]
+    aliases: dict[str, str]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a parameter computes."""
+        if name not in self.module:
+            raise CheckpointError(f"{self.file.path}: parameter {name} is missing in 'module': {DAMAGED}")
+        return self.module[name].dtype
+
+    def place(self, name: str) -> FileTensor:
+        return self.file.place(self.module[name], name)
+
+    def untrained(self) -> dict[str, FileTensor]:
+        """Return the parameters in the file that are in no group of the optimizer. Not for stage 3."""
+        trained = {name for group in self.shapes for name in group}
+        others = trained | set(self.buffer_names) | self.aliases.keys()
+        found = {name: self.place(name) for name in self.module if name not in others}
+        if self.frozen_shapes and self.frozen_shapes.keys() != found.keys():
+            odd = sorted(self.frozen_shapes.keys() ^ found.keys())
+            raise CheckpointError(f"{self.file.path}: {odd[0]} is either frozen or has values, not both: {DAMAGED}")
+        return found
+
+    def fragment(self, name: str) -> FileTensor:
+        """Return this rank's part of a frozen parameter in stage 3."""
+        fragments = entry(self.file.content, "frozen_param_fragments", dict, self.file.path)
+        by_name = {own_name(str(key)): value for key, value in fragments.items()}
+        return self.file.place(by_name.get(name), f"the part of {name}")
+
+    def checkpoint(
+        self,
+        folder: Path,
+        parameters: dict[str, StoredParameter],
+        param_groups: list[dict[str, Any]],
+        loss_scale: Mapping[str, Any],
+    ) -> StoredCheckpoint:
+        """Return the whole checkpoint. Raises CheckpointError unless every name of the state_dict is accounted for."""
+        buffers = {name: self.place(name) for name in self.buffer_names if name in self.module}
+        known = parameters.keys() | buffers.keys() | self.aliases.keys()
+        lost = [name for name in self.module if name not in known]
+        lost += [name for name in parameters if name not in self.module]
+        if lost:
+            raise CheckpointError(
+                f"{self.file.path}: {lost[0]} is in one of 'module' and the optimizer's or the frozen parameters, and "
+                f"missing in the others: {DAMAGED}"
+            )
+        for name, parameter in parameters.items():
+            shape = tuple(self.module[name].shape)
+            if not self.by_rank and shape != parameter.shape:
+                raise CheckpointError(
+                    f"{self.file.path}: {name} has shape {list(shape)} in 'module' and {list(parameter.shape)} in "
+                    f"'param_shapes': {DAMAGED}"
+                )
+        progress = {key: value for key, value in self.file.content.items() if key not in ("module", "optimizer")}
+        aliases = {alias: name for alias, name in self.aliases.items() if name in parameters}
+        return StoredCheckpoint(
+            folder, parameters, tuple(self.module), buffers, aliases, param_groups, progress, loss_scale, self.file
+        )
+
+
+def read_model_states(folder: Path) -> list[ModelStates]:
+    """Return the files of the model's states: of all ranks in stage 3, else one."""
+    found: dict[tuple[bool, int], Path] = {}
+    for path in sorted(folder.iterdir()):
+        for pattern, what in _OTHER_FILES.items():
+            if pattern.fullmatch(path.name):
+                raise CheckpointError(f"{path} is of a model with {what}, which Infinity cannot import")
+        matched = _MODEL_FILE.fullmatch(path.name)
+        if matched is None:
+            continue
+        if int(matched[2]):
+            raise CheckpointError(
+                f"{path} is of a tensor parallel rank, which Infinity cannot import: save the whole model with one "
+                "tensor parallel rank first"
+            )
+        found[matched[1] is not None, int(matched[1] or 0)] = inside(folder, path.name)
+    kinds, ranks = {by_rank for by_rank, _ in found}, sorted(rank for _, rank in found)
+    if not found:
+        raise CheckpointError(f"{folder} holds no *_model_states.pt: pass the folder given to save_checkpoint")
+    if len(kinds) > 1 or ranks != list(range(len(ranks))):
+        raise CheckpointError(
+            f"{folder} holds files of two checkpoints, or lacks a model's file of a rank; found: "
+            f"{', '.join(path.name for path in found.values())}"
+        )
+    models = [_model_states(folder, read_pickle(found[key]), by_rank=key[0]) for key in sorted(found)]
+    for model in models[1:]:
+        if (model.shapes, model.frozen_shapes, list(model.module)) != (
+            models[0].shapes,
+            models[0].frozen_shapes,
+            list(models[0].module),
+        ):
+            raise CheckpointError(
+                f"{model.file.path} names other parameters than {models[0].file.path.name}: files of several "
+                "checkpoints are mixed"
+            )
+    return models
+
+
+def _model_states(folder: Path, file: PickleFile, *, by_rank: bool) -> ModelStates:
+    content, path = file.content, file.path
+    module = entry(content, "module", dict, path)
+    odd = [name for name, value in module.items() if not isinstance(name, str) or not isinstance(value, torch.Tensor)]
+    if odd:
+        raise CheckpointError(
+            f"{path}: 'module' holds {odd[0]!r}, which is no tensor: get_extra_state() of modules cannot be imported"
+        )
+    _check_supported(content, path)
+    shapes = shapes_of(content, path) if content.get("param_shapes") is not None else []
+    frozen, names = content.get("frozen_param_shapes") or {}, content.get("buffer_names") or []
+    aliases = content.get("shared_params") or {}
+    if not isinstance(frozen, dict) or not isinstance(names, list) or not isinstance(aliases, dict):
+        raise CheckpointError(
+            f"{path}: the lists of frozen parameters, buffers or shared parameters are none: {DAMAGED}"
+        )
+    return ModelStates(
+        folder=folder,
+        file=file,
+        by_rank=by_rank,
+        module={own_name(name): value for name, value in module.items()},
+        shapes=[{own_name(name): shape for name, shape in group.items()} for group in shapes],
+        frozen_shapes={own_name(str(name)): shape_of(shape, str(name), path) for name, shape in frozen.items()},
+        buffer_names=tuple(own_name(str(name)) for name in names),
+        aliases={own_name(str(alias)): own_name(str(name)) for alias, name in aliases.items()},
+    )
+
+
+def _check_supported(content: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if the file is of a model that is sharded in other ways than ZeRO."""
+    ways = {
+        "tensor or model parallelism (mp_world_size > 1)": content.get("mp_world_size") not in (None, 0, 1),
+        "experts (num_experts)": bool(content.get("num_experts")),
+        "experts (AutoEP)": bool(content.get("ds_autoep_layers") or content.get("autoep_layers")),
+    }
+    for way, used in ways.items():
+        if used:
+            raise CheckpointError(f"{path} is of a model with {way}, which Infinity cannot import")

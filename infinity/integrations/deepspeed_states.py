@@ -1,0 +1,193 @@
+"""Contents of a DeepSpeed checkpoint, independent of its layout: parameters, their states, buffers and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.tensors import PART
+from infinity.errors import CheckpointError, InfinityError
+from infinity.integrations.deepspeed_files import FileTensor, PickleFile
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+DAMAGED = "the checkpoint is damaged or incomplete, use another one"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of a flattened tensor in a file."""
+
+    tensor: FileTensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """One state of a parameter: consecutive ranges, which ranks saved in their own files."""
+
+    ranges: tuple[Range, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: FileTensor, shape: tuple[int, ...] | None = None) -> StoredState:
+        shape = tensor.shape if shape is None else shape
+        return cls((Range(tensor, 0, tensor.numel),), shape)
+
+    @property
+    def numel(self) -> int:
+        return sum(each.stop - each.start for each in self.ranges)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.ranges[0].tensor.dtype if self.ranges else torch.float32
+
+    def parts(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """Yield the elements in order, at most `PART` at once. dtype: cast to it."""
+        for each in self.ranges:
+            for start in range(each.start, each.stop, PART):
+                values = each.tensor.read(start, min(start + PART, each.stop))
+                yield values if dtype is None else values.to(dtype)
+
+    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the whole state in its shape."""
+        parts = list(self.parts(dtype))
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype or self.dtype)
+        return flat.view(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter. A trained one has the state "master" and its moments, a frozen one the state "param"."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """The one that it computes in."""
+    states: Mapping[str, StoredState]
+    step: int | None = None
+    """Number of its updates; None if its optimizer does not count them."""
+
+    @property
+    def trained(self) -> bool:
+        return "master" in self.states
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A DeepSpeed checkpoint whose files have been found and whose sizes add up."""
+
+    folder: Path
+    parameters: dict[str, StoredParameter]
+    """By name, without the aliases of shared parameters; in the order of zero_to_fp32: frozen, then trained ones."""
+    names: tuple[str, ...]
+    """Names of the model's state_dict, in its order."""
+    buffers: dict[str, FileTensor]
+    aliases: dict[str, str]
+    """Other names of shared parameters → the name that holds the values."""
+    param_groups: list[dict[str, Any]]
+    """Hyper-parameters, as DeepSpeed saved them."""
+    progress: Mapping[str, Any]
+    """The file of the model's states, without the model: step counts, scheduler, config and client state."""
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes of the loss scaler."""
+    tensors_of: PickleFile | None = None
+    """The file in which tensors of `progress` lie."""
+
+
+def latest_folder(directory: Path, tag: str | None) -> Path:
+    """Return the folder of one checkpoint. directory: the one given to `save_checkpoint`, or that folder itself.
+
+    tag: None selects the tag in `latest`, or in `latest_universal`.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder: pass the one given to DeepSpeed's save_checkpoint")
+    if tag is None:
+        for name in (LATEST, LATEST_UNIVERSAL):
+            if (directory / name).is_file():
+                tag = inside(directory, name).read_text(encoding="utf-8", errors="replace")[:1000].strip()
+                break
+    if tag is None:
+        if any(directory.glob("*_model_states.pt")):
+            return directory
+        raise CheckpointError(
+            f"{directory} has no file {LATEST!r} and no *_model_states.pt: pass the folder given to DeepSpeed's "
+            "save_checkpoint, or the tag"
+        )
+    if tag in ("", ".", "..") or Path(tag).name != tag or "\\" in tag or "\0" in tag:
+        raise CheckpointError(f"{directory}: the tag {tag!r} is no name of a folder in it: pass the tag to read")
+    folder = inside(directory, tag)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")
+    return folder
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError in place of errors that odd values in a checkpoint cause in the block."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}): {DAMAGED}") from error
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return folder/name. Raises CheckpointError if the path, or a symbolic link there, leads out of the folder."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{path} leads to {path.resolve()}, outside of {folder}: copy the file there")
+    return path
+
+
+def entry(content: Any, key: str, kind: type | tuple[type, ...], path: Path) -> Any:
+    """Return content[key]. Raises CheckpointError if it is missing or of another type."""
+    if not isinstance(content, Mapping) or not isinstance(content.get(key), kind):
+        found = "missing" if not isinstance(content, Mapping) or key not in content else type(content[key]).__name__
+        expected = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise CheckpointError(f"{path}: {key!r} is {found}, and a {expected} is expected: {DAMAGED}")
+    return content[key]
+
+
+def shape_of(value: Any, name: str, path: Path) -> tuple[int, ...]:
+    """Return a saved shape as a tuple of ints."""
+    if isinstance(value, Sequence) and all(isinstance(size, int) and size >= 0 for size in value):
+        return tuple(value)
+    raise CheckpointError(f"{path}: the shape of {name} is {value!r}: {DAMAGED}")
+
+
+def shapes_of(content: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
+    """Return name → shape of the trained parameters, by group (by sub-group in stage 3)."""
+    groups = entry(content, "param_shapes", list, path)
+    seen: set[str] = set()
+    for group in groups:
+        if not isinstance(group, dict) or seen & group.keys() or not all(isinstance(name, str) for name in group):
+            raise CheckpointError(f"{path}: param_shapes names a parameter twice, or none: {DAMAGED}")
+        seen |= group.keys()
+    return [{name: shape_of(shape, name, path) for name, shape in group.items()} for group in groups]
+
+
+def step_of(value: Any, file: PickleFile) -> int:
+    """Return a step count, which optimizers save as an int or as a tensor."""
+    if isinstance(value, torch.Tensor):
+        value = file.place(value, "step").read().tolist()
+        value = value[0] if len(value) == 1 else value
+    if isinstance(value, (int, float)) and value >= 0 and value == int(value):
+        return int(value)
+    raise CheckpointError(f"{file.path}: step is {value!r}, and a count is expected: {DAMAGED}")
+
+
+def check_numel(state: StoredState, name: str, path: Path) -> StoredState:
+    """Return `state`. Raises CheckpointError if its files hold another number of elements than its shape."""
+    if state.numel != prod(state.shape):
+        raise CheckpointError(
+            f"{path}: {name} has shape {list(state.shape)}, {prod(state.shape):,} elements, and the files hold "
+            f"{state.numel:,} of them: {DAMAGED}"
+        )
+    return state

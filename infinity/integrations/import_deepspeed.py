@@ -1,0 +1,275 @@
+"""Writes a DeepSpeed checkpoint as one of Infinity, which `engine.load_checkpoint` loads with the same states.
+
+Values are copied in parts, so that memory holds a part of one parameter. The output appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key
+from infinity.checkpoint.output import appearing, check_out
+from infinity.checkpoint.save import pack_client_state
+from infinity.checkpoint.tensors import PART, Spec
+from infinity.checkpoint.writer import Writer
+from infinity.errors import CheckpointError
+from infinity.integrations.deepspeed_files import Inert, PickleFile
+from infinity.integrations.deepspeed_optimizer import groups_of, loss_scale_of, optimizer_of, scheduler_of
+from infinity.integrations.deepspeed_states import (
+    DAMAGED,
+    StoredCheckpoint,
+    StoredParameter,
+    damage_named,
+    latest_folder,
+)
+from infinity.integrations.universal_checkpoint import is_universal, read_universal
+from infinity.integrations.zero_checkpoint import read_zero
+from infinity.rules import MOMENT_NAMES, MomentFormat, Rule
+
+Step = Callable[[float, str], None]
+"""Progress callback: the fraction done, from 0 to 1, and the current activity."""
+
+_FILE_BYTES = 1 << 30
+"""Parameters share a file up to this size."""
+
+_OF_DEEPSPEED = frozenset(
+    {
+        "module",
+        "optimizer",
+        "buffer_names",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "num_experts",
+        "ds_autoep_layers",
+        "autoep_layers",
+        "universal_checkpoint_info",
+        "folding",
+        "ds_config",
+        "ds_version",
+    }
+)
+"""Keys of *_model_states.pt that are DeepSpeed's. Others are the client_state."""
+
+
+def import_deepspeed(
+    directory: str | Path,
+    out: str | Path,
+    *,
+    tag: str | None = None,
+    optimizer: str | None = None,
+    step: Step = lambda done, what: None,
+) -> Path:
+    """Write a DeepSpeed checkpoint to the new folder `out`, and return out/tag. `load_checkpoint(out)` loads it.
+
+    directory: given to DeepSpeed's `save_checkpoint`, read at `tag` or at the last tag; or one checkpoint's folder. Of
+    ZeRO stages 0 to 3, saved by any number of ranks, or universal. optimizer: its type as in a config, needed only if
+    the checkpoint does not show it.
+
+    Masters, moments, step counts, buffers, learning rates, loss scale and client_state are imported bit for bit. Runs
+    no code of the checkpoint. Raises CheckpointError, UsageError or OutOfSpaceError, and leaves nothing at `out`.
+    """
+    out = Path(out)
+    stored = read_deepspeed(directory, tag)
+    with damage_named(stored.folder):
+        plain = _Plain(stored.tensors_of)
+        kind = optimizer_of(stored, optimizer)
+        groups = groups_of(stored, kind, plain)
+        moments = _moment_format(stored)
+        tensors = _tensors(stored, kind, moments)
+        files = _files(tensors)
+        index = Index(
+            global_steps=_count(stored, "global_steps"),
+            parameters=_entries(stored, files),
+            file_bytes={},
+            optimizer=kind,
+            param_groups=groups,
+            lr_scheduler=scheduler_of(stored, groups, plain),
+            moments=moments,
+            skipped_steps=_count(stored, "skipped_steps"),
+            loss_scale=loss_scale_of(stored),
+        )
+        client_state = pack_client_state(plain.client_state(stored))
+    total = sum(spec.nbytes for specs in tensors.values() for spec in specs.values())
+    check_out(out, total)
+    target = stored.folder.name
+    with appearing(out) as folder:
+        writer = Writer(folder, target)
+        writer.open()
+        done = 0
+        for file, names in files.items():
+            step(done / max(total, 1), f"writing {file}; {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+            specs = {each: spec for name in names for each, spec in tensors[name].items()}
+            writer.write_parts(file, specs, partial(_parts, stored, specs))
+            done += sum(spec.nbytes for spec in specs.values())
+        buffers = {name: tensor.read().view(tensor.shape) for name, tensor in stored.buffers.items()}
+        writer.write(BUFFERS, buffers)
+        writer.write_raw(CLIENT_STATE, client_state)
+        writer.finish(index)
+    return out / target
+
+
+def read_deepspeed(directory: str | Path, tag: str | None = None) -> StoredCheckpoint:
+    """Return a DeepSpeed checkpoint of any layout; see `import_deepspeed`. Reads no values of parameters."""
+    folder = latest_folder(Path(directory), tag)
+    with damage_named(folder):
+        return read_universal(folder) if is_universal(folder) else read_zero(folder)
+
+
+def _count(stored: StoredCheckpoint, name: str) -> int:
+    value = stored.progress.get(name)
+    if not isinstance(value, int) or value < 0:
+        raise CheckpointError(f"{stored.folder}: {name} is {value!r}, and a count is expected: {DAMAGED}")
+    return value
+
+
+def _moment_format(stored: StoredCheckpoint) -> MomentFormat:
+    """Return "bf16" if all moments are, as with bf16_optimizer_states, else "fp32"."""
+    dtypes = {
+        state.dtype
+        for parameter in stored.parameters.values()
+        for name, state in parameter.states.items()
+        if name not in ("master", "param")
+    }
+    wide = dtypes - {torch.float32, torch.bfloat16, torch.float16}
+    if wide:
+        raise CheckpointError(
+            f"{stored.folder} holds moments in {wide.pop()}, which would be rounded: save them in fp32"
+        )
+    return "bf16" if dtypes == {torch.bfloat16} else "fp32"
+
+
+def _tensors(stored: StoredCheckpoint, kind: str, moments: MomentFormat) -> dict[str, dict[str, Spec]]:
+    """Return parameter → tensors that are written for it, in the order of the model. Raises CheckpointError if a
+    moment is missing after updates.
+    """
+    names = MOMENT_NAMES[cast(Rule, kind.lower())]
+    dtype = torch.bfloat16 if moments == "bf16" else torch.float32
+    updates = _updates(stored)
+    tensors = {}
+    for name in stored.names:
+        parameter = stored.parameters.get(name)
+        if parameter is None:  # a buffer or an alias
+            continue
+        if not parameter.trained:
+            tensors[name] = {key("param", name): Spec(parameter.dtype, parameter.shape)}
+            continue
+        if parameter.states["master"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(f"{stored.folder}: the master of {name} is in {parameter.states['master'].dtype}")
+        # SGD without momentum has no buffer, and a parameter without a gradient so far has no moments.
+        absent = set(names) - parameter.states.keys()
+        if absent and kind != "SGD" and (parameter.step or (parameter.step is None and updates)):
+            raise CheckpointError(f"{stored.folder}: {name} has no {min(absent)} after {updates} updates: {DAMAGED}")
+        tensors[name] = {key("master", name): Spec(torch.float32, parameter.shape)}
+        tensors[name] |= {key(moment, name): Spec(dtype, parameter.shape) for moment in names}
+    if not any(parameter.trained for parameter in stored.parameters.values()):
+        raise CheckpointError(f"{stored.folder} holds no trained parameter")
+    return tensors
+
+
+def _updates(stored: StoredCheckpoint) -> int:
+    return _count(stored, "global_steps") - _count(stored, "skipped_steps")
+
+
+def _files(tensors: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
+    """Return file → its parameters."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, specs in tensors.items():
+        nbytes = sum(spec.nbytes for spec in specs.values())
+        if files[-1] and size + nbytes > _FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += nbytes
+    return {f"unit-{number:05d}.safetensors": names for number, names in enumerate(files)}
+
+
+def _entries(stored: StoredCheckpoint, files: Mapping[str, list[str]]) -> dict[str, Entry]:
+    entries = {}
+    for file, names in files.items():
+        for name in names:
+            parameter = stored.parameters[name]
+            step = _step(stored, parameter) if parameter.trained else 0
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            entries[name] = Entry(parameter.shape, dtype, parameter.trained, file, step)
+    return entries
+
+
+def _step(stored: StoredCheckpoint, parameter: StoredParameter) -> int:
+    if parameter.step is not None:
+        return parameter.step
+    # An optimizer without a count, such as SGD; or Adam's, of a parameter that has no moments yet.
+    return _updates(stored) if len(parameter.states) > 1 else 0
+
+
+def _parts(stored: StoredCheckpoint, specs: Mapping[str, Spec], each: str) -> Iterator[torch.Tensor]:
+    """Yield the values of a tensor of the output, named as in its file."""
+    state, _, name = each.partition("/")
+    parameter, dtype = stored.parameters[name], specs[each].dtype
+    if state in parameter.states:
+        yield from parameter.states[state].parts(dtype)
+        return
+    numel = prod(parameter.shape)
+    for start in range(0, numel, PART):
+        yield torch.zeros(min(PART, numel - start), dtype=dtype)
+
+
+class _Plain:
+    """Converts values of a pickle to numbers, strings, tensors and containers of them. Tensors are read.
+
+    Paths become strings, enum members their values, namespaces dicts. Keeps shared values shared.
+    """
+
+    def __init__(self, file: PickleFile | None) -> None:
+        self._file = file
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        made = self._convert(value)
+        self._made[id(value)] = (value, made)  # the value too, so that its id is not used again
+        return made
+
+    def client_state(self, stored: StoredCheckpoint) -> dict[str, Any]:
+        """Return what the caller of DeepSpeed's `save_checkpoint` passed as client_state."""
+        try:
+            return {name: self(value) for name, value in stored.progress.items() if name not in _OF_DEEPSPEED}
+        except RecursionError:
+            raise CheckpointError(f"{stored.folder}: client_state is nested too deeply, or holds itself") from None
+
+    def _convert(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            assert self._file is not None
+            place = self._file.place(value, "a tensor of client_state")
+            return place.read().view(place.shape)
+        if isinstance(value, Inert):
+            if type(value).__name__.endswith("Path"):
+                return "/".join(str(part) for part in value.arguments).replace("//", "/", 1)
+            if type(value).__name__.endswith("Enum") and len(value.arguments) == 1:
+                return self(value.arguments[0])
+            return {str(name): self(own) for name, own in value.attributes.items()}
+        if isinstance(value, dict):
+            return {name: self(own) for name, own in value.items()}
+        if isinstance(value, (list, tuple, set)):
+            made = [self(own) for own in value]
+            return made if isinstance(value, list) else type(value)(made)
+        return value

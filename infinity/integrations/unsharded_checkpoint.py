@@ -1,0 +1,162 @@
+"""Finds every parameter's states in a DeepSpeed checkpoint of stage 0, where one file holds everything.
+
+Its optimizer's state names no parameter: states are in the order of the optimizer's parameters. They are matched with
+the model's parameters in order, which is unambiguous for one param_group of all parameters. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.errors import CheckpointError
+from infinity.integrations.deepspeed_files import FileTensor, PickleFile
+from infinity.integrations.deepspeed_model import ModelStates
+from infinity.integrations.deepspeed_states import (
+    DAMAGED,
+    Range,
+    StoredCheckpoint,
+    StoredParameter,
+    StoredState,
+    entry,
+    step_of,
+)
+
+_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
+
+
+def read_unsharded(folder: Path, model: ModelStates) -> StoredCheckpoint:
+    """Return a checkpoint of stage 0. Raises CheckpointError if states cannot be matched with parameters."""
+    path = model.file.path
+    if model.by_rank or model.shapes:
+        raise CheckpointError(
+            f"{folder} lacks the files of the optimizer (*_optim_states.pt): copy the files of all ranks"
+        )
+    optimizer = entry(model.file.content, "optimizer", dict, path)
+    wrapped = "optimizer_state_dict" in optimizer  # by DeepSpeed's fp16 and bf16 optimizers without ZeRO
+    base = entry(optimizer, "optimizer_state_dict", dict, path) if wrapped else optimizer
+    groups = entry(base, "param_groups", list, path)
+    if len(groups) != 1:
+        raise CheckpointError(
+            f"{path} is of stage 0 with {len(groups)} param_groups, and does not record which parameters they "
+            "hold: save it with ZeRO stage 1 or higher"
+        )
+    model, tensors = _without_aliases(model)
+    masters = _masters(optimizer, tensors, model.file) if wrapped else tensors
+    numbers = entry(groups[0], "params", list, path)
+    states = entry(base, "state", dict, path)
+    flat = wrapped and "fp32_groups_flat" in optimizer
+    if len(numbers) != (1 if flat else len(tensors)):
+        raise CheckpointError(
+            f"{path} is of stage 0 with {len(tensors)} parameters, and its optimizer has {len(numbers)}: frozen ones "
+            "are not recorded there; save it with ZeRO stage 1 or higher"
+        )
+    parameters = {}
+    for place, (name, tensor) in enumerate(tensors.items()):
+        state = states.get(numbers[0 if flat else place], {})
+        cut = masters[name]
+        start = _start(masters, name) if flat else 0
+        found = {"master": StoredState((Range(cut, 0, cut.numel),), tensor.shape)}
+        for key, value in _moments(state):
+            found[key] = _moment(model.file, value, f"{key} of {name}", tensor.shape, start, flat=flat)
+        step = step_of(state["step"], model.file) if "step" in state else None
+        parameters[name] = StoredParameter(tensor.shape, tensor.dtype, found, step)
+    scale = {key: optimizer[key] for key in _SCALES if key in optimizer}
+    return model.checkpoint(folder, parameters, groups, scale)
+
+
+def _without_aliases(model: ModelStates) -> tuple[ModelStates, dict[str, FileTensor]]:
+    """Return the model with its aliases, and the parameters without them: stage 0 does not list shared ones.
+
+    torch.save writes a shared tensor once, so that aliases are at the same place in the file.
+    """
+    tensors: dict[str, FileTensor] = {}
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name in model.module:
+        if name in model.buffer_names:
+            continue
+        tensor = model.place(name)
+        place = (tensor.at, tensor.shape, tensor.stride) if tensor.numel else name
+        if place in first:
+            aliases[name] = first[place]
+        else:
+            first[place] = name
+            tensors[name] = tensor
+    return ModelStates(**{**vars(model), "aliases": aliases}), tensors
+
+
+def _masters(optimizer: Any, tensors: dict[str, FileTensor], file: PickleFile) -> dict[str, FileTensor]:
+    """Return the fp32 masters by name. Raises CheckpointError unless they round to the model's values."""
+    path = file.path
+    if "fp32_groups_flat" in optimizer:
+        (stored,) = entry(optimizer, "fp32_groups_flat", list, path)
+        flat = file.place(stored, "fp32_groups_flat")
+        found, at = {}, 0
+        if flat.numel != sum(tensor.numel for tensor in tensors.values()) or not flat.is_contiguous:
+            raise CheckpointError(
+                f"{path} holds {flat.numel:,} elements of masters for {sum(t.numel for t in tensors.values()):,} of "
+                "the model: frozen parameters are not recorded in stage 0; save it with ZeRO stage 1 or higher"
+            )
+        for name, tensor in tensors.items():
+            place = flat.at + at * flat.dtype.itemsize
+            found[name] = FileTensor(flat.file, place, flat.dtype, (tensor.numel,), (1,))
+            at += tensor.numel
+    else:
+        (group,) = entry(optimizer, "fp32_groups", list, path)
+        if not isinstance(group, (list, tuple)) or len(group) != len(tensors):
+            raise CheckpointError(
+                f"{path} holds other masters than the model's {len(tensors)} parameters: frozen ones are not recorded "
+                "in stage 0; save it with ZeRO stage 1 or higher"
+            )
+        found = {name: file.place(value, f"master of {name}") for name, value in zip(tensors, group, strict=True)}
+    for name, tensor in tensors.items():
+        if found[name].numel != tensor.numel or not _rounds_to(found[name], tensor):
+            raise CheckpointError(
+                f"{path}: the masters are in another order than the model's parameters, from {name} on"
+            )
+    return found
+
+
+def _rounds_to(master: FileTensor, tensor: FileTensor) -> bool:
+    size = 1 << 22
+    return all(
+        torch.equal(
+            torch.nan_to_num(master.read(start, stop).to(tensor.dtype)), torch.nan_to_num(tensor.read(start, stop))
+        )
+        for start, stop in ((at, min(at + size, tensor.numel)) for at in range(0, tensor.numel, size))
+    )
+
+
+def _start(tensors: dict[str, FileTensor], name: str) -> int:
+    """Return the number of elements before a parameter's."""
+    total = 0
+    for other, tensor in tensors.items():
+        if other == name:
+            break
+        total += tensor.numel
+    return total
+
+
+def _moments(state: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if key != "step" and value is not None:
+            yield key, value
+
+
+def _moment(file: PickleFile, value: Any, name: str, shape: tuple[int, ...], start: int, *, flat: bool) -> StoredState:
+    """Return a moment. start: its first element in the flat tensor of all parameters."""
+    tensor = file.place(value, name)
+    if not flat and tensor.shape != shape:
+        raise CheckpointError(
+            f"{file.path}: {name} has shape {list(tensor.shape)}, and its parameter {list(shape)}: stage 0 does not "
+            f"record names, so the optimizer has other parameters or another order: {DAMAGED}"
+        )
+    start, stop = (start, start + prod(shape)) if flat else (0, tensor.numel)
+    if stop > tensor.numel:
+        raise CheckpointError(f"{file.path}: {name} ends at {stop:,} of {tensor.numel:,} elements: {DAMAGED}")
+    return StoredState((Range(tensor, start, stop),), shape)
