@@ -2,8 +2,7 @@
 
     python bench/import_time.py --rounds 9
 
-Writes bench/results/import.json, or the file that --json names. The least time of all rounds counts, since other
-processes only add to it.
+The least time of all rounds counts, since other processes only add to it. Published in bench/results/import.md.
 """
 
 from __future__ import annotations
@@ -36,15 +35,16 @@ def seconds() -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "import.json")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
 
     rounds = [seconds() for _ in range(args.rounds)]
     least = {step: min(taken) for step, taken in zip(STEPS, zip(*rounds, strict=True), strict=True)}
     for step, taken in least.items():
         print(f"{step:38} {taken:.4f} s")
-    machine = {"python": platform.python_version(), "system": platform.platform()}
-    args.json.write_text(json.dumps({"rounds": args.rounds, "machine": machine, "seconds": least}, indent=2) + "\n")
+    if args.json:
+        machine = {"python": platform.python_version(), "system": platform.platform()}
+        args.json.write_text(json.dumps({"rounds": args.rounds, "machine": machine, "seconds": least}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

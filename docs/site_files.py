@@ -22,7 +22,6 @@ SHOWN = (
     "docs/*.md",
     "docs/*.svg",
     "bench/results/*.md",
-    "bench/results/*.json",
     "bench/results/*.png",
     "examples/**/*.py",
 )

@@ -44,7 +44,7 @@ def test_every_entry_quotes_a_text_and_none_is_quoted_twice() -> None:
     assert len(headings) == len(set(QUOTED.findall(PAGE))) > 30
 
 
-@pytest.mark.parametrize(("quoted", "bias"), zip(QUOTED.findall(TORCHS), (True, False), strict=True))
+@pytest.mark.parametrize(("quoted", "bias"), list(zip(QUOTED.findall(TORCHS), (True, False), strict=True)))
 def test_torch_reports_two_dtypes_as_quoted(quoted: str, bias: bool, make_engine: OpenEngine) -> None:
     engine = make_engine(Linears(bias=bias), bf16=True)
     (batch,) = vector_batches(1)
