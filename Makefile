@@ -65,7 +65,7 @@ docs: build/docs/.installed ## build the documentation site into build/site; war
 
 # The wheel is tagged for the oldest glibc and libstdc++ that it runs on: those of the machine that builds it.
 wheel: install build/wheel/.installed ## build a wheel that needs no compiler, and an sdist, into dist/, and check both
-	rm -rf dist build/wheel/raw
+	rm -rf build/wheel/raw
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel/raw .
 	PATH="$(CURDIR)/build/wheel/venv/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/raw/*.whl
 	$(VENV)/bin/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
