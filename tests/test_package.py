@@ -1,4 +1,4 @@
-"""The package's public names stay what they are, however often and in whatever order modules are imported."""
+"""The package's public names stay what they are, and importing it costs next to nothing."""
 
 import importlib
 import subprocess
@@ -10,12 +10,39 @@ import pytest
 
 import infinity
 
+EXTRAS = {"accelerate", "lightning", "matplotlib", "peft", "transformers", "trl"}
+COMMAND_LINE = {"psutil._common", "rich", "typer"}
+COMPILERS = {"torch._dynamo", "torch._inductor", "triton"}
+
+
+def imported_by(code: str) -> set[str]:
+    """Return the modules that `code` imports in a new interpreter."""
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    return set(result.stdout.split())
+
 
 def test_initialize_is_a_function_every_time() -> None:
     importlib.import_module("infinity.engine.initialize")
     assert callable(infinity.initialize)
     assert infinity.initialize is infinity.initialize
     assert {infinity.Config.__name__, infinity.Engine.__name__} == {"Config", "TrainingEngine"}
+
+
+def test_import_adds_one_module() -> None:
+    """Figures: bench/results/import.md."""
+    added = imported_by("import infinity") - imported_by("")
+    assert {name for name in added if name.startswith("infinity")} == {"infinity"}
+    assert not {name.partition(".")[0] for name in added} & {"numpy", "pydantic", "torch"}
+
+
+@pytest.mark.parametrize("name", ["initialize", "init_inference", "Init", "load_pretrained", "GatheredParameters"])
+def test_a_public_name_imports_no_compiler_and_no_extra(name: str) -> None:
+    added = imported_by(f"import infinity; infinity.{name}")
+    assert not added & COMPILERS
+    assert not added & (COMMAND_LINE - {"psutil._common"})
+    assert not {module.partition(".")[0] for module in added} & EXTRAS
+    assert not {module for module in added if module.startswith(("infinity.cli", "infinity.gpt2"))}
 
 
 def test_a_source_distribution_has_the_metadata_that_stands_in_for_deepspeed(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class Saving:
 
     def __init__(self, path: Path, units: Iterable[int]) -> None:
         self.path = path
+        """Folder of the checkpoint once it is complete."""
         self.reported = False
         """True once the outcome has been returned or raised to the caller."""
         self._copied: dict[int, Future[None]] = {index: Future() for index in units}

@@ -48,8 +48,11 @@ class BaseEngine(ABC):
         """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
         self._called = model
         self.config = config
+        """The configuration, with all defaults."""
         self.parts = parts
+        """Units, tiers, pools and threads. Internal."""
         self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes)
+        """Measured bytes and seconds: what each tier holds, and what was moved since the engine was constructed."""
         self._broken = ""
         self._closed = False
         self._process = os.getpid()
@@ -107,10 +110,12 @@ class BaseEngine(ABC):
         return call(*args, **kwargs)
 
     def train(self: _Engine, mode: bool = True) -> _Engine:
+        """Put the model in training mode, or in evaluation mode if `mode` is false. Return the engine."""
         self.module.train(mode)
         return self
 
     def eval(self: _Engine) -> _Engine:
+        """Put the model in evaluation mode. Return the engine."""
         return self.train(False)
 
     # -- reports -----------------------------------------------------------------------------------------------------
@@ -122,10 +127,12 @@ class BaseEngine(ABC):
 
     @property
     def ranks(self) -> Communicator:
+        """The data-parallel ranks: `ranks.rank` and `ranks.size`."""
         return self.parts.ranks
 
     @property
     def units(self) -> list[Unit]:
+        """The model's units, in the order of its modules."""
         return self.parts.units
 
     def describe(self) -> str:

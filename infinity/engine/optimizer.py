@@ -64,6 +64,7 @@ class UnitOptimizer(torch.optim.Optimizer):
         self._states = states
         self._shown: dict[Any, Any] = _NoStates()
         self.rule = hyper.rule
+        """Name of the optimizer's rule, such as "adamw"."""
         known = HYPER_KEYS[hyper.rule]
         for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
             raise ConfigError(
@@ -76,6 +77,7 @@ class UnitOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        """Raises UsageError when used, since states live in tiers: read them with `state_dict`."""
         return self._shown
 
     @state.setter

@@ -72,6 +72,7 @@ class TrainingEngine(BaseEngine):
         ranks = Communicator(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
         with ranks.construction(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
+            """Batch sizes: `micro` samples per forward, `accumulation` forwards per step, `train` samples per step."""
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
             planned = plan_model(model, config, groups, seam, ranks)
@@ -84,19 +85,24 @@ class TrainingEngine(BaseEngine):
                 self._zero_grad,
                 TierStates(parts, config, self.settle_between_steps, self._failing),
             )
+            """The optimizer: its `param_groups` hold the learning rates, and its states are in their tiers."""
             self.lr_scheduler: RateScheduler | None = make_scheduler(
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
+            """The learning-rate scheduler of the config, which `step` advances, or None."""
             ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()
         self.global_steps = 0
+        """Number of optimizer steps, including those of the run that a loaded checkpoint continues."""
         self.skipped_steps = 0
         """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
         self.loss_scale = LossScale.of(config.fp16)
+        """The loss scale of fp16; `loss_scale.value` is 1 in other dtypes."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         assert parts.training is not None
         self.updates = parts.training
+        """Gradients, updates and saves. Internal."""
         self._step = parts.training.step
         super().__init__(called, config, parts)
         self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
@@ -465,8 +471,9 @@ class TrainingEngine(BaseEngine):
         *,
         background: bool = False,
     ) -> Path:
-        """Write a checkpoint to directory/tag (default "global_step<N>"), unit by unit, and return its folder.
+        """Write a checkpoint to directory/tag, unit by unit, and return its folder.
 
+        tag: by default `global_step` and the number of steps, such as "global_step300".
         The file `latest` is updated once the checkpoint is complete, unless `save_latest` is False. Collective; call it
         between two steps. exclude_frozen_parameters: leave out parameters that do not require gradients, as of a base
         model under adapters; load such a checkpoint with `load_module_strict=False`.
@@ -634,7 +641,15 @@ class TrainingEngine(BaseEngine):
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
-        """Finish a background save, then close; see `BaseEngine.close`."""
+        """Finish pending updates and a background save, remove hooks, release threads, memory and disk. Idempotent.
+
+        The model keeps its parameters' values if they are unsharded in this rank's memory (`offload_param.device` none
+        or cpu; one rank or a stage below 3) and a copy fits. Otherwise any use of a parameter raises UsageError.
+
+        restore: return all values to the model; the call is collective then. Raises OutOfMemoryError if they do not
+        fit, after everything is released. Raises UsageError if an earlier `close` discarded them, and CheckpointError
+        if the save failed.
+        """
         if os.getpid() != self._process:
             return
         for handle in self._watches:

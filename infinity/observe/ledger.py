@@ -47,11 +47,12 @@ class Ledger:
         self._began = time.perf_counter()
 
     def snapshot(self) -> Snapshot:
+        """Return the present counters."""
         counters = self._counters()
         return Snapshot(seconds=time.perf_counter() - self._began, **counters)  # type: ignore[arg-type]
 
     def tier_bytes(self) -> dict[str, int]:
-        """Bytes the engine reserved in each tier: "device", "host", "nvme" (this rank's)."""
+        """Return the bytes that this rank's engine has reserved in each tier: "device", "host", "nvme"."""
         return self._tier_bytes()
 
     @property

@@ -79,8 +79,11 @@ class CPUAdam(torch.optim.Optimizer):
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} is {value!r}: give a whole number, 0 or more")
         self.moments: MomentFormat = moments
+        """Format of the moments."""
         self.seed = seed
+        """Seed of the stochastic rounding."""
         self.threads = threads
+        """Threads of one update; 0: one per processor of the calling thread's affinity."""
         # The keys of torch.optim.AdamW, so that either loads the other's groups.
         defaults: dict[str, Any] = {
             "lr": lr,
