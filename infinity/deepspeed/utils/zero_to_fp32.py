@@ -1,4 +1,7 @@
-"""Reads the fp32 weights of a checkpoint without an engine, under the names of DeepSpeed's `zero_to_fp32`."""
+"""Reads the fp32 weights of a checkpoint without an engine, under the names of DeepSpeed's `zero_to_fp32`.
+
+A checkpoint that DeepSpeed wrote is read as well as one of an engine.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import nn
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import BUFFERS, find, key, read_index
 from infinity.errors import UsageError
+from infinity.integrations import zero_to_fp32 as theirs
 from infinity.sizes import parse_size
 
 WEIGHTS = "pytorch_model.bin"
@@ -20,13 +24,15 @@ WEIGHTS = "pytorch_model.bin"
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the masters and buffers of an Infinity checkpoint: fp32, unsharded, in host memory.
+    """Return the masters and buffers of a checkpoint: fp32, unsharded, in host memory.
 
     tag: by default the last. A shared parameter has one entry, under its first name. lazy_mode is refused; `export`
     writes a checkpoint that is larger than memory.
     """
     if lazy_mode:
         raise UsageError("lazy_mode=True is not supported: `infinity export` converts in the memory of a parameter")
+    if _is_deepspeeds(checkpoint_dir, tag):
+        return theirs.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = find(Path(checkpoint_dir), tag)
     index = read_index(folder)
     states: dict[str, torch.Tensor] = {}
@@ -47,6 +53,8 @@ def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
     """Load the masters of a checkpoint into `model`, which no engine may own, and return it on the CPU."""
+    if _is_deepspeeds(checkpoint_dir, tag):
+        return theirs.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
     states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     owners: dict[int, list[str]] = {}
@@ -72,6 +80,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     max_shard_size: size of a safetensors file; a larger pytorch_model.bin raises UsageError.
     """
+    if _is_deepspeeds(checkpoint_dir, tag):
+        theirs.convert_zero_checkpoint_to_fp32_state_dict(
+            checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+        )
+        return
     if safe_serialization:
         if exclude_frozen_parameters:
             raise UsageError("safe_serialization needs all parameters: leave exclude_frozen_parameters out")
@@ -96,6 +109,15 @@ def convert_zero_checkpoint_to_state_dict(
     if dtype not in (torch.float32, "float32", "fp32"):
         raise UsageError(f"dtype is {dtype}: use `infinity export --dtype`, which converts in little memory")
     convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, **options)
+
+
+def _is_deepspeeds(directory: str | Path, tag: str | None) -> bool:
+    """Return True if the checkpoint has DeepSpeed's files."""
+    folder = Path(directory)
+    latest = folder / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    return any((folder / tag if tag else folder).glob("*_states.pt"))
 
 
 __all__ = [

@@ -1,0 +1,91 @@
+"""Lightning's Trainer with the engine trains as with its own strategy, which has the whole model in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pl = pytest.importorskip("lightning.pytorch", reason="make test-integrations installs it")
+
+from infinity.errors import ConfigError  # noqa: E402
+from infinity.integrations.lightning import InfinityStrategy  # noqa: E402
+from integrations.lightning_module import config, loader, module, trainer  # noqa: E402
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, {}),
+        ({"accumulate_grad_batches": 5}, {"scheduler": True}),
+        ({"gradient_clip_val": 0.5}, {}),
+        ({}, {"manual": True}),
+    ],
+    ids=["plain", "accumulation and a scheduler", "clipping", "manual"],
+)
+def test_trains_as_with_its_own_strategy(options: dict[str, Any], kind: dict[str, Any], tmp_path: Path) -> None:
+    """Losses and parameters; 12 micro-batches an epoch are two steps of 5 and one of 2."""
+    plain = module(**kind)
+    trainer(tmp_path, **options).fit(plain, loader(), loader())
+    ours = module(**kind)
+    trainer(tmp_path, InfinityStrategy(config(tmp_path)), **options).fit(ours, loader(), loader())
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert ours.held_out == pytest.approx(plain.held_out, rel=1e-5)
+    assert ours.losses[-1] < ours.losses[0] / 2
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_resumes_and_tests_the_best(tmp_path: Path) -> None:
+    """Training resumed from a checkpoint gives the losses of a run that was never interrupted."""
+    whole = module()
+    trainer(tmp_path, InfinityStrategy(config(tmp_path)), max_epochs=4).fit(whole, loader())
+    first = module()
+    saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", monitor="held_out", filename="best")
+    runner = trainer(tmp_path, InfinityStrategy(config(tmp_path)), callbacks=[saving], enable_checkpointing=True)
+    runner.fit(first, loader(), loader())
+    tested = runner.test(first, loader(), ckpt_path="best", verbose=False)[0]["tested"]
+    assert tested == pytest.approx(float(saving.best_model_score), rel=1e-5)
+    second = module()
+    trainer(tmp_path, InfinityStrategy(config(tmp_path)), max_epochs=4).fit(
+        second, loader(), ckpt_path=saving.best_model_path
+    )
+    assert first.losses + second.losses == whole.losses
+    assert not [path for path in tmp_path.iterdir() if path.name != "saved"]
+
+
+def test_bf16(tmp_path: Path) -> None:
+    ours = module()
+    trainer(tmp_path, InfinityStrategy(config(tmp_path, bf16={"enabled": True}))).fit(ours, loader(), loader())
+    plain = module()
+    trainer(tmp_path).fit(plain, loader(), loader())
+    assert ours.losses == pytest.approx(plain.losses, rel=0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": "bf16-mixed"}, 'precision "bf16-mixed", and the engine'),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, 'gradient_clip_algorithm="value"'),
+    ],
+)
+def test_refusals(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, InfinityStrategy(config(tmp_path)), **options).fit(module(), loader())
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Two ranks have the losses of Lightning's DDP, each on its part of the data."""
+    for strategy in ("ddp", "ours"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        script = Path(__file__).with_name("lightning_module.py")
+        subprocess.run([*torchrun, str(script), strategy, str(tmp_path)], check=True, timeout=120)
+    for rank in range(2):
+        ours, theirs = (torch.load(tmp_path / f"{strategy}{rank}.pt") for strategy in ("ours", "ddp"))
+        assert ours == pytest.approx(theirs, rel=1e-5)
