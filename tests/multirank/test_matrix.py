@@ -21,7 +21,7 @@ from support.loops import Result, assert_close, call, plain, plain_16
 from support.models import Stack, seeded
 from support.ranks import Group
 
-STEPS = 10
+STEPS = 5
 SCALE = 1024.0
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": {"loss_scale": SCALE}}}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,7 +14,7 @@ from support.configs import engine_config
 from support.loops import Batches, Result, assert_close, distance, plain, plain_bf16, trained
 from support.models import VOCABULARY, Linears, Stack, seeded, token_batches, vector_batches
 
-STEPS = 20
+STEPS = 10
 DIFFERENT = 4
 """Batches that are seen again and again, so that the losses fall."""
 
