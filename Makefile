@@ -9,6 +9,8 @@ ARGS ?=
 SEEDS ?= 0:2000
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
 JOBS ?= 2
+CASES ?= all
+CAMPAIGN = $(if $(filter few,$(CASES)),-m "campaign and not slow",--all-cases -m "not gpu and not integrations")
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_INSTALL = $(PIP) install --constraint constraints.txt
@@ -31,8 +33,8 @@ install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, 
 test: install ## run the test suite: each value of each parameter of a test
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-test-campaign: install ## run every case of every test, slow ones too (hours)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --all-cases -m "not gpu" $(ARGS)
+test-campaign: install ## run every case of every test, slow ones too (hours); CASES=few: fuzzing and memory (minutes)
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(CAMPAIGN) $(ARGS)
 
 test-device: install ## run the tests that need a CUDA device
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)

@@ -21,7 +21,9 @@ from infinity.units.store import UnitStore
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier
 
-SEEDS, CHUNK, IN_SUITE = 200, 20, 20
+pytestmark = pytest.mark.campaign
+
+SEEDS, CHUNK, IN_SUITE = 200, 20, 40
 REGRESSIONS: list[int] = []
 """Seeds outside of SEEDS that found a fault, each with a comment that names it."""
 

@@ -15,6 +15,8 @@ import pytest
 from memory import running
 from support.memory import peak_rss
 
+pytestmark = pytest.mark.campaign
+
 FEW, MANY = 8, 32
 
 
