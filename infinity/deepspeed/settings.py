@@ -61,6 +61,14 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     return config
 
 
+def without_auto_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` without a scheduler whose length is "auto", since only `initialize` may know it."""
+    schedule = settings.get("scheduler")
+    params = schedule.get("params") if isinstance(schedule, Mapping) else None
+    is_auto = isinstance(params, Mapping) and params.get("total_num_steps") == "auto"
+    return {key: value for key, value in settings.items() if not (is_auto and key == "scheduler")}
+
+
 def _resident(model: nn.Module) -> dict[str, Any]:
     """Return keys of section `infinity` that keep all parameters of `model` readable between steps."""
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

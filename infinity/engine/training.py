@@ -36,9 +36,9 @@ from infinity.engine.optimizer import (
 )
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
-from infinity.engine.weights_file import write_weights
+from infinity.engine.weights_file import save_weights
 from infinity.engine.wiring import assemble, plan_model
-from infinity.errors import CheckpointError, LifetimeError, NonFiniteError, UsageError
+from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
 from infinity.plan.stage import Sharding
@@ -163,7 +163,7 @@ class TrainingEngine(BaseEngine):
 
     def _scaled(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         scale = self.loss_scale.value
-        if scale == accumulation == 1:
+        if scale == accumulation == self.batch.accumulation == 1:
             return loss
         return self._step.scaled.watch(loss * (scale / accumulation))
 
@@ -513,18 +513,7 @@ class TrainingEngine(BaseEngine):
         which a shared parameter has its first name only; others are written by `torch.save`. Rank 0 needs host memory
         for the whole model; `infinity export` writes a checkpoint's weights part by part instead.
         """
-        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        excluded = {own_name(name) for name in frozen} if exclude_frozen_parameters else set()
-        weights = ((name, value) for name, value in self.stream_state_dict() if name not in excluded)
-        target, error = Path(save_dir) / save_filename, None
-        try:
-            write_weights(weights, target, writes=self.ranks.is_main_rank)
-        except CheckpointError as caught:  # raised below, once all ranks know
-            error = caught
-        [failed] = self.ranks.totals(float(error is not None))
-        if failed:
-            raise error or CheckpointError(f"the weights {target} could not be written: see the error of rank 0")
-        return True
+        return save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
 
     @property
     def saving(self) -> Saving | None:
