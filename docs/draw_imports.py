@@ -29,6 +29,8 @@ INK, MUTED, UP = "#1f2430", "#9aa5b8", "#e4572e"
 SAYS = {
     "cli": "command line, disk benchmark",
     "gpt2": "the demo",
+    "deepspeed": "DeepSpeed's interface, launcher",
+    "integrations": "Lightning, DeepSpeed's checkpoints",
     "engine": "engines, step, wiring, optimizer",
     "checkpoint": "save, load, export",
     "nn": "layers",

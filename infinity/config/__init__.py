@@ -5,6 +5,7 @@ The keys are DeepSpeed's, and one section `infinity`; docs/config.md lists them.
 
 from infinity.config.auto import Fill, hidden_size_of
 from infinity.config.batch import Batch
+from infinity.config.load import read_content
 from infinity.config.notes import Dialect, Notes
 from infinity.config.optimization import (
     LRRangeTest,
@@ -40,4 +41,5 @@ __all__ = [
     "WarmupLR",
     "ZeroOptimization",
     "hidden_size_of",
+    "read_content",
 ]

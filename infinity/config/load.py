@@ -33,7 +33,7 @@ def load_config(
     if isinstance(source, Mapping):
         content, prefix = dict(source), ""
     elif isinstance(source, (str, Path)):
-        content, prefix = _read(Path(source)), f"{source}: "
+        content, prefix = read_content(Path(source)), f"{source}: "
     else:
         raise ConfigError(f"a configuration is a dict or the path of a JSON file, not {type(source).__name__}")
     translation = translate(content, frozenset(key.dotted for key in walk(model)), dialect, fill)
@@ -48,7 +48,8 @@ def load_config(
     raise ConfigError([prefix + line for line in lines])  # outside the handler, without pydantic's error as its context
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_content(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON or Hjson file. Raises ConfigError."""
     if str(path).lstrip().startswith("{"):
         raise ConfigError(
             "a configuration is a dict or the path of a JSON file, not a string of JSON: pass json.loads(text)"

@@ -6,18 +6,17 @@ Its base classes have the names that report the config (`reports`) and those tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from infinity.deepspeed.engine_names import GETTERS, REFUSED, read
-from infinity.deepspeed.states import SavingEngine, not_yet
+from infinity.deepspeed.states import SavingEngine
 from infinity.engine.base import BaseEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
-from infinity.interrupts import uninterrupted
 
 ROUTE_TRAIN = "train"
 
@@ -43,14 +42,17 @@ class DeepSpeedEngine(SavingEngine):
         settings: Mapping[str, Any],
         training_data: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        client_optimizer: Any = None,
     ) -> None:
-        """settings: the config in DeepSpeed's keys. training_data, collate_fn: dataset of `training_dataloader`."""
+        """settings: the config in DeepSpeed's keys. training_data, collate_fn: dataset of `training_dataloader`.
+        client_optimizer: the optimizer that the script passed to `initialize`.
+        """
         super().__init__(engine, settings)
+        self.client_optimizer = client_optimizer
         self.optimizer = self._trainer.optimizer if self._trainer else None
         self.collate_fn = collate_fn
         self.micro_steps = 0
         """Number of calls of `step`."""
-        self._boundary: bool | None = None
         self._step_applied = False
         self._show_scale(overflow=False)
         self.training_data = training_data
@@ -70,27 +72,22 @@ class DeepSpeedEngine(SavingEngine):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward on `loss`, and return the loss divided by gradient_accumulation_steps, as in DeepSpeed.
 
-        scale_wrt_gas: divide the loss; False: the caller has divided it, and it is returned unchanged.
+        retain_graph: as in `Tensor.backward`. scale_wrt_gas: divide the loss; False: the caller has divided it, and it
+        is returned unchanged.
         """
-        engine = self.training_engine
-        if retain_graph:
-            raise not_yet("engine.backward(retain_graph=True)", "add the losses, and call backward once")
-        accumulation = engine.batch.accumulation
-        with engine.no_sync() if self._boundary is False else nullcontext():
-            engine.backward(loss if scale_wrt_gas else loss * accumulation)
-        return loss / accumulation if scale_wrt_gas else loss
+        return self.training_engine.backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the parameters and advance the lr scheduler, if the micro-batch is at a boundary."""
         engine = self.training_engine
         if lr_kwargs:
-            raise not_yet("engine.step(lr_kwargs=…)", "call the scheduler's own methods after engine.step()")
+            raise UsageError(
+                "engine.step(lr_kwargs=…) is not supported: leave lr_scheduler out of initialize(), construct the "
+                "scheduler on engine.optimizer, and call scheduler.step(…) after engine.step()"
+            )
         _check_averaged(engine)
         steps, skipped = engine.global_steps, engine.skipped_steps
-        if self._boundary is None:
-            engine.step()
-        elif self._boundary:
-            _update(engine)
+        engine.step()
         self.micro_steps += 1
         updated = engine.global_steps > steps
         self._step_applied = updated and engine.skipped_steps == skipped
@@ -118,16 +115,14 @@ class DeepSpeedEngine(SavingEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the present micro-batch is the last of its step."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self.training_engine.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide, for the backwards and steps that follow, whether they end a step. Call it before backward.
+        """Decide, for the backwards and steps that follow, whether they end a step. Call it before forward.
 
         False needs gradient_accumulation_steps above 1, since no buffers for sums exist otherwise.
         """
-        self._boundary = bool(is_boundary)
+        self.training_engine.set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
         """Return True if the last `step` changed parameters: at a boundary, without overflow."""
@@ -180,7 +175,8 @@ class DeepSpeedEngine(SavingEngine):
         return self._of_groups("type")
 
     def get_mom(self) -> list[Any]:
-        return self._of_groups("momentum" if self.optimizer_name() == "SGD" else "betas")
+        uses_momentum = self.optimizer is not None and self.optimizer.rule == "sgd"
+        return self._of_groups("momentum" if uses_momentum else "betas")
 
     def _of_groups(self, name: str) -> list[Any]:
         """Return a key of every param_group; 0 for groups without it."""
@@ -267,15 +263,3 @@ def _check_averaged(engine: TrainingEngine) -> None:
             "does not average over gradient_accumulation_steps yet: call engine.backward(loss), or "
             "engine.scale(loss).backward()"
         )
-
-
-def _update(engine: TrainingEngine) -> None:
-    """Update with the gradients so far, of any number of micro-batches, and advance the lr scheduler."""
-    if engine.micro_steps == 0 or engine.micro_steps >= engine.batch.accumulation:
-        engine.step()  # raises without gradients
-        return
-    skipped = engine.skipped_steps
-    with uninterrupted():
-        engine.optimizer.step()
-        if engine.lr_scheduler is not None and engine.skipped_steps == skipped:
-            engine.lr_scheduler.step()

@@ -101,7 +101,6 @@ _REDUCED = "gradients are reduced unit by unit during backward: use torch.distri
 _SPARSE = "gradients are dense: construct embeddings with sparse=False"
 _COMPILE = "pass torch.compile(model) as model to initialize()"
 _CHECKPOINT = "checkpoints hold each parameter once, in safetensors: use save_checkpoint() and load_checkpoint()"
-_STATES = "states stay in the tiers that the config places them in: set offload_optimizer and offload_param"
 _TIMERS = "engine.training_engine.ledger.snapshot() returns the seconds and bytes so far"
 _BATCH = "micro-batches and gradient buffers are fixed when the engine is constructed: pass another config"
 
@@ -158,8 +157,6 @@ REFUSED: dict[str, str] = {
     "sparse_allreduce_bucket": _SPARSE,
     "sparse_allreduce": _SPARSE,
     "sparse_all_gather": _SPARSE,
-    "offload_states": _STATES,
-    "reload_states": _STATES,
 }
 """Name → a sentence on what to use instead."""
 

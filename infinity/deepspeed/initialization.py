@@ -62,7 +62,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine = _make_engine(model, make_config(settings, model), optimizer, model_parameters, lr_scheduler)
     try:
-        wrapped = DeepSpeedEngine(engine, settings, training_data, collate_fn)
+        wrapped = DeepSpeedEngine(engine, settings, training_data, collate_fn, optimizer)
     except BaseException:
         engine.close()
         raise

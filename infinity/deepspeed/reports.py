@@ -23,6 +23,8 @@ class ReportingEngine(EngineModule):
     def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
         """settings: the config in DeepSpeed's keys."""
         super().__init__(engine)
+        self.client_optimizer: Any = None
+        """The optimizer that the script passed to `initialize`, or None."""
         self.config = dict(settings)
         """The config as a dict, as DeepSpeed has it."""
 
@@ -46,7 +48,11 @@ class ReportingEngine(EngineModule):
         return self._engine.ranks.rank
 
     def optimizer_name(self) -> str | None:
-        """Return the config's optimizer.type, in lower case if it is one of DeepSpeed's own."""
+        """Return the class of the script's optimizer, else the config's optimizer.type, in lower case if it is one of
+        DeepSpeed's own.
+        """
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
         name: str | None = read(self.config, Reads("optimizer.type"))
         return name.lower() if name and name.lower() in ("adam", "adamw", "lion", "adagrad") else name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.config import Config, Fill, hidden_size_of
+from infinity.config import Config, Fill, hidden_size_of, read_content
 from infinity.errors import ConfigError
 
 
@@ -26,20 +25,12 @@ def find_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def read_settings(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Return the config as a dict of DeepSpeed's keys. Raises ConfigError if it is no dict and no readable JSON."""
+    """Return the config as a dict of DeepSpeed's keys. Raises ConfigError if it is no dict and no JSON file."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     if not isinstance(source, (str, Path)):
         raise ConfigError(f"a DeepSpeed config is a dict or the path of a JSON file, not a {type(source).__name__}")
-    try:
-        content = json.loads(Path(source).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{source}: cannot be read as DeepSpeed config: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{source}: is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{source}: must hold one JSON object, {{ … }}, not a {type(content).__name__}")
-    return content
+    return read_content(Path(source))
 
 
 def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
@@ -59,6 +50,14 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     for folder in config.zero_optimization.nvme_paths:
         Path(folder).mkdir(parents=True, exist_ok=True)
     return config
+
+
+def without_auto_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` without a scheduler whose length is "auto", since only `initialize` may know it."""
+    schedule = settings.get("scheduler")
+    params = schedule.get("params") if isinstance(schedule, Mapping) else None
+    is_auto = isinstance(params, Mapping) and params.get("total_num_steps") == "auto"
+    return {key: value for key, value in settings.items() if not (is_auto and key == "scheduler")}
 
 
 def _resident(model: nn.Module) -> dict[str, Any]:

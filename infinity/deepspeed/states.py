@@ -1,8 +1,8 @@
-"""Methods of DeepSpeed's engine that read, save and load values."""
+"""Methods of DeepSpeed's engine that read, save, load and offload values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ import torch
 
 from infinity.checkpoint.format import LATEST, persistent_buffers
 from infinity.deepspeed.engine_names import Reads, read
+from infinity.deepspeed.offload_names import OffloadDeviceEnum, OffloadStateTypeEnum
 from infinity.deepspeed.reports import ReportingEngine
 from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.training import TrainingEngine
+from infinity.engine.weights_file import save_weights
 from infinity.errors import UsageError
 from infinity.observe.log import logger
 
@@ -68,7 +70,9 @@ class SavingEngine(ReportingEngine):
         strict: raise UsageError, before any change, for missing and unexpected names. fetch_z3_params has no effect.
         """
         if custom_load_fn is not None or allowed_missing_keys is not None:
-            raise not_yet("load_module_state_dict(custom_load_fn=…, allowed_missing_keys=…)", "pass strict=False")
+            raise UsageError(
+                "load_module_state_dict(custom_load_fn=…, allowed_missing_keys=…) is not supported: pass strict=False"
+            )
         states = checkpoint["module"]
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = persistent_buffers(self.module)
@@ -92,15 +96,15 @@ class SavingEngine(ReportingEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save save_dir/tag (default: global_step and the number of steps), and return True. Collective."""
+        """Save save_dir/tag (default: global_step and the number of steps), and return True. Collective.
+
+        save_latest: update the file `latest`, which `load_checkpoint` reads without a tag. exclude_frozen_parameters:
+        leave out parameters that do not require gradients; load such a checkpoint with load_module_strict=False.
+        """
         if not save_dir:
             raise UsageError(f"save_dir is {save_dir!r}: pass the path of a folder")
-        if not save_latest:
-            raise not_yet("save_checkpoint(save_latest=False)", "pass the tag to load_checkpoint()")
-        if exclude_frozen_parameters and self._frozen():
-            raise not_yet("save_checkpoint(exclude_frozen_parameters=True)", "use save_16bit_model() for the weights")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self.training_engine.save_checkpoint(save_dir, name, client_state)
+        self.training_engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -117,42 +121,42 @@ class SavingEngine(ReportingEngine):
 
         tag: by default the one in `latest`. The folder must be Infinity's; `infinity import-deepspeed` converts
         DeepSpeed's.
+
+        load_module_strict: False: ignore parameters that only the model or only the checkpoint has.
+        load_optimizer_states: False: keep the present moments, hyper-parameters and loss scale.
+        load_lr_scheduler_states: False: keep the present state of the scheduler. load_module_only: load parameters and
+        buffers only, and keep the counts of steps. Parameters have the values of the fp32 masters in every case.
+        custom_load_fn is refused.
         """
-        partial = {
-            "load_module_strict=False": not load_module_strict,
-            "load_optimizer_states=False": not load_optimizer_states,
-            "load_lr_scheduler_states=False": not load_lr_scheduler_states,
-            "load_module_only=True": load_module_only,
-            "custom_load_fn": custom_load_fn is not None,
-        }
-        for name in (name for name, asked in partial.items() if asked):
-            raise not_yet(f"load_checkpoint({name})", "load the whole checkpoint, or use load_module_state_dict()")
+        if custom_load_fn is not None:
+            raise UsageError(
+                "load_checkpoint(custom_load_fn=…) is not supported: read the weights with infinity.deepspeed.utils."
+                "zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(), and pass them to load_module_state_dict()"
+            )
         if tag is None and not (Path(load_dir) / LATEST).is_file():
             logger.warning("no checkpoint was loaded: %s has no file %r; pass a tag", load_dir, LATEST)
             return None, None
         engine = self.training_engine
-        folder, client_state = engine.load_checkpoint(load_dir, tag)
-        self.global_samples = engine.global_steps * self.train_batch_size()
+        folder, client_state = engine.load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        if not load_module_only:
+            self.global_samples = engine.global_steps * self.train_batch_size()
         self._show_scale(overflow=False)
         return str(folder), client_state
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights in the model's dtype with torch.save, and return True. Collective.
+        """Save the weights in the model's dtype, and return True. Collective. See `TrainingEngine.save_16bit_model`.
 
         In stage 3 without `stage3_gather_16bit_weights_on_model_save` it saves nothing and returns False, as DeepSpeed.
         """
-        path = Path(save_dir) / save_filename
         if self.zero_optimization_partition_weights() and not self._may_gather():
+            path = Path(save_dir) / save_filename
             logger.info("%s was not saved: stage3_gather_16bit_weights_on_model_save is false", path)
             return False
-        states = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if states is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(states, path)
-        self._engine.ranks.barrier()
-        return True
+        return save_weights(self._engine, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
         """Call `save_16bit_model`, whose old name this is."""
@@ -178,13 +182,41 @@ class SavingEngine(ReportingEngine):
                 states[name] = value
         return states if keeps else None
 
+    def offload_states(
+        self,
+        include: Container[str] | None = None,
+        device: str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move the states on the device to host memory until `reload_states`. Collective, between two steps.
+
+        include: names of `OffloadStateTypeEnum`. All states move, whatever it names, so that uses of the model raise
+        UsageError meanwhile. device: cpu, or none for no effect. pin_memory and non_blocking have no effect: memory is
+        pinned where the engine pins its own, and the call returns when the device's memory is free.
+        """
+        engine = self.training_engine
+        if device == OffloadDeviceEnum.none:
+            logger.warning("offload_states(device='none') has no effect: pass device='cpu'")
+            return
+        if device != OffloadDeviceEnum.cpu:
+            raise UsageError(
+                f"offload_states(device={str(getattr(device, 'value', device))!r}) is not supported: pass device='cpu'"
+            )
+        if include is not None and OffloadStateTypeEnum.lp_params not in include:
+            logger.info(
+                "offload_states() moves the parameters, too, though include lacks lp_params: call reload_states() "
+                "before the model is used"
+            )
+        engine.offload_states()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the states back to the device, with the same bits. Idempotent. non_blocking has no effect."""
+        self.training_engine.reload_states()
+
     def _frozen(self) -> set[str]:
         return {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
 
 
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
-
-
-def not_yet(what: str, instead: str) -> UsageError:
-    return UsageError(f"{what} is not supported yet: {instead}")

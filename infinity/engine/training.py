@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.checkpoint.background import Saving
-from infinity.checkpoint.format import Index
-from infinity.checkpoint.load import Loading
-from infinity.checkpoint.parts import Run
-from infinity.checkpoint.save import save
 from infinity.comm.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
-from infinity.engine.base import BaseEngine
+from infinity.engine.checkpointing import CheckpointingEngine
 from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
@@ -36,9 +29,8 @@ from infinity.engine.optimizer import (
 )
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
-from infinity.engine.weights_file import write_weights
 from infinity.engine.wiring import assemble, plan_model
-from infinity.errors import CheckpointError, LifetimeError, NonFiniteError, UsageError
+from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.log import StepLog, logger
 from infinity.plan.stage import Sharding
@@ -48,7 +40,7 @@ from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
 
 
-class TrainingEngine(BaseEngine):
+class TrainingEngine(CheckpointingEngine):
     """Trains `model` according to `config`. Constructed by `infinity.initialize`; call it like the model.
 
     `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. With accumulation, call all three for each
@@ -163,7 +155,7 @@ class TrainingEngine(BaseEngine):
 
     def _scaled(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         scale = self.loss_scale.value
-        if scale == accumulation == 1:
+        if scale == accumulation == self.batch.accumulation == 1:
             return loss
         return self._step.scaled.watch(loss * (scale / accumulation))
 
@@ -395,7 +387,7 @@ class TrainingEngine(BaseEngine):
             return
         if self._step.updated:
             self._broken = "a backward failed after some units had been updated with its gradients"
-        self.abandon_step()
+        self._abandon_step()
         super()._conclude_backward()
         self._check_open()
 
@@ -439,7 +431,7 @@ class TrainingEngine(BaseEngine):
         with self._failing():
             reload(self.parts)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- between steps ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Execute pending updates and wait until every state is in its tier.
@@ -461,152 +453,12 @@ class TrainingEngine(BaseEngine):
             )
         super().settle()
 
-    def save_checkpoint(
-        self,
-        directory: str | Path,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        background: bool = False,
-    ) -> Path:
-        """Write a checkpoint to directory/tag, unit by unit, and return its folder.
-
-        tag: by default `global_step` and the number of steps, such as "global_step300".
-        The file `latest` is updated once the checkpoint is complete, unless `save_latest` is False. Collective; call it
-        between two steps. exclude_frozen_parameters: leave out parameters that do not require gradients, as of a base
-        model under adapters; load such a checkpoint with `load_module_strict=False`.
-
-        background: return at once, and write the present states while training continues. Updates of a unit wait until
-        its states have been read. `engine.saving` reports completion; the next save, a load and `close` wait for it.
-        If it fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
-        `close`. Training may continue then.
-        """
-        self._check_between_steps("a checkpoint")
-        self._check_open()
-        self._finish_saving()
-        self.settle()
-        run, state = self._run_state(), client_state or {}
-        return save(
-            self.parts,
-            self.updates.saver,
-            self.module,
-            run,
-            directory,
-            tag,
-            state,
-            background=background,
-            latest=save_latest,
-            frozen=not exclude_frozen_parameters,
-        )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the model's state_dict, unsharded, to one file in `save_dir`, and return True. Collective.
-
-        Values have the dtype that the model computes in. A name that ends in `.safetensors` selects that format, in
-        which a shared parameter has its first name only; others are written by `torch.save`. Rank 0 needs host memory
-        for the whole model; `infinity export` writes a checkpoint's weights part by part instead.
-        """
-        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        excluded = {own_name(name) for name in frozen} if exclude_frozen_parameters else set()
-        weights = ((name, value) for name, value in self.stream_state_dict() if name not in excluded)
-        target, error = Path(save_dir) / save_filename, None
-        try:
-            write_weights(weights, target, writes=self.ranks.is_main_rank)
-        except CheckpointError as caught:  # raised below, once all ranks know
-            error = caught
-        [failed] = self.ranks.totals(float(error is not None))
-        if failed:
-            raise error or CheckpointError(f"the weights {target} could not be written: see the error of rank 0")
-        return True
-
-    @property
-    def saving(self) -> Saving | None:
-        """The last save started with `background=True`, or None. Its `wait()` is collective."""
-        return self.updates.saver.last
-
-    def _finish_saving(self) -> None:
-        """Wait on all ranks for a checkpoint being written in the background. Raises CheckpointError if it failed."""
-        unsaved = self.updates.saver.failure(self.ranks)
-        if unsaved is not None:
-            raise unsaved
-
-    def load_checkpoint(
-        self,
-        directory: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        verify: bool = True,
-        load_rng: bool = True,
-    ) -> tuple[Path, dict[str, Any]]:
-        """Load directory/tag (default: the checkpoint named by `latest`), saved with any ranks, tiers or units.
-
-        Returns the checkpoint's path and its client_state. verify: first read all files once to compare their
-        checksums. load_rng: also restore the RNG states of torch, Python and numpy, if the number of ranks is the same.
-
-        load_module_strict: False: ignore parameters that only the model or only the checkpoint has.
-        load_optimizer_states: False: keep the present moments, hyper-parameters and loss scale.
-        load_lr_scheduler_states: False: keep the present state of the scheduler. load_module_only: load only values of
-        parameters and buffers, which begins a new run. Values are those of the fp32 masters.
-
-        Raises CheckpointError, before any change, if the checkpoint is missing, damaged or of another model.
-        """
-        self.updates.saver.join()
-        self._check_open()
-        self._conclude_backward()
-        self._settle()
-        optimizer = load_optimizer_states and not load_module_only
-        loading = Loading(
-            self.parts,
-            self.module,
-            self._run_state(),
-            directory,
-            tag,
-            verify=verify,
-            load_rng=load_rng and not load_module_only,
-            optimizer=optimizer,
-            strict=load_module_strict,
-        )
-        self.abandon_step()
-        loading.apply()
-        if not load_module_only:
-            self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
-        loading.restore_rng()
-        return loading.folder, loading.client_state
-
-    def _run_state(self) -> Run:
-        """Return the settings and the progress that a checkpoint saves."""
-        config, scheduler = self.config, self.lr_scheduler
-        groups = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        schedule = None if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
-        return Run(
-            optimizer=config.optimizer.type,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-            seed=config.infinity.seed,
-            global_steps=self.global_steps,
-            skipped_steps=self.skipped_steps,
-            param_groups=copy.deepcopy(groups),
-            lr_scheduler=copy.deepcopy(schedule),
-            loss_scale=self.loss_scale.state_dict() if config.fp16.enabled else None,
-        )
-
     def drop_gradients(self) -> None:
         """Drop the gradients collected since the last step. Raises UsageError if units were updated with them."""
         self._step.check(Call.DROP_GRADIENTS, "engine.drop_gradients()")
-        self.abandon_step()
+        self._abandon_step()
 
-    def abandon_step(self) -> None:
+    def _abandon_step(self) -> None:
         """Drop the step's gradients, even if units were updated with them; the caller must then replace all states or
         stop the engine.
         """
@@ -622,21 +474,6 @@ class TrainingEngine(BaseEngine):
     def _check_between_steps(self, what: str) -> None:
         """Raise UsageError between backward and step. what: first words of the error's text."""
         self._step.check(Call.STATES, what)
-
-    def _restore(self, index: Index, *, optimizer: bool, scheduler: bool) -> None:
-        """Restore step counts from a checkpoint's index.
-
-        optimizer: also hyper-parameters and loss scale. scheduler: also the schedule.
-        """
-        self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
-        if scheduler and self.lr_scheduler is not None and index.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **index.lr_scheduler})
-        if not optimizer:
-            return
-        for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):
-            group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
-        if index.loss_scale is not None:
-            self.loss_scale.load_state_dict(index.loss_scale)
 
     # -- shutdown ----------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,32 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from infinity.engine.base import BaseEngine
 from infinity.errors import CheckpointError
 from infinity.observe.log import logger
+from infinity.units.compiled import own_name
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def save_weights(engine: BaseEngine, folder: str | Path, name: str, exclude_frozen: bool) -> bool:
+    """Write the state_dict of the engine's model, unsharded, to folder/name, and return True. Collective.
+
+    exclude_frozen: leave out parameters that do not require gradients. Raises CheckpointError on all ranks if the file
+    cannot be written.
+    """
+    frozen = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    excluded = {own_name(name) for name in frozen} if exclude_frozen else set()
+    weights = ((name, value) for name, value in engine.stream_state_dict() if name not in excluded)
+    target, error = Path(folder) / name, None
+    try:
+        write_weights(weights, target, writes=engine.ranks.is_main_rank)
+    except CheckpointError as caught:  # raised below, once all ranks know
+        error = caught
+    [failed] = engine.ranks.totals(float(error is not None))
+    if failed:
+        raise error or CheckpointError(f"the weights {target} could not be written: see the error of rank 0")
+    return True
 
 
 def write_weights(weights: Weights, target: Path, *, writes: bool) -> None:

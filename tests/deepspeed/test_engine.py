@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import infinity.deepspeed as deepspeed
-from infinity.errors import UsageError
+from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from infinity.errors import CheckpointError, UsageError
 from support.models import Stack, seeded, token_batches, vector_batches
 
 Opens = Callable[..., Any]
@@ -213,17 +214,50 @@ def test_a_plain_backward_with_accumulation_is_refused(opens: Opens) -> None:
         engine.step()
 
 
-def test_calls_that_are_not_supported_yet_are_refused(opens: Opens) -> None:
-    """A retained graph, lr_kwargs and accumulation without buffers raise instead of giving other numbers."""
-    engine = opens()
+def test_a_retained_graph_is_differentiated_again(opens: Opens) -> None:
+    """Two backwards of one loss add its gradients twice."""
     [batch] = token_batches(1)
-    with pytest.raises(UsageError, match="retain_graph=True"):
-        engine.backward(engine(*batch), retain_graph=True)
+    engine = opens(gradient_accumulation_steps=2, gradient_clipping=0.0)
+    loss = engine(*batch)
+    engine.backward(loss, retain_graph=True)
+    engine.step()
+    engine.backward(loss)
+    engine.step()
+    assert engine.global_steps == 1
+    same(engine, plain([batch], clip=0.0))
+
+
+def test_calls_that_are_not_supported_are_refused(opens: Opens) -> None:
+    """lr_kwargs and accumulation without buffers raise instead of giving other numbers."""
+    engine = opens()
     with pytest.raises(UsageError, match="lr_kwargs"):
         engine.step({"epoch": 1})
-    engine.set_gradient_accumulation_boundary(False)
     with pytest.raises(UsageError, match="set gradient_accumulation_steps"):
-        engine.backward(engine(*batch))
+        engine.set_gradient_accumulation_boundary(False)
+    with pytest.raises(UsageError, match="set gradient_accumulation_steps"), engine.no_sync():
+        pass
+
+
+# -- memory between phases ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_are_offloaded_between_phases(opens: Opens, stage: int) -> None:
+    """Training continues with the same bits, the model is refused meanwhile, and other devices raise."""
+    batches = token_batches(4)
+    reference = opens(stage)
+    expected = run(reference, batches)
+    engine = opens(stage)
+    losses = run(engine, batches[:2])
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=False, non_blocking=True)
+    with pytest.raises(UsageError, match=r"call engine\.reload_states\(\) before"):
+        engine(*batches[2])
+    engine.reload_states(non_blocking=True)
+    losses += run(engine, batches[2:3])
+    engine.offload_states(device=OffloadDeviceEnum.none)
+    assert losses + run(engine, batches[3:]) == expected
+    with pytest.raises(UsageError, match=r"offload_states\(device='nvme'\)"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
 
 
 # -- the module --------------------------------------------------------------------------------------------------------
@@ -300,11 +334,61 @@ def test_checkpoints_have_deepspeeds_returns(opens: Opens, tmp_path: Path) -> No
     assert path == str(tmp_path / "global_step2") and client_state == {"epoch": 3}
     assert (again.global_steps, again.global_samples) == (2, 8)
     assert run(again, batches[2:]) == pytest.approx(expected, rel=1e-6)
-    for asked in ({"load_module_only": True}, {"load_optimizer_states": False}, {"load_module_strict": False}):
-        with pytest.raises(UsageError, match=f"load_checkpoint\\({next(iter(asked))}="):
-            again.load_checkpoint(str(tmp_path), **asked)
-    with pytest.raises(UsageError, match="save_latest=False"):
-        again.save_checkpoint(str(tmp_path), save_latest=False)
+    with pytest.raises(UsageError, match="custom_load_fn"):
+        again.load_checkpoint(str(tmp_path), custom_load_fn=print)
+
+
+def test_latest_names_the_last_save_that_may_be_continued(opens: Opens, tmp_path: Path) -> None:
+    """`save_latest=False` leaves the file `latest` as it is."""
+    engine = opens(2)
+    engine.save_checkpoint(tmp_path, "first")
+    engine.save_checkpoint(tmp_path, "aside", save_latest=False)
+    assert (tmp_path / "aside").is_dir()
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "first")
+
+
+def test_parts_of_a_checkpoint_are_loaded(opens: Opens, tmp_path: Path) -> None:
+    """Counts, moments and rates are those of the checkpoint or of the new run, as the arguments say."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    engine = opens(2, scheduler=schedule)
+    run(engine, token_batches(3))
+    engine.save_checkpoint(tmp_path)
+    weights = engine.module_state_dict()
+
+    def loaded(**asked: bool) -> tuple[int, int, bool, int]:
+        new = opens(2, scheduler=schedule)
+        new.load_checkpoint(tmp_path, **asked)
+        assert all(torch.equal(value, weights[name]) for name, value in new.module_state_dict().items())
+        moment = deepspeed.utils.safe_get_full_optimizer_state(new.module.head.weight, "exp_avg")
+        rates = new.lr_scheduler.last_batch_iteration
+        found = new.global_steps, new.global_samples, bool(moment.any()), rates
+        new.destroy()
+        return found
+
+    assert loaded() == (3, 12, True, 2)
+    assert loaded(load_optimizer_states=False) == (3, 12, False, 2)
+    assert loaded(load_lr_scheduler_states=False) == (3, 12, True, -1)
+    assert loaded(load_module_only=True) == (0, 0, False, -1)
+
+
+def test_a_checkpoint_without_the_frozen_base_is_loaded_into_a_model_with_it(opens: Opens, tmp_path: Path) -> None:
+    """`exclude_frozen_parameters` saves the trained ones, which load_module_strict=False loads."""
+
+    def model() -> Stack:
+        built = seeded(Stack)
+        built.embedding.weight.requires_grad_(False)
+        return built
+
+    engine = opens(2, model=model())
+    run(engine, token_batches(2))
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    weights = engine.module_state_dict()
+    engine.destroy()
+    again = opens(2, model=model())
+    with pytest.raises(CheckpointError, match=r"embedding\.weight"):
+        again.load_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path, load_module_strict=False)
+    assert all(torch.equal(value, weights[name]) for name, value in again.module_state_dict().items())
 
 
 def test_weights_are_saved_in_the_models_dtype(opens: Opens, tmp_path: Path) -> None:
@@ -318,6 +402,10 @@ def test_weights_are_saved_in_the_models_dtype(opens: Opens, tmp_path: Path) -> 
     weights = torch.load(tmp_path / "weights.bin", weights_only=True)
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
     seeded(Stack).to(torch.bfloat16).load_state_dict(weights)
+    engine.destroy()
+    engine = opens(0, optimizer=None)
+    assert engine.save_16bit_model(tmp_path, "run.bin") is True
+    assert len(torch.load(tmp_path / "run.bin", weights_only=True)) == len(weights)
 
 
 def test_a_state_dict_is_loaded_into_parameters_and_masters(opens: Opens) -> None:

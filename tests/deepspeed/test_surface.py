@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import infinity
@@ -27,6 +28,7 @@ from infinity.deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from infinity.errors import ConfigError, ModelError, UsageError
+from support.deepspeed_model import TinyModel
 from support.models import Stack, seeded, token_batches
 
 Opens = Callable[..., Any]
@@ -97,11 +99,10 @@ def test_the_config_comes_from_the_arguments_that_deepspeed_reads(opens: Opens, 
 
 
 def test_arguments_without_a_counterpart_are_refused(opens: Opens) -> None:
-    """An optimizer instance, model parallelism and engines as models raise by name."""
+    """Another optimizer, model parallelism and engines as models raise by name."""
     model = nn.Linear(2, 2)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=r"initialize\(optimizer=SGD\) is not supported yet"):
-        deepspeed.initialize(model=model, optimizer=sgd, config=CONFIG)
+    with pytest.raises(ConfigError, match=r"optimizer is a torch\..*RMSprop, whose update an engine does not have"):
+        deepspeed.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=CONFIG)
     mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
     with pytest.raises(ConfigError, match="mpu has 2 model-parallel ranks"):
         deepspeed.initialize(model=model, mpu=mpu, config=CONFIG)
@@ -153,6 +154,26 @@ def test_a_config_object_resolves_the_batch() -> None:
     assert (config.zero_enabled, config.gradient_clipping, config.optimizer_name) == (False, 1.0, "AdamW")
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="unknown"):
         deepspeed.DeepSpeedConfig({"train_batch": 3})
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="no batch size"):
+        deepspeed.DeepSpeedConfig({"zero_optimization": {"stage": 1}})
+
+
+def test_a_config_of_a_trainer_is_read_before_it_is_filled_in() -> None:
+    """`DeepSpeedConfig` and `zero.Init` take the "auto" values of Hugging Face's files."""
+    auto = {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    }
+    config = deepspeed.DeepSpeedConfig(auto)
+    assert (config.train_batch_size, config.zero_optimization_stage) == (None, 3)
+    assert config.scheduler_params["total_num_steps"] == "auto"
+    assert deepspeed.DeepSpeedConfig({**auto, "train_batch_size": 8}).train_micro_batch_size_per_gpu == 8
+    with deepspeed.zero.Init(config_dict_or_path=auto):
+        assert nn.Linear(2, 2).weight.dtype == torch.float32
 
 
 def test_inference_runs_in_deepspeeds_default_dtype(opens: Opens) -> None:
@@ -412,3 +433,19 @@ def test_fp32_weights_are_read_from_a_checkpoint(opens: Opens, tmp_path: Path) -
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "small", max_shard_size="1KB")
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
     assert (tmp_path / "safe" / "model.safetensors").is_file()
+
+
+def test_fp32_weights_are_read_from_deepspeeds_own_checkpoint(tmp_path: Path) -> None:
+    """A folder that DeepSpeed wrote gives the state dict of DeepSpeed's script, in memory and in a file."""
+    folder = Path(__file__).parents[1] / "integrations" / "deepspeed_checkpoints" / "stage2-frozen"
+    expected = load_file(folder / "fp32.safetensors")
+    states = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert states.keys() == expected.keys()
+    assert all(torch.equal(states[name], value) for name, value in expected.items())
+    trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    assert states.keys() - trained.keys() == {"blocks.0.up.weight", "blocks.0.up.bias"}
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out")
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+    model = load_state_dict_from_zero_checkpoint(TinyModel(), folder)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -11,7 +11,7 @@ from infinity.errors import ConfigError
 class DeepSpeedCPUAdagrad(FlatOptimizer):
     """Adagrad (Duchi, Hazan & Singer 2011) for parameters in host memory, with DeepSpeed's arguments and defaults."""
 
-    rule = "adagrad"
+    update_rule = "adagrad"
 
     def __init__(
         self,

@@ -16,17 +16,18 @@ _MASTER = "master"
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """An optimizer of `rule` for fp32, bf16 and fp16 parameters on the CPU. Moments are fp32.
+    """An optimizer of `update_rule` for fp32, bf16 and fp16 parameters on the CPU. Moments are fp32.
 
     A parameter of 16 bits has an fp32 master in its state, initialised at its first step; values written to the
     parameter later are overwritten. Raises ConfigError for values out of range, ModelError for other parameters.
     """
 
-    rule: ClassVar[Rule]
+    update_rule: ClassVar[Rule]
+    """The rule, by which `initialize` knows the optimizer."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
-        Hyper(self.rule, **defaults)
-        super().__init__(params, defaults)
+        hyper = Hyper(self.update_rule, **defaults)
+        super().__init__(params, {name: getattr(hyper, name) for name in HYPER_KEYS[self.update_rule]})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -36,7 +37,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            hyper = Hyper(self.rule, **{name: group[name] for name in HYPER_KEYS[self.rule] if name in group})
+            hyper = Hyper(self.update_rule, **{name: group[name] for name in HYPER_KEYS[self.update_rule]})
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param, hyper)
@@ -47,12 +48,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros(())
-            state |= {name: torch.zeros(param.shape) for name in MOMENT_NAMES[self.rule]}
+            state |= {name: torch.zeros(param.shape) for name in MOMENT_NAMES[self.update_rule]}
             if param.dtype != torch.float32:
                 state[_MASTER] = param.detach().float().contiguous()
         state["step"] += 1
         flat, grad = param.contiguous(), param.grad.contiguous()  # type: ignore[union-attr]
-        moments = [state[name] for name in MOMENT_NAMES[self.rule]]
+        moments = [state[name] for name in MOMENT_NAMES[self.update_rule]]
         update_flat(flat, state.get(_MASTER), grad, moments, (), hyper, int(state["step"]))
         if flat is not param:
             param.copy_(flat)

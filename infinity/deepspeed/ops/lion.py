@@ -10,7 +10,7 @@ from infinity.deepspeed.ops.flat import FlatOptimizer, check_moments
 class DeepSpeedCPULion(FlatOptimizer):
     """Lion (Chen et al. 2023) for parameters in host memory, with DeepSpeed's arguments and defaults."""
 
-    rule = "lion"
+    update_rule = "lion"
 
     def __init__(
         self,

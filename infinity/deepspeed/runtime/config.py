@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from infinity.deepspeed.engine_names import GETTERS, read
-from infinity.deepspeed.settings import make_config, read_settings
+from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 
 DeepSpeedConfigError = ConfigError
@@ -19,7 +19,8 @@ DeepSpeedConfigError = ConfigError
 class DeepSpeedConfig:
     """A validated DeepSpeed config for `world_size` ranks, with its batch sizes resolved.
 
-    config: a dict or the path of a JSON file. mpu, mesh_device: must be None. Raises ConfigError.
+    config: a dict or the path of a JSON file. mpu, mesh_device: must be None. Raises ConfigError. Batch sizes are None
+    as long as "auto" leaves them open; other keys that are "auto" have their defaults.
 
     Attributes: `train_batch_size`, `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
     `gradient_clipping`, `zero_optimization_stage`, `zero_enabled`, `optimizer_name`, `optimizer_params`,
@@ -32,12 +33,18 @@ class DeepSpeedConfig:
         if mpu is not None or mesh_device is not None:
             raise ConfigError("mpu and mesh_device have no counterpart here: leave them out")
         self.param_dict = read_settings(config)
-        resolved = make_config(self.param_dict, nn.Module())
+        resolved = make_config(without_auto_schedule(self.param_dict), nn.Module())
         self.world_size = world_size or int(os.environ.get("WORLD_SIZE") or 1)
-        batch = resolved.resolve_batch(self.world_size)
-        self.train_micro_batch_size_per_gpu = batch.micro
-        self.gradient_accumulation_steps = batch.accumulation
-        self.train_batch_size = batch.micro * batch.accumulation * self.world_size
+        self.train_batch_size: int | None = None
+        self.train_micro_batch_size_per_gpu: int | None = None
+        self.gradient_accumulation_steps: int | None = None
+        sizes = (resolved.train_batch_size, resolved.train_micro_batch_size_per_gpu)
+        is_auto = any(self.param_dict.get(name) == "auto" for name in _SIZES)
+        if not is_auto or any(size is not None for size in sizes):
+            batch = resolved.resolve_batch(self.world_size)
+            self.train_micro_batch_size_per_gpu = batch.micro
+            self.gradient_accumulation_steps = batch.accumulation
+            self.train_batch_size = batch.micro * batch.accumulation * self.world_size
         self.gradient_clipping = resolved.gradient_clipping
         self.zero_optimization_stage = int(resolved.zero_optimization.stage)
         self.zero_enabled = self.zero_optimization_stage > 0
@@ -45,3 +52,6 @@ class DeepSpeedConfig:
         self.optimizer_params = read(self.param_dict, GETTERS["optimizer_params"])
         self.scheduler_name = read(self.param_dict, GETTERS["scheduler_name"])
         self.scheduler_params = read(self.param_dict, GETTERS["scheduler_params"])
+
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")

@@ -14,7 +14,7 @@ from torch import nn
 import infinity.construction.init_context as init_context
 import infinity.engine.gather as gather
 from infinity.config import Config
-from infinity.deepspeed.settings import make_config, read_settings
+from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 
 
@@ -86,8 +86,8 @@ _DTYPES = {(True, False): torch.bfloat16, (False, True): torch.float16}
 
 
 def _init_config(settings: dict[str, Any]) -> Config:
-    """Return the config for construction, which needs no batch sizes."""
-    return make_config(settings, nn.Module())
+    """Return the config for construction, which needs no batch sizes and no scheduler."""
+    return make_config(without_auto_schedule(settings), nn.Module())
 
 
 class GatheredParameters:

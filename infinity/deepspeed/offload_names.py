@@ -1,0 +1,23 @@
+"""Names of devices and states in the arguments of `offload_states`."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where states are offloaded to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """States that `engine.offload_states` names: `lp` is the model's dtype, `hp` fp32."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
