@@ -18,7 +18,8 @@ from infinity.checkpoint.tensors import WEIGHTS_INDEX, Spec, write_tensors
 from memory import construction
 from support.memory import peak_rss
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]  # they take 10 s each; most of it is the disk's, which others may be using
+# They take 10 s each; most of it is the disk's, which others may be using.
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 FEW, MANY = 8, 32
 
