@@ -77,14 +77,6 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if id(item) not in repeated]
 
 
-def pytest_collection_finish() -> None:
-    """Exempt what was imported and collected from garbage collection: `initialize` looks through all objects, and tests
-    call gc.collect().
-    """
-    gc.collect()
-    gc.freeze()
-
-
 _SYSTEM_WIDE = ("test_faults.py", "test_real_faults.py", "test_io.py", "test_join.py", "test_bad_input.py")
 """Files whose tests fill loop devices, AIO slots or ports."""
 
@@ -104,6 +96,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ranks" if path.parent.name == "multirank" or path.name in _SYSTEM_WIDE else str(path)
 
     return Files(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_collectable_objects() -> None:
+    """Exempt what exists before a file's tests from garbage collection: `initialize` looks through all objects, and
+    tests call gc.collect().
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
