@@ -31,7 +31,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)", output, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_linear_tutorial_trains(ranks: int, tmp_path: Path) -> None:
     """The loss falls to a fraction, and rank 0 alone prints it."""
     fell = losses(run([str(EXAMPLES / "linear.py")], tmp_path, ranks))
