@@ -95,12 +95,8 @@ class SavingEngine(ReportingEngine):
         """Save save_dir/tag (default: global_step and the number of steps), and return True. Collective."""
         if not save_dir:
             raise UsageError(f"save_dir is {save_dir!r}: pass the path of a folder")
-        if not save_latest:
-            raise not_yet("save_checkpoint(save_latest=False)", "pass the tag to load_checkpoint()")
-        if exclude_frozen_parameters and self._frozen():
-            raise not_yet("save_checkpoint(exclude_frozen_parameters=True)", "use save_16bit_model() for the weights")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self.training_engine.save_checkpoint(save_dir, name, client_state)
+        self.training_engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -118,20 +114,20 @@ class SavingEngine(ReportingEngine):
         tag: by default the one in `latest`. The folder must be Infinity's; `infinity import-deepspeed` converts
         DeepSpeed's.
         """
-        partial = {
-            "load_module_strict=False": not load_module_strict,
-            "load_optimizer_states=False": not load_optimizer_states,
-            "load_lr_scheduler_states=False": not load_lr_scheduler_states,
-            "load_module_only=True": load_module_only,
-            "custom_load_fn": custom_load_fn is not None,
-        }
-        for name in (name for name, asked in partial.items() if asked):
-            raise not_yet(f"load_checkpoint({name})", "load the whole checkpoint, or use load_module_state_dict()")
+        if custom_load_fn is not None:
+            raise not_yet("load_checkpoint(custom_load_fn=…)", "use load_module_state_dict()")
         if tag is None and not (Path(load_dir) / LATEST).is_file():
             logger.warning("no checkpoint was loaded: %s has no file %r; pass a tag", load_dir, LATEST)
             return None, None
         engine = self.training_engine
-        folder, client_state = engine.load_checkpoint(load_dir, tag)
+        folder, client_state = engine.load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+        )
         self.global_samples = engine.global_steps * self.train_batch_size()
         self._show_scale(overflow=False)
         return str(folder), client_state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import nn
 import infinity.construction.init_context as init_context
 import infinity.engine.gather as gather
 from infinity.config import Config
+from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.settings import make_config, read_settings
 from infinity.errors import ConfigError
 
@@ -72,6 +73,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
+            init_distributed()  # as DeepSpeed; transformers asks for the rank when it fills in the weights
             self._stack.enter_context(init_context.Init(self._config))
             if self._dtype is not None:
                 self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -112,6 +114,11 @@ class GatheredParameters:
 
     def __exit__(self, *error: object) -> None:
         self._gathered.__exit__(*error)
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
+    """Return `fn`. transformers replaces this function for a while; here `Init` sets torch's default dtype instead."""
+    return fn
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
