@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, set_seed
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, InitProcessGroupKwargs, set_seed
 from hugging_face import gpt2, rows, run_cases
 from torch.utils.data import DataLoader
 
 
 def make_accelerator(plugin: DeepSpeedPlugin | None, accumulation: int = 1) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # left by the run before
-    return Accelerator(cpu=plugin is None, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(plugin is not None).lower()  # as its launcher
+    ranks = [InitProcessGroupKwargs(backend="gloo")]  # without it, Accelerate sees one process on a CPU
+    return Accelerator(
+        cpu=plugin is None,
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=accumulation,
+        kwargs_handlers=ranks if plugin and "RANK" in os.environ else None,
+    )
 
 
 def rate(step: int) -> float:
@@ -27,7 +33,7 @@ def rate(step: int) -> float:
 class Run:
     """A model, its optimizer and its data, prepared by an Accelerator."""
 
-    def __init__(self, accelerator: Accelerator, in_config: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, in_config: bool = False, batch: int = 4) -> None:
         set_seed(0)
         self.accelerator, self.losses, self.norms = accelerator, [], []
         model = gpt2()
@@ -41,7 +47,7 @@ class Run:
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-        loader: Any = DataLoader(rows(48), batch_size=4)  # type: ignore[arg-type]
+        loader: Any = DataLoader(rows(48), batch_size=batch)  # type: ignore[arg-type]
         self.model, self.optimizer, self.loader, self.schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
     def train(self, steps: int, first: int = 0, clip: float | None = 1.0) -> list[float]:
@@ -61,18 +67,16 @@ class Run:
         return self.losses
 
     def results(self) -> dict[str, Any]:
-        weights = self.accelerator.get_state_dict(self.model)
+        weights = self.accelerator.get_state_dict(self.model) or {}  # stage 3: on rank 0 only
         total = float(sum(value.double().abs().sum() for value in weights.values()))
         return {"losses": self.losses, "norms": self.norms, "weights": total, "names": sorted(weights)}
 
 
-def plugins(accumulation: int = 1, clip: float = 1.0, nvme: Path | None = None) -> dict[str, Any]:
+def plugins(accumulation: int = 1, clip: float = 1.0) -> dict[str, Any]:
     """Name → plugin, and True if the config has the optimizer."""
 
     def config(stage: int, **changes: Any) -> DeepSpeedPlugin:
         zero: dict[str, Any] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-        if nvme is not None:
-            zero["offload_param"] = zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(nvme)}
         keys = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": accumulation}
         content = {**keys, "gradient_clipping": clip, "zero_optimization": zero, **changes}
         return DeepSpeedPlugin(hf_ds_config=content)
@@ -139,13 +143,20 @@ def weights(folder: Path) -> Any:
     expected = run.accelerator.get_state_dict(run.model)
     run.accelerator.save_model(run.model, str(folder / "model"))
     unwrapped = run.accelerator.unwrap_model(run.model)
-    unwrapped.save_pretrained(folder / "pretrained", state_dict=expected)
+    unwrapped.save_pretrained(folder / "pretrained", state_dict=dict(expected))
     saved = load_file(folder / "model" / "model.safetensors")
     again = GPT2LMHeadModel.from_pretrained(folder / "pretrained").state_dict()
     kind = type(unwrapped).__name__
     moved = (expected["transformer.wte.weight"] - gpt2().state_dict()["transformer.wte.weight"]).abs().max().item()
     same = all(torch.equal(value, expected[name]) for name, value in (*saved.items(), *again.items()))
     return {"kind": kind, "same": same, "names": len(again), "moved": moved}
+
+
+def wide(folder: Path) -> Any:
+    """One process with batches of 8, for `ranks`."""
+    run = Run(make_accelerator(None), batch=8)
+    run.train(6)
+    return run.results()
 
 
 def ranks(folder: Path) -> Any:

@@ -7,23 +7,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from hugging_face import gpt2, rows, run_cases
+from torch import nn
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 CONFIGS = Path(__file__).parents[1] / "config" / "public"
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 
+
 def auto(stage: int, optimizer: bool = True, **zero: Any) -> dict[str, Any]:
     """A config whose values Trainer fills in."""
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config: dict[str, Any] = {key: "auto" for key in batch}
-    config["zero_optimization"] = {"stage": stage, **{key: "auto" for key in sizes}, **GATHER, **zero}
+    config: dict[str, Any] = dict.fromkeys(batch, "auto")
+    config["zero_optimization"] = {"stage": stage, **dict.fromkeys(sizes, "auto"), **GATHER, **zero}
     config |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     if optimizer:
-        params = {key: "auto" for key in ("lr", "betas", "eps", "weight_decay")}
+        params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
         config["optimizer"] = {"type": "AdamW", "params": params}
     return config
 
@@ -42,7 +42,9 @@ def on_nvme(folder: Path) -> dict[str, Any]:
     return auto(3, offload_param=place, offload_optimizer=place)
 
 
-def trainer(folder: Path, config: Any = None, model: nn.Module | None = None, kind: Any = Trainer, **options: Any) -> Any:
+def trainer(
+    folder: Path, config: Any = None, model: nn.Module | None = None, kind: Any = Trainer, **options: Any
+) -> Any:
     """A Trainer of ten steps of AdamW with a falling rate; `config` is its deepspeed=."""
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
@@ -118,15 +120,16 @@ def epochs(folder: Path) -> Any:
 
 
 def resuming(folder: Path) -> Any:
-    found = {}
-    for name, config in {"2": auto(2), "3": on_nvme(folder), "3 client": auto(3, False), "plain": None}.items():
-        there = folder / name
+    """Runs of ten steps, and the same resumed from step 6."""
+    found = []
+    for number, config in enumerate((None, auto(2), auto(3, False), on_nvme(folder))):
+        there = folder / str(number)
         options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
         options |= {"save_total_limit": 3, "config": config}
-        whole = trained(trainer(there, **options))
-        second = trainer(there / "resumed", **options)
-        files = sorted(path.name for path in (there / "out").iterdir())
-        found[name] = [whole, trained(second, str(there / "out" / "checkpoint-6")), files]
+        values = trained(trainer(there, **options))
+        values["files"] = sorted(path.name for path in (there / "out").iterdir())
+        again = trainer(there / "again", **options)
+        found.append(values | {"resumed": trained(again, str(there / "out" / "checkpoint-6"))})
     return found
 
 
@@ -136,7 +139,14 @@ def best_model(folder: Path) -> Any:
     for config in (None, auto(2), auto(3)):
         options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
         options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-        run = trainer(folder / str(len(found)), config, learning_rate=1.0, lr_scheduler_type="constant_with_warmup", warmup_steps=20, **options)
+        run = trainer(
+            folder / str(len(found)),
+            config,
+            learning_rate=1.0,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=20,
+            **options,
+        )
         found.append(trained(run) | {"best": run.state.best_metric})
     return found
 
@@ -220,6 +230,10 @@ def generation(folder: Path) -> Any:
 
 def evaluation_only(folder: Path) -> Any:
     return [trainer(folder, config).evaluate()["eval_loss"] for config in (None, auto(3))]
+
+
+def wide(folder: Path) -> Any:
+    return trained(trainer(folder, per_device_train_batch_size=8))
 
 
 def ranks(folder: Path) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from datasets.table import InMemoryTable
 from hugging_face import gpt2, rows, run_cases
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -19,12 +20,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0", unk_token="w0")
 
 
+def dataset(count: int) -> Dataset:
+    """Rows of token ids. The fingerprint is given, since not every pyarrow lets datasets compute one."""
+    tokens = [row["input_ids"].tolist() for row in rows(count)]
+    return Dataset(InMemoryTable.from_pydict({"input_ids": tokens}), fingerprint=f"rows{count}")
+
+
 def config(stage: int) -> dict[str, Any]:
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    params = {key: "auto" for key in ("lr", "betas", "eps", "weight_decay")}
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     optimizer = {"type": "AdamW", "params": params}
-    return {key: "auto" for key in batch} | {"zero_optimization": zero, "optimizer": optimizer}
+    return dict.fromkeys(batch, "auto") | {"zero_optimization": zero, "optimizer": optimizer}
 
 
 def run(folder: Path, deepspeed: Any, **options: Any) -> dict[str, Any]:
@@ -46,12 +53,11 @@ def run(folder: Path, deepspeed: Any, **options: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         "save_strategy": "no",
     }
-    data = [Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(count)]) for count in (48, 8)]
     trainer = SFTTrainer(
         model=gpt2(),
         args=SFTConfig(**settings | options),
-        train_dataset=data[0],
-        eval_dataset=data[1],
+        train_dataset=dataset(48),
+        eval_dataset=dataset(8),
         processing_class=tokenizer(),
         peft_config=peft_config,
     )

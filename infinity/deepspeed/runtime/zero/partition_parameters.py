@@ -20,11 +20,23 @@ from infinity.errors import ConfigError
 
 
 class ZeroParamStatus(Enum):
-    """Where a parameter is in DeepSpeed. Parameters here have no `ds_status`, since reading one fetches it."""
+    """Status of a tensor, in its attribute `ds_status`: libraries gather parameters that are not AVAILABLE.
+
+    NOT_AVAILABLE for the parameters of a stage 3 engine, AVAILABLE for other tensors.
+    """
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+def set_status(model: nn.Module) -> None:
+    """Set the status of the parameters of `model`, which a stage 3 engine shards from now on."""
+    # Autograd gives a backward of Python a tensor in place of a parameter that was saved, without its attributes. TRL
+    # reads the status there, so it is an attribute of the class.
+    torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    for parameter in model.parameters():
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
 class Init:
