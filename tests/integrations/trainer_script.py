@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer without and with deepspeed=, for test_transformers.py. `hugging_face` has the command."""
+"""Runs of transformers' Trainer without and with deepspeed=, for test_transformers.py."""
 
 from __future__ import annotations
 
