@@ -23,7 +23,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-campaign test-device fuzz mutants sanitize lint format docs wheel run bench clean
+.PHONY: help install test test-campaign test-device test-integrations fuzz mutants sanitize lint format docs wheel run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -38,6 +38,9 @@ test-campaign: install ## run every case of every test, slow ones too (hours); C
 
 test-device: install ## run the tests that need a CUDA device
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+test-integrations: install $(VENV)/.integrations ## run the tests with Hugging Face's libraries and Lightning
+	$(VENV)/bin/python -m pytest -m integrations tests/integrations $(ARGS)
 
 fuzz: install ## train composed models and loops by the engine and by plain PyTorch
 	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)
@@ -108,6 +111,12 @@ $(VENV)/.build-deps: $(VENV)/.torch
 # Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
 $(VENV)/.installed: $(VENV)/.build-deps pyproject.toml $(NATIVE)
 	$(PIP_INSTALL) --quiet --no-build-isolation --editable '.[test,plots,lint]'
+	@touch $@
+
+# The libraries of the extra [integrations], by name, so that the package is not built again.
+$(VENV)/.integrations: $(VENV)/.installed
+	$(PIP_INSTALL) --quiet $$($(VENV)/bin/python -c 'import importlib.metadata as m; print(*(r.split(";")[0].strip() \
+		for r in m.requires("infinity") if "integrations" in r.partition(";")[2]))')
 	@touch $@
 
 # Tools that nothing imports: in environments of their own, apart from what the tests run in.

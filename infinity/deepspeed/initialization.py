@@ -15,6 +15,7 @@ from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.loss_scale import DeepSpeedLossScale
 from infinity.deepspeed.module import EngineModule
+from infinity.deepspeed.runtime.zero.partition_parameters import set_status
 from infinity.deepspeed.settings import find_config, make_config, read_settings
 from infinity.engine import lr_schedules
 from infinity.engine.base import BaseEngine
@@ -66,6 +67,8 @@ def initialize(
     except BaseException:
         engine.close()
         raise
+    if wrapped.zero_optimization_partition_weights():
+        set_status(model)
     return wrapped, wrapped.optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -14,16 +14,29 @@ from torch import nn
 import infinity.construction.init_context as init_context
 import infinity.engine.gather as gather
 from infinity.config import Config
+from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 
 
 class ZeroParamStatus(Enum):
-    """Where a parameter is in DeepSpeed. Parameters here have no `ds_status`, since reading one fetches it."""
+    """Status of a tensor, in its attribute `ds_status`: libraries gather parameters that are not AVAILABLE.
+
+    NOT_AVAILABLE for the parameters of a stage 3 engine, AVAILABLE for other tensors.
+    """
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+def set_status(model: nn.Module) -> None:
+    """Set the status of the parameters of `model`, which a stage 3 engine shards from now on."""
+    # Autograd gives a backward of Python a tensor in place of a parameter that was saved, without its attributes. TRL
+    # reads the status there, so it is an attribute of the class.
+    torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    for parameter in model.parameters():
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
 class Init:
@@ -72,6 +85,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
+            init_distributed()  # as DeepSpeed; transformers asks for the rank when it fills in the weights
             self._stack.enter_context(init_context.Init(self._config))
             if self._dtype is not None:
                 self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -112,6 +126,11 @@ class GatheredParameters:
 
     def __exit__(self, *error: object) -> None:
         self._gathered.__exit__(*error)
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
+    """Return `fn`. transformers replaces this function for a while; here `Init` sets torch's default dtype instead."""
+    return fn
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
