@@ -101,14 +101,16 @@ class ClientOptimizer:
         """Load the states into `engine`, which was constructed with `configure` and `groups`. Collective.
 
         Both optimizers share their param_groups from then on, so that a scheduler on the client's sets the engine's
-        rates. The client's states are released, and uses of it that have no effect any more raise UsageError.
+        rates, and the client's hooks run in each step, with the engine's optimizer as argument. The client's states are
+        released, and uses of it that have no effect any more raise UsageError.
         """
         if self.state_dict["state"]:
             engine.optimizer.load_state_dict(self.state_dict)
         for parameter, master in self.masters.items():
             set_full_fp32_param(parameter, master)
-        engine.optimizer.share_groups(self.optimizer.param_groups)
         client = self.optimizer
+        engine.optimizer.share_groups(client.param_groups)
+        engine.optimizer.share_hooks(client)
         client.state = _HandedOver()  # type: ignore[assignment]
         client.register_load_state_dict_pre_hook(_refuse_loading)
         # torch's schedulers warn if the optimizer that they were constructed with was never stepped.
@@ -140,6 +142,12 @@ def construct_optimizer(
 
 def _rule(optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule of `optimizer`. Raises ConfigError for a class with another update."""
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # torch's schedulers count steps in it
+        raise ConfigError(
+            f"optimizer.step of this {type(optimizer).__name__} was replaced, and an engine would not call the new "
+            "one: use optimizer.register_step_pre_hook() or register_step_post_hook(), or del optimizer.step"
+        )
     declared: Rule | None = getattr(type(optimizer), "update_rule", None)  # optimizers of this package
     for known, rule in _RULES.items():
         # A subclass may change the constructor, but not the update.

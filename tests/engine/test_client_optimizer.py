@@ -51,9 +51,16 @@ def with_a_wrong_state(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def with_another_step(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
 OPTIMIZERS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda m: torch.optim.RMSprop(m.parameters()), ConfigError, r"RMSprop, whose update .* pass torch\.optim\.AdamW"),
     (lambda m: Momentum(m.parameters()), ConfigError, r"Momentum, whose update"),
+    (with_another_step, ConfigError, r"optimizer\.step of this AdamW was replaced"),
     (lambda m: adamw(m, amsgrad=True), ConfigError, r"param_group 0 .* amsgrad=True"),
     (lambda m: adamw(m, maximize=True), ConfigError, r"maximize=True"),
     (lambda m: adamw(m, differentiable=True), ConfigError, r"differentiable=True"),
