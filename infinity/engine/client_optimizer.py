@@ -50,6 +50,8 @@ _RULES: dict[type[torch.optim.Optimizer], Rule] = {
     torch.optim.SGD: "sgd",
 }
 """Class → its rule. An Adam whose groups decouple the weight decay is AdamW."""
+_UPDATE = ("step", "_init_group")
+"""Methods of torch's optimizers that update."""
 _CHANGE_RESULTS = ("amsgrad", "maximize", "differentiable")
 """Options of torch's optimizers that the engine's update lacks. Others select an implementation of the same update."""
 
@@ -151,7 +153,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
     declared: Rule | None = getattr(type(optimizer), "update_rule", None)  # optimizers of this package
     for known, rule in _RULES.items():
         # A subclass may change the constructor, but not the update.
-        if isinstance(optimizer, known) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(known.step):
+        if isinstance(optimizer, known) and all(_inherits(type(optimizer), known, name) for name in _UPDATE):
             declared = declared or rule
     if declared is None:
         raise ConfigError(
@@ -168,6 +170,16 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
             "them, so set it in all or in none"
         )
     return "adamw" if decoupled == {True} else "adam"
+
+
+def _inherits(kind: type, known: type, name: str) -> bool:
+    """Return True if `kind` has the method `name` of `known`, with no wrappers around it but torch's own."""
+    method, theirs = getattr(kind, name, None), getattr(known, name, None)
+    while method is not None and hasattr(method, "__wrapped__"):
+        if not method.__globals__["__name__"].startswith("torch."):
+            return False
+        method = method.__wrapped__
+    return method is (None if theirs is None else inspect.unwrap(theirs))
 
 
 def _check_options(optimizer: torch.optim.Optimizer, rule: Rule, moments: MomentFormat) -> None:
