@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from infinity.config.draft import Draft
-from infinity.config.tree import look
+from infinity.config.tree import ABSENT, look
 
 DEFAULTS: Mapping[str, object] = {
     "zero_optimization.stage": 0,
@@ -31,6 +31,8 @@ def add_defaults(draft: Draft) -> None:
         draft.default(dotted, value)
     for section, defaults in (("optimizer", OF_OPTIMIZER), ("scheduler", OF_SCHEDULER)):
         kind = look(draft.content, f"{section}.type")
+        if kind is ABSENT and section == "optimizer" and draft.has(section):
+            kind = "adamw"  # the schema's default type
         if isinstance(kind, str):
             for name, value in defaults.get(kind, defaults.get(kind.lower(), {})).items():
                 draft.default(f"{section}.params.{name}", value)

@@ -91,6 +91,7 @@ def _make_engine(
         config = config.model_copy(update={"scheduler": None})
     engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
     engine.loss_scale = DeepSpeedLossScale.after(engine.loss_scale)
+    engine.updates.step.counts_calls = True  # as DeepSpeed, whose micro-batches may have several backwards
     return engine
 
 

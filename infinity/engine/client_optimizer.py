@@ -50,6 +50,8 @@ _RULES: dict[type[torch.optim.Optimizer], Rule] = {
     torch.optim.SGD: "sgd",
 }
 """Class → its rule. An Adam whose groups decouple the weight decay is AdamW."""
+_UPDATE = ("step", "_init_group")
+"""Methods of torch's optimizers that update."""
 _CHANGE_RESULTS = ("amsgrad", "maximize", "differentiable")
 """Options of torch's optimizers that the engine's update lacks. Others select an implementation of the same update."""
 
@@ -101,14 +103,16 @@ class ClientOptimizer:
         """Load the states into `engine`, which was constructed with `configure` and `groups`. Collective.
 
         Both optimizers share their param_groups from then on, so that a scheduler on the client's sets the engine's
-        rates. The client's states are released, and uses of it that have no effect any more raise UsageError.
+        rates, and the client's hooks run in each step, with the engine's optimizer as argument. The client's states are
+        released, and uses of it that have no effect any more raise UsageError.
         """
         if self.state_dict["state"]:
             engine.optimizer.load_state_dict(self.state_dict)
         for parameter, master in self.masters.items():
             set_full_fp32_param(parameter, master)
-        engine.optimizer.share_groups(self.optimizer.param_groups)
         client = self.optimizer
+        engine.optimizer.share_groups(client.param_groups)
+        engine.optimizer.share_hooks(client)
         client.state = _HandedOver()  # type: ignore[assignment]
         client.register_load_state_dict_pre_hook(_refuse_loading)
         # torch's schedulers warn if the optimizer that they were constructed with was never stepped.
@@ -140,10 +144,16 @@ def construct_optimizer(
 
 def _rule(optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule of `optimizer`. Raises ConfigError for a class with another update."""
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # torch's schedulers count steps in it
+        raise ConfigError(
+            f"optimizer.step of this {type(optimizer).__name__} was replaced, and an engine would not call the new "
+            "one: use optimizer.register_step_pre_hook() or register_step_post_hook(), or del optimizer.step"
+        )
     declared: Rule | None = getattr(type(optimizer), "update_rule", None)  # optimizers of this package
     for known, rule in _RULES.items():
         # A subclass may change the constructor, but not the update.
-        if isinstance(optimizer, known) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(known.step):
+        if isinstance(optimizer, known) and all(_inherits(type(optimizer), known, name) for name in _UPDATE):
             declared = declared or rule
     if declared is None:
         raise ConfigError(
@@ -160,6 +170,16 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
             "them, so set it in all or in none"
         )
     return "adamw" if decoupled == {True} else "adam"
+
+
+def _inherits(kind: type, known: type, name: str) -> bool:
+    """Return True if `kind` has the method `name` of `known`, with no wrappers around it but torch's own."""
+    method, theirs = getattr(kind, name, None), getattr(known, name, None)
+    while method is not None and hasattr(method, "__wrapped__"):
+        if not method.__globals__["__name__"].startswith("torch."):
+            return False
+        method = method.__wrapped__
+    return method is (None if theirs is None else inspect.unwrap(theirs))
 
 
 def _check_options(optimizer: torch.optim.Optimizer, rule: Rule, moments: MomentFormat) -> None:

@@ -180,6 +180,11 @@ class UnitOptimizer(torch.optim.Optimizer):
             own.update({**group, **own})
         self._replace_groups(groups)
 
+    def share_hooks(self, other: torch.optim.Optimizer) -> None:
+        """Run the hooks of `other`, registered before or after this call, in each step."""
+        self._optimizer_step_pre_hooks = other._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = other._optimizer_step_post_hooks
+
     def _replace_groups(self, groups: list[dict[str, Any]]) -> None:
         """Use the list and the dicts of `groups`, with the contents of the present ones."""
         present, self.param_groups = self.param_groups, groups

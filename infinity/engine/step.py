@@ -60,6 +60,8 @@ class Step:
         self.boundary: bool | None = None
         """Set by the user: True if each backward is the last of its step, False if none is. None: after `accumulation`
         micro-batches."""
+        self.counts_calls = False
+        """True: a micro-batch ends with `engine.step()`, and may have several backwards. False: with its backward."""
         self.scaled = ScaledBackwards()
         self._early = early
         self._unsynced = 0
@@ -77,7 +79,9 @@ class Step:
     @property
     def is_due(self) -> bool:
         """True if `engine.step()` updates with the gradients collected so far."""
-        return self.micro_steps >= self.accumulation if self.boundary is None else self.boundary
+        if self.boundary is not None:
+            return self.boundary
+        return (self._passed + 1 if self.counts_calls else self.micro_steps) >= self.accumulation
 
     @property
     def is_at_boundary(self) -> bool:
@@ -156,7 +160,8 @@ class Step:
             self._unsynced -= 1
 
     def begin_backward(self) -> None:
-        due = self.micro_steps + 1 >= self.accumulation if self.boundary is None else self.boundary
+        done = self._passed if self.counts_calls else self.micro_steps
+        due = done + 1 >= self.accumulation if self.boundary is None else self.boundary
         self.is_last_micro_step = due and not self._unsynced
 
     def end_backward(self, *, counts: bool) -> None:
@@ -167,7 +172,7 @@ class Step:
 
     def end_micro_batch(self) -> None:
         """Record a call of `engine.step()` that updates nothing."""
-        self._passed = self.micro_steps
+        self._passed = self._passed + 1 if self.counts_calls else self.micro_steps
 
     def add_updated(self, units: Iterable[int]) -> None:
         self.updated.update(units)

@@ -12,6 +12,7 @@ import io
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from torch.storage import TypedStorage
 from infinity.checkpoint.format import reason
 from infinity.errors import CheckpointError
 
+_CHUNK = 16 << 20
+"""Bytes of a record that are read at a time."""
 _LARGEST_PICKLE = 1 << 29
 """Bytes of a pickle without its tensors. 100,000 parameters need some 20 MB."""
 
@@ -233,6 +236,11 @@ def _read(path: Path) -> PickleFile:
             raise CheckpointError(f"{path} holds no data.pkl: torch.save did not write it")
         folder = pickled.removesuffix("data.pkl")
         places = {name: _place(file, info, size, path) for name, info in records.items()}
+        if sum(info.file_size for info in records.values()) > size:
+            raise CheckpointError(f"{path} holds records that overlap: it is damaged")
+        for name, info in records.items():
+            if _checksum(file, places[name], info.file_size) != info.CRC:
+                raise CheckpointError(f"{path}: the checksum of {name} is wrong: it is damaged, use another one")
         if records[pickled].file_size > _LARGEST_PICKLE:
             raise CheckpointError(f"{path}: its pickle has {records[pickled].file_size:,} bytes, which is too large")
         if (order := folder + "byteorder") in records and _bytes(file, places[order], records[order]) != b"little":
@@ -258,6 +266,16 @@ def _place(file: io.BufferedReader, info: zipfile.ZipInfo, size: int, path: Path
         if start + info.file_size <= size and not info.flag_bits & 1:
             return start
     raise CheckpointError(f"{path}: its record {info.filename!r} is compressed, encrypted or cut off: it is damaged")
+
+
+def _checksum(file: io.BufferedReader, start: int, length: int) -> int:
+    """Return the CRC-32 of a record's bytes, as torch.save writes it. (torch.load does not compare it.)"""
+    file.seek(start)
+    crc = 0
+    while length > 0 and (chunk := file.read(min(length, _CHUNK))):
+        crc = zlib.crc32(chunk, crc)
+        length -= len(chunk)
+    return crc
 
 
 def _bytes(file: io.BufferedReader, start: int, info: zipfile.ZipInfo) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 try:
@@ -38,6 +39,9 @@ class EnginePrecision(Precision):  # type: ignore[misc]
     """Leaves the module's dtype and the clipping to the engine, and casts float inputs to the engine's 16-bit dtype."""
 
     dtype: torch.dtype | None = None
+    clipping: float = 0.0
+    """The norm to which the engine clips in every step; 0: none."""
+    _asked = False
 
     def convert_input(self, data: Any) -> Any:
         """Return `data` with its floating-point tensors in the dtype of the parameters."""
@@ -47,7 +51,28 @@ class EnginePrecision(Precision):  # type: ignore[misc]
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, data)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Do nothing: the engine clips in `optimizer.step()`, since gradients are not in `.grad`."""
+        """Accept the clipping that the engine does in `optimizer.step()`. Raises UsageError for any other."""
+        algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
+        self._asked = True
+        if clip_val > 0 and (clip_val != self.clipping or algorithm != "norm"):
+            raise UsageError(
+                f'clip_gradients({clip_val:g}, "{algorithm}") was called, and the engine '
+                + (f"clips to a norm of {self.clipping:g}" if self.clipping else "does not clip")
+                + ' in every step: set Trainer(gradient_clip_val=…), or "gradient_clipping" in the config, to one norm '
+                "for all steps"
+            )
+
+    def _clip_gradients(
+        self, model: Any, optimizer: Any, clip_val: float | None = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Call the module's `configure_gradient_clipping`. Raises UsageError if it omits the Trainer's clipping."""
+        self._asked = False
+        super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
+        if clip_val and not self._asked and model.automatic_optimization:
+            raise UsageError(
+                f"configure_gradient_clipping() did not call clip_gradients() in this step, and the engine clips to a "
+                f"norm of {self.clipping:g} in every step: call it in all, or leave gradient_clip_val out"
+            )
 
 
 class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
@@ -71,6 +96,8 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self._source = config
         self._restore = restore
         self._precision = EnginePrecision()
+        self._frozen: list[nn.Parameter] = []
+        """Parameters that an engine for inference froze, which are trainable again after `teardown`."""
         self._step = ""
         """The method of the module that the engine's next forward runs; empty: its own forward."""
         self.engine: TrainingEngine | InferenceEngine | None = None
@@ -99,6 +126,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self._redirect_forward()
         module = self.lightning_module
         if trainer.state.fn != TrainerFn.FITTING:
+            self._frozen = [p for p in module.parameters() if p.requires_grad]
             self.engine = init_inference(module, Config.load(self._source))
         else:
             self.setup_optimizers(trainer)
@@ -109,6 +137,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
                     "one optimizer with a param_group for each part of the model"
                 )
             config = _configured(Config.load(self._source), trainer)
+            self._precision.clipping = config.gradient_clipping
             self.engine, optimizer, _, _ = initialize(module, config, optimizer=clients[0])
             self.optimizers = [optimizer]
         dtypes = {p.dtype for p in module.parameters()} & {torch.bfloat16, torch.float16}
@@ -131,6 +160,8 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self.optimizers = []
         if engine is not None:
             engine.close(restore=self._restore)
+        while self._frozen:
+            self._frozen.pop().requires_grad_()
         self.lightning_module.__dict__.pop("forward", None)
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             if part is not None:

@@ -148,6 +148,7 @@ def test_adam_is_said_where_the_dialects_differ() -> None:
     ("content", "decay"),
     [
         ({"type": "AdamW"}, 0.0),
+        ({"params": {"lr": 0.1}}, 0.0),
         ({"type": "Adam"}, 0.0),
         ({"type": "AdamW", "params": {"torch_adam": True}}, 0.01),
         ({"type": "Adam", "params": {"torch_adam": True}}, 0.01),

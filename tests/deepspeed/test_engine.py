@@ -21,12 +21,14 @@ from support.models import Stack, seeded, token_batches, vector_batches
 Opens = Callable[..., Any]
 
 
-def plain(batches: list[Any], *, accumulation: int = 1, clip: float = 1.0, lr: float = 1e-3) -> nn.Module:
-    """Train a Stack with torch's AdamW without decay, as DeepSpeed's Adam, and return it."""
+def plain(
+    batches: list[Any], *, accumulation: int = 1, clip: float = 1.0, lr: float = 1e-3, factor: float = 1.0
+) -> nn.Module:
+    """Train a Stack with torch's AdamW without decay, as DeepSpeed's Adam, and return it. factor: of all losses."""
     model = seeded(Stack)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     for number, batch in enumerate(batches, 1):
-        (model(*batch) / accumulation).backward()
+        (model(*batch) * factor / accumulation).backward()
         if number % accumulation == 0:
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -111,6 +113,23 @@ def test_scale_wrt_gas_false_leaves_the_loss_to_the_caller(opens: Opens) -> None
         assert engine.backward(loss, scale_wrt_gas=False) is loss
         engine.step()
     same(engine, plain(batches, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_micro_batch_ends_with_step(opens: Opens, stage: int) -> None:
+    """Backwards of one micro-batch add up, and only calls of step count towards gradient_accumulation_steps."""
+    batches = token_batches(4)
+    engine = opens(stage, gradient_accumulation_steps=2)
+    boundaries, updates = [], []
+    for batch in batches:
+        for _ in range(2):
+            engine.backward(engine(*batch))
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.step()
+        updates.append(engine.global_steps)
+    assert boundaries == [False, False, True, True] * 2
+    assert updates == [0, 1, 1, 2]
+    same(engine, plain([batch for batch in batches for _ in range(2)], accumulation=4, factor=2.0))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

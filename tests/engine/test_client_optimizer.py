@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,16 @@ class Momentum(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         return None
+
+
+class Halving(torch.optim.AdamW):
+    """An optimizer whose step is wrapped."""
+
+    @functools.wraps(torch.optim.AdamW.step)
+    def step(self, *args: Any, **options: Any) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(*args, **options)
 
 
 class Slow(torch.optim.SGD):
@@ -51,9 +62,17 @@ def with_a_wrong_state(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def with_another_step(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
 OPTIMIZERS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda m: torch.optim.RMSprop(m.parameters()), ConfigError, r"RMSprop, whose update .* pass torch\.optim\.AdamW"),
     (lambda m: Momentum(m.parameters()), ConfigError, r"Momentum, whose update"),
+    (lambda m: Halving(m.parameters()), ConfigError, r"Halving, whose update"),
+    (with_another_step, ConfigError, r"optimizer\.step of this AdamW was replaced"),
     (lambda m: adamw(m, amsgrad=True), ConfigError, r"param_group 0 .* amsgrad=True"),
     (lambda m: adamw(m, maximize=True), ConfigError, r"maximize=True"),
     (lambda m: adamw(m, differentiable=True), ConfigError, r"differentiable=True"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -321,3 +323,21 @@ def test_imported_loss_scale_grows_at_deepspeeds_steps(overflows: tuple[int, ...
             assert scale.value == cur["cur_scale"], (saved, step)
             deepspeed(cur, False)
             scale.passed()
+
+
+@pytest.mark.parametrize("name", ["stage1-fp32", "stage3-bf16", "universal-stage2"])
+def test_a_changed_byte_of_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
+    """Values that a disk or a copy changed, which torch.load reads without an error."""
+    copied = tmp_path / "copied"
+    shutil.copytree(CHECKPOINTS / name, copied)
+    pattern = "zero/head.weight/fp32.pt" if name.startswith("universal") else "*rank_1*optim_states.pt"
+    [file] = copied.glob(f"*/{pattern}")
+    with zipfile.ZipFile(file) as archive:
+        largest = max((info for info in archive.infolist() if "/data/" in info.filename), key=lambda i: i.file_size)
+    content = bytearray(file.read_bytes())
+    name_length, extra_length = struct.unpack_from("<HH", content, largest.header_offset + 26)
+    content[largest.header_offset + 30 + name_length + extra_length] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"checksum of .* is wrong"):
+        import_deepspeed(copied, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

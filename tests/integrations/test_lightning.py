@@ -12,9 +12,9 @@ import torch
 
 pl = pytest.importorskip("lightning.pytorch", reason="make test-integrations installs it")
 
-from infinity.errors import ConfigError  # noqa: E402
+from infinity.errors import ConfigError, UsageError  # noqa: E402
 from infinity.integrations.lightning import InfinityStrategy  # noqa: E402
-from integrations.lightning_module import config, loader, module, trainer  # noqa: E402
+from integrations.lightning_module import Regression, config, loader, module, trainer  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
@@ -78,6 +78,63 @@ def test_bf16(tmp_path: Path) -> None:
 def test_refusals(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         trainer(tmp_path, InfinityStrategy(config(tmp_path)), **options).fit(module(), loader())
+
+
+class Clipping(Regression):
+    """Clips by itself. manual: in training_step. every: to that norm, in steps whose number is a multiple."""
+
+    def __init__(self, norm: float | None, every: int = 1, manual: bool = False) -> None:
+        super().__init__(manual=manual)
+        self.norm, self.every = norm, every
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        super().manual_backward(loss, *args, **options)
+        self.clip_gradients(self.optimizers(), self.norm, "norm")
+
+    def configure_gradient_clipping(self, optimizer: Any, **given: Any) -> None:
+        if self.global_step % self.every == 0:
+            self.clip_gradients(optimizer, self.norm or given["gradient_clip_val"], "norm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ({"norm": 0.05, "manual": True}, {}, r"clip_gradients\(0.05.* does not clip"),
+        ({"norm": 0.05}, {}, r"clip_gradients\(0.05.* does not clip"),
+        ({"norm": None, "every": 2}, {"gradient_clip_val": 1.0}, "did not call clip_gradients"),
+    ],
+    ids=["manual", "overridden", "in some steps"],
+)
+def test_clipping_that_differs_from_the_engines_is_refused(
+    kind: dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        trainer(tmp_path, InfinityStrategy(config(tmp_path)), **options).fit(Clipping(**kind), loader())
+
+
+def test_manual_clipping_to_the_engines_norm(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Clipping(0.05, manual=True)
+    trainer(tmp_path).fit(plain, loader())
+    torch.manual_seed(0)
+    ours = Clipping(0.05, manual=True)
+    trainer(tmp_path, InfinityStrategy(config(tmp_path, gradient_clipping=0.05))).fit(ours, loader())
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_validation_before_training(tmp_path: Path) -> None:
+    """A Trainer that only runs the module leaves its parameters as trainable as they were."""
+    losses = []
+    for ours in (False, True):
+        model = module()
+        model.blocks[0].requires_grad_(False)
+        trainable = [p.requires_grad for p in model.parameters()]
+        for run in ("validate", "fit"):
+            runner = trainer(tmp_path, InfinityStrategy(config(tmp_path)) if ours else "auto")
+            getattr(runner, run)(model, loader())
+            assert [p.requires_grad for p in model.parameters()] == trainable
+        losses.append(model.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

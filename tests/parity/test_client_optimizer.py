@@ -180,6 +180,38 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
         assert train(engine, BEFORE * 3)[-1] < 4.0
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_the_clients_optimizer(when: str, tmp_path: Path) -> None:
+    """Hooks run in each step, if they were registered before initialize or after it; a removed one does not."""
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def double_decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= 2
+
+    def register(optimizer: torch.optim.Optimizer) -> Any:
+        optimizer.register_step_pre_hook(halve)
+        return optimizer.register_step_post_hook(double_decay)
+
+    reference, plain_optimizer = begin(OPTIMIZERS["AdamW"], [])
+    handle = register(plain_optimizer)
+    first = plainly(reference, plain_optimizer, BEFORE[:2])
+    handle.remove()
+    expected = plainly(reference, plain_optimizer, BEFORE[2:])
+    model, optimizer = begin(OPTIMIZERS["AdamW"], [])
+    handle = register(optimizer) if when == "before" else None
+    config = engine_config(folder=tmp_path, update="next_forward")
+    with open_with(model, config, optimizer=optimizer) as engine:
+        handle = handle or register(optimizer)
+        losses = train(engine, BEFORE[:2])
+        handle.remove()
+        losses += train(engine, BEFORE[2:])
+        assert_close(Result(losses, parameters_of(engine)), Result(first.losses + expected.losses, expected.parameters))
+
+
 # -- schedulers --------------------------------------------------------------------------------------------------------
 
 
