@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pl = pytest.importorskip("lightning.pytorch", reason="make test-integrations installs it")
 
@@ -17,6 +20,17 @@ from infinity.integrations.lightning import InfinityStrategy  # noqa: E402
 from integrations.lightning_module import Regression, config, loader, module, trainer  # noqa: E402
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def _own_process_group() -> Iterator[None]:
+    """Lightning leaves a process group, and its address in the environment, where child processes would find it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
