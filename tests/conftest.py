@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infinity.config import Config
@@ -105,6 +106,14 @@ def _few_collectable_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """Engines of later tests would join a process group that a test leaves open."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 import infinity.deepspeed as deepspeed
@@ -19,7 +18,6 @@ Opens = Callable[..., Any]
 def opens() -> Iterator[Opens]:
     """Open an engine for a model of several units: `opens(stage=2, **config)`. All are destroyed at the end."""
     engines: list[Any] = []
-    had_group = dist.is_initialized()
 
     def open_(stage: int = 0, model: nn.Module | None = None, given: dict[str, Any] | None = None, **top: Any) -> Any:
         config = {
@@ -38,5 +36,3 @@ def opens() -> Iterator[Opens]:
     yield open_
     for engine in engines:
         engine.destroy()
-    if dist.is_initialized() and not had_group:
-        dist.destroy_process_group()

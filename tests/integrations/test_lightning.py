@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pl = pytest.importorskip("lightning.pytorch", reason="make test-integrations installs it")
 
@@ -23,14 +22,12 @@ pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)
-def _own_process_group() -> Iterator[None]:
-    """Lightning leaves a process group, and its address in the environment, where child processes would find it."""
+def _own_environment() -> Iterator[None]:
+    """Lightning leaves the address of its process group in the environment, where child processes would find it."""
     before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
