@@ -33,7 +33,7 @@ install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, 
 test: install ## run the test suite: each value of each parameter of a test
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-test-campaign: install ## run every case of every test, slow ones too (hours); CASES=few: fuzzing and memory (minutes)
+test-campaign: install ## run every case of every test, slow ones too (hours); CASES=few: fuzzing, memory, jobs (minutes)
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(CAMPAIGN) $(ARGS)
 
 test-device: install ## run the tests that need a CUDA device

@@ -23,6 +23,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ["plain_module", "hugging_face"])
 def test_an_example_trains_on_nvme_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     """Examples print one loss a step; states live in the folder that --nvme-path names, without a trace at the end."""

@@ -124,6 +124,7 @@ def test_job_of_a_config_ends_with_its_schedule(script: ModuleType) -> None:
     assert len(metrics("m.jsonl")) == 7
 
 
+@pytest.mark.campaign
 def test_all_ranks_make_the_steps_that_rank_0_chooses() -> None:
     """Ranks with clocks of other speeds agree: the second rank's own clock allows the fewest steps only."""
     Path("driver.py").write_text(
@@ -190,6 +191,7 @@ def test_evaluations_follow_interval_and_end_with_the_last_step(
     assert "sample" not in out and not Path("runs/gpt2/sample.txt").exists()
 
 
+@pytest.mark.campaign
 def test_resumes_bit_identically_in_a_new_process(script: ModuleType) -> None:
     common = [*TINY, "--data", "text.txt", "--config", config(bf16={"enabled": True})]
     assert script.main([*common, "--train-iters", "9", "--metrics", "whole.jsonl", "--save", "none"]) == 0
@@ -200,6 +202,7 @@ def test_resumes_bit_identically_in_a_new_process(script: ModuleType) -> None:
     assert [(s["step"], s["loss"]) for s in parts] == [(s["step"], s["loss"]) for s in whole]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_train_as_one(script: ModuleType, accumulation: int) -> None:
     common = [*TINY, "--data", "text.txt", "--config", config(gradient_accumulation_steps=accumulation)]
@@ -249,6 +252,7 @@ def test_an_error_is_one_line_and_leaves_nothing(
     assert left() == before
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_leaves_what_was_asked_for_only(stop: signal.Signals) -> None:
     command = [

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.campaign
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "deepspeed"
 CIFAR = [str(EXAMPLES / "cifar10.py"), "--deepspeed", "--deepspeed_config", str(EXAMPLES / "cifar10.json")]
 
