@@ -57,6 +57,7 @@ CASES = [("training", None), ("training", True), ("training", False), ("inferenc
 """The first case joins the group; the others find it open."""
 
 
+@pytest.mark.campaign
 def test_ranks_run_one_model(tmp_path: Path) -> None:
     """Both ranks train rank 0's values and get the same losses, though rank 1 builds other values."""
     script = tmp_path / "script.py"
