@@ -40,6 +40,8 @@ class Entry:
     trainable: bool
     file: str
     step: int
+    group: int | None = None
+    """Number of its param_group; -1 for none. None: not recorded, as in checkpoints of other libraries."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,14 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(f"{path} was altered since it was saved (its checksum differs): use another checkpoint")
     try:
         content["parameters"] = {
-            name: Entry(tuple(entry["shape"]), entry["dtype"], entry["trainable"], entry["file"], entry["step"])
+            name: Entry(
+                tuple(entry["shape"]),
+                entry["dtype"],
+                entry["trainable"],
+                entry["file"],
+                entry["step"],
+                entry.get("group"),
+            )
             for name, entry in content["parameters"].items()
         }
         index = Index(**content)

@@ -63,6 +63,7 @@ class Loading:
         _check_parameters(parts.units, self.index, self.folder, trained=optimizer, strict=strict)
         if optimizer:
             _check_optimizer(run, self.index, self.folder)
+            _check_groups(parts.units, self.index, self.folder)
         self._optimizer = optimizer
         check_files(self.index, self.folder)
         if verify:
@@ -165,6 +166,20 @@ def _check_optimizer(run: Run, index: Index, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this engine "
             f"has {kind} and {groups}: use the same optimizer and groups"
+        )
+
+
+def _check_groups(units: Iterable[Unit], index: Index, folder: Path) -> None:
+    """Raise CheckpointError if a trained parameter was in another param_group, whose hyper-parameters it would get."""
+    present = {slot.name: slot.group for unit in units if unit.layout.trainable for slot in unit.layout.slots}
+    saved = {name: entry.group for name, entry in index.parameters.items() if entry.group is not None}
+    moved = [name for name in present if saved.get(name, present[name]) != present[name]]
+    if moved:
+        name = moved[0]
+        raise CheckpointError(
+            f"{folder} was saved with other param_groups: {name} is in group {saved[name]} there and in group "
+            f"{present[name]} here ({len(moved)} parameters differ). Pass the groups in the same order, or "
+            "load_optimizer_states=False"
         )
 
 

@@ -123,7 +123,7 @@ def _capture(
             if not (frozen or parameter.requires_grad):
                 continue
             shape = tuple(parameter.shape)
-            entries[slot.name] = Entry(shape, dtype, unit.layout.trainable, _file(unit.layout), step)
+            entries[slot.name] = Entry(shape, dtype, unit.layout.trainable, _file(unit.layout), step, slot.group)
             if is_distributed(parameter):
                 divided[slot.name] = _Divided(shape, channel.of_model(parts.ranks.model.place(parameter)))
     generators = rng.pack_states(channel, parts.device.torch_device)

@@ -149,3 +149,29 @@ def test_weights_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="could not be written"):
             engine.save_16bit_model(tmp_path / "file")
         train(engine, BATCHES[:1])
+
+
+def test_param_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Groups are matched by position, and each would get the other's rate."""
+
+    def engine(seed: int, *, turned: bool) -> TrainingEngine:
+        model: Any = seeded(Stack, seed)
+        head = {"params": list(model.head.parameters()), "lr": 0.1}
+        others = {"params": [p for name, p in model.named_parameters() if not name.startswith("head")], "lr": 1e-3}
+        groups = [others, head] if turned else [head, others]
+        return infinity.initialize(model, engine_config(folder=tmp_path), groups, device=CpuDevice())[0]
+
+    with engine(0, turned=False) as saving:
+        train(saving, BATCHES[:2])
+        saving.save_checkpoint(tmp_path / "saved")
+        values, losses = saving.state_dict(), train(saving, BATCHES[2:])
+    with engine(1, turned=True) as other:
+        before = other.state_dict()
+        with pytest.raises(CheckpointError, match=r"is in group 1 there and in group 0 here .*same order"):
+            other.load_checkpoint(tmp_path / "saved")
+        assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+        other.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+        assert all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
+    with engine(1, turned=False) as same:
+        same.load_checkpoint(tmp_path / "saved")
+        assert train(same, BATCHES[2:]) == losses
