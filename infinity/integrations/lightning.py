@@ -25,7 +25,7 @@ except ModuleNotFoundError:  # the same classes under the package's former name
     from pytorch_lightning.strategies import DDPStrategy
     from pytorch_lightning.trainer.states import TrainerFn
 
-from infinity.config import Config
+from infinity.config import Config, read_content
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.initialize import init_inference, initialize
 from infinity.engine.training import TrainingEngine
@@ -98,6 +98,8 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self._precision = EnginePrecision()
         self._frozen: list[nn.Parameter] = []
         """Parameters that an engine for inference froze, which are trainable again after `teardown`."""
+        self._own_forward: Any = None
+        """The forward that was assigned to the module itself, if any."""
         self._step = ""
         """The method of the module that the engine's next forward runs; empty: its own forward."""
         self.engine: TrainingEngine | InferenceEngine | None = None
@@ -136,7 +138,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
                     f"configure_optimizers() returned {len(clients)} optimizers, and an engine trains with one: return "
                     "one optimizer with a param_group for each part of the model"
                 )
-            config = _configured(Config.load(self._source), trainer)
+            config = _configured(self._source, trainer)
             self._precision.clipping = config.gradient_clipping
             self.engine, optimizer, _, _ = initialize(module, config, optimizer=clients[0])
             self.optimizers = [optimizer]
@@ -147,6 +149,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         """Let the module's forward run one of its steps, so that the engine sees a step as a forward of the model."""
         module = self.lightning_module
         own = module.forward
+        self._own_forward = module.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             step, self._step = self._step, ""
@@ -163,6 +166,8 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         while self._frozen:
             self._frozen.pop().requires_grad_()
         self.lightning_module.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self.lightning_module.__dict__["forward"] = self._own_forward
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()
@@ -228,9 +233,9 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         """Do nothing: `load_checkpoint` loaded the values."""
 
 
-def _configured(config: Config, trainer: pl.Trainer) -> Config:
-    """Return `config` with the accumulation and clipping of `trainer`. Raises ConfigError if they differ."""
-    content = config.model_dump(exclude_unset=True)
+def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Trainer) -> Config:
+    """Return the config with the accumulation and clipping of `trainer`. Raises ConfigError if they differ."""
+    content = _content(source)
     asked = {"gradient_accumulation_steps": trainer.accumulate_grad_batches}
     if trainer.gradient_clip_val:
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
@@ -250,3 +255,11 @@ def _configured(config: Config, trainer: pl.Trainer) -> Config:
     if "train_batch_size" not in content:
         content.setdefault("train_micro_batch_size_per_gpu", 1)  # unused: the Trainer's loader draws the batches
     return Config.load(content)
+
+
+def _content(source: Config | Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return the keys of a config as they were written, but for those that are "auto" or null at the top level."""
+    if isinstance(source, Config):
+        return source.model_dump(exclude_unset=True)
+    content = dict(source) if isinstance(source, Mapping) else read_content(Path(source))
+    return {key: value for key, value in content.items() if value not in ("auto", None)}
