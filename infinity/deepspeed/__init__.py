@@ -24,7 +24,7 @@ _HOMES = {
     "DeepSpeedEngine": "engine.DeepSpeedEngine",
     "DeepSpeedOptimizer": "runtime.base_optimizer.DeepSpeedOptimizer",
     "RepeatingLoader": "runtime.dataloader.RepeatingLoader",
-    "add_config_arguments": "arguments.add_config_arguments",
+    "add_config_arguments": "initialization.add_config_arguments",
     "get_accelerator": "accelerator.get_accelerator",
     "init_distributed": "comm.init_distributed",
     "initialize": "initialization.initialize",

@@ -5,6 +5,7 @@ Its base classes have the names that report the config (`reports`) and those tha
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -250,8 +251,6 @@ class DeepSpeedEngine(SavingEngine):
 
     def collect_python_gc(self) -> int:
         """Run Python's garbage collection, and return the number of unreachable objects."""
-        import gc
-
         return gc.collect()
 
 

@@ -16,13 +16,16 @@ from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.loss_scale import DeepSpeedLossScale
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.runtime.zero.partition_parameters import set_status
-from infinity.deepspeed.settings import find_config, make_config, read_settings
+from infinity.deepspeed.settings import make_config, read_settings
 from infinity.engine import lr_schedules
+from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.optimizer import ParamGroups
 from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger
+
+__all__ = ["add_config_arguments", "init_inference", "initialize"]
 
 DISTRIBUTED_PORT = 29500
 
@@ -58,8 +61,10 @@ def initialize(
         raise ModelError("initialize() has no model: pass model=, a torch.nn.Module")
     if isinstance(model, EngineModule):
         raise ModelError("model is already an engine: call engine.destroy(), and pass engine.module")
-    _check_parallel(mpu, mesh_param)
-    settings = read_settings(find_config(args, config, config_params))
+    check_mpu(mpu)
+    if mesh_param is not None:
+        raise ConfigError("mesh_param is for sequence parallelism, which has no counterpart here: leave it out")
+    settings = read_settings(config_source(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine = _make_engine(model, make_config(settings, model), optimizer, model_parameters, lr_scheduler)
     try:
@@ -100,18 +105,6 @@ def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateSch
     make: Any = getattr(lr_schedules, schedule.type)
     params = schedule.params.model_dump(exclude_unset=True)
     return lambda optimizer: cast("RateScheduler", make(optimizer, **params))
-
-
-def _check_parallel(mpu: Any, mesh_param: Any) -> None:
-    """Raise ConfigError for model or sequence parallelism."""
-    size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
-    if size > 1:
-        raise ConfigError(
-            f"mpu has {size} model-parallel ranks: parallelize the model with torch.distributed.tensor.parallel, and "
-            "pass process_group to infinity.initialize()"
-        )
-    if mesh_param is not None:
-        raise ConfigError("mesh_param is for sequence parallelism, which has no counterpart here: leave it out")
 
 
 def init_inference(

@@ -14,16 +14,6 @@ from infinity.config import Config, Fill, hidden_size_of, read_content
 from infinity.errors import ConfigError
 
 
-def find_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Return the config among `initialize`'s arguments. Raises ConfigError if there is none, or two."""
-    flags = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
-    given = [value for value in (*flags, config if config is not None else config_params) if value is not None]
-    if len(given) != 1:
-        problem = "has no config" if not given else "has a config in args.deepspeed_config and another as argument"
-        raise ConfigError(f"initialize() {problem}: pass one, as config={{…}} or with --deepspeed_config FILE")
-    return given[0]
-
-
 def read_settings(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Return the config as a dict of DeepSpeed's keys. Raises ConfigError if it is no dict and no JSON file."""
     if isinstance(source, Mapping):

@@ -39,7 +39,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
+def config_source(args: Any, config: Any, config_params: Any) -> Any:
     """Return the config among the arguments of `initialize`. Raises ConfigError if there is none, or several.
 
     args: has `deepspeed_config` or `deepscale_config`, as after `add_config_arguments`.
@@ -59,7 +59,7 @@ def config_source(args: Any, config: ConfigSource | None, config_params: ConfigS
     first, *others = passed.values()
     if any(other != first for other in others):
         raise ConfigError(f"{' and '.join(passed)} are different configs: pass only one")
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 def check_mpu(mpu: Any) -> None:
