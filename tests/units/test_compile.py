@@ -582,6 +582,7 @@ def test_several_sequence_lengths(make_engine: OpenEngine) -> None:
         engine.close()
 
 
+@pytest.mark.campaign  # compiles for 20 seconds
 @pytest.mark.parametrize("options", [pytest.param(BLOCKS, marks=pytest.mark.slow), NVME], ids=["blocks", "nvme"])
 def test_inductor_within_its_tolerance(make_engine: OpenEngine, options: dict[str, Any]) -> None:
     """Blocks compiled by inductor. If parts of a block are units, its kernels and their rounding differ."""
