@@ -235,6 +235,7 @@ def _read(path: Path) -> PickleFile:
         if not pickled:
             raise CheckpointError(f"{path} holds no data.pkl: torch.save did not write it")
         folder = pickled.removesuffix("data.pkl")
+        _check_name(path, folder.rstrip("/"))
         places = {name: _place(file, info, size, path) for name, info in records.items()}
         if sum(info.file_size for info in records.values()) > size:
             raise CheckpointError(f"{path} holds records that overlap: it is damaged")
@@ -254,6 +255,18 @@ def _read(path: Path) -> PickleFile:
         if name.startswith(data)
     }
     return _unpickle(content, path, stored)
+
+
+def _check_name(path: Path, saved_as: str) -> None:
+    """Raise CheckpointError if the file was renamed, since names tell ranks, parameters and states apart.
+
+    saved_as: top folder of the archive. torch.save names it after the file, or "archive" if it got no path.
+    """
+    if saved_as not in (path.stem, "archive"):
+        raise CheckpointError(
+            f"{path} was saved as {saved_as}{path.suffix}: files of ranks were swapped or renamed; give every file the "
+            "name that it was saved under"
+        )
 
 
 def _place(file: io.BufferedReader, info: zipfile.ZipInfo, size: int, path: Path) -> int:

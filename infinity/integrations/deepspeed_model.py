@@ -18,6 +18,7 @@ from infinity.errors import CheckpointError
 from infinity.integrations.deepspeed_files import FileTensor, PickleFile, read_pickle
 from infinity.integrations.deepspeed_states import (
     DAMAGED,
+    Computed,
     StoredCheckpoint,
     StoredParameter,
     entry,
@@ -32,6 +33,10 @@ _OTHER_FILES = {
     re.compile(r"layer_\d+_expert_.*|expert_\d+_.*|expp_rank_.*"): "experts (MoE)",
     re.compile(r"layer_\d+-model_.*"): "a pipeline",
 }
+
+
+_COUNTS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
+"""Counts that are equal in the files of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,12 @@ class ModelStates:
 
     def place(self, name: str) -> FileTensor:
         return self.file.place(self.module[name], name)
+
+    def computed(self, name: str) -> Computed | None:
+        """Return the values that a parameter computes with; None in stage 3, which saves none."""
+        if self.by_rank or name not in self.module:
+            return None
+        return Computed(name, self.place(name))
 
     def untrained(self) -> dict[str, FileTensor]:
         """Return the parameters in the file that are in no group of the optimizer. Not for stage 3."""
@@ -131,6 +142,12 @@ def read_model_states(folder: Path) -> list[ModelStates]:
             f"{', '.join(path.name for path in found.values())}"
         )
     models = [_model_states(folder, read_pickle(found[key]), by_rank=key[0]) for key in sorted(found)]
+    saved_by = models[0].file.content.get("dp_world_size")
+    if models[0].by_rank and isinstance(saved_by, int) and saved_by > len(models):
+        raise CheckpointError(
+            f"{folder} was saved by {saved_by} ranks, and holds the model's files of {len(models)}: files of ranks are "
+            "missing, copy the files of all ranks"
+        )
     for model in models[1:]:
         if (model.shapes, model.frozen_shapes, list(model.module)) != (
             models[0].shapes,
@@ -141,6 +158,13 @@ def read_model_states(folder: Path) -> list[ModelStates]:
                 f"{model.file.path} names other parameters than {models[0].file.path.name}: files of several "
                 "checkpoints are mixed"
             )
+        for count in _COUNTS:
+            own, first = model.file.content.get(count), models[0].file.content.get(count)
+            if own != first:
+                raise CheckpointError(
+                    f"{model.file.path} has {count} {own!r}, and {models[0].file.path.name} {first!r}: files of "
+                    "several steps or runs are mixed, copy all files of one checkpoint again"
+                )
     return models
 
 

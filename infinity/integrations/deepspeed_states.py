@@ -29,16 +29,46 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A parameter as the model computes with it, which is its master rounded to nearest, with ties to even.
+
+    That holds after every step and every skipped step of DeepSpeed, since it copies the masters to the model.
+    """
+
+    name: str
+    tensor: FileTensor
+
+    def matches(self, master: torch.Tensor, start: int) -> bool:
+        """Return True if `master`, elements from `start` on, rounds to the same values. All NaNs are equal."""
+        own = self.tensor.read(start, start + master.numel())
+        rounded = master.to(own.dtype)
+        return bool(((rounded == own) | (rounded.isnan() & own.isnan())).all())
+
+    def check(self, master: torch.Tensor, start: int, file: Path) -> None:
+        """Raise CheckpointError unless `master`, which was read from `file`, matches."""
+        if not self.matches(master, start):
+            raise CheckpointError(
+                f"{file}: the masters of {self.name} do not round to its values in {self.tensor.file}: files of ranks "
+                "were swapped, or are of another step or run; copy all files of the checkpoint again. If the script "
+                "itself wrote to parameters before the save, train one step more with DeepSpeed, and save again"
+            )
+
+
+@dataclass(frozen=True)
 class StoredState:
     """One state of a parameter: consecutive ranges, which ranks saved in their own files."""
 
     ranges: tuple[Range, ...]
     shape: tuple[int, ...]
+    computed: Computed | None = None
+    """For masters in stages 1 and 2: what they are compared with when they are read."""
 
     @classmethod
-    def whole(cls, tensor: FileTensor, shape: tuple[int, ...] | None = None) -> StoredState:
+    def whole(
+        cls, tensor: FileTensor, shape: tuple[int, ...] | None = None, computed: Computed | None = None
+    ) -> StoredState:
         shape = tensor.shape if shape is None else shape
-        return cls((Range(tensor, 0, tensor.numel),), shape)
+        return cls((Range(tensor, 0, tensor.numel),), shape, computed)
 
     @property
     def numel(self) -> int:
@@ -49,10 +79,17 @@ class StoredState:
         return self.ranges[0].tensor.dtype if self.ranges else torch.float32
 
     def parts(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """Yield the elements in order, at most `PART` at once. dtype: cast to it."""
+        """Yield the elements in order, at most `PART` at once. dtype: cast to it.
+
+        Raises CheckpointError if masters do not round to the model's values.
+        """
+        done = 0
         for each in self.ranges:
             for start in range(each.start, each.stop, PART):
                 values = each.tensor.read(start, min(start + PART, each.stop))
+                if self.computed is not None:
+                    self.computed.check(values, done, each.tensor.file)
+                done += values.numel()
                 yield values if dtype is None else values.to(dtype)
 
     def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:

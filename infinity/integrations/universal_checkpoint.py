@@ -16,6 +16,7 @@ from infinity.integrations.deepspeed_files import FileTensor, read_pickle
 from infinity.integrations.deepspeed_model import read_model_states
 from infinity.integrations.deepspeed_states import (
     DAMAGED,
+    Computed,
     StoredCheckpoint,
     StoredParameter,
     StoredState,
@@ -53,17 +54,24 @@ def read_universal(folder: Path) -> StoredCheckpoint:
             if name not in folders:
                 raise CheckpointError(f"{zero} lacks the folder of parameter {name}: {DAMAGED}")
             own = inside(zero, folders[name])
-            states, step = _states(own, name, shape)
+            states, step = _states(own, name, shape, model.computed(name))
             if step is None and number < len(steps) and steps[number] is not None:
                 step = step_of(steps[number], optimizer)
             trained[name] = StoredParameter(shape, model.dtype(name), states, step)
+        if len({trained[name].step for name in group}) > 1:
+            raise CheckpointError(
+                f"{zero}: parameters of group {number} have different steps, which DeepSpeed counts once for all: "
+                "folders of several checkpoints are mixed, convert the checkpoint again"
+            )
     kinds = {tuple(sorted(parameter.states)): name for name, parameter in trained.items()}
     if len(kinds) > 1:
         raise CheckpointError(f"{zero}: {' and '.join(kinds.values())} have different moments: {DAMAGED}")
     return model.checkpoint(folder, {**frozen(models), **trained}, groups, loss_scaler(optimizer.content))
 
 
-def _states(folder: Path, name: str, shape: tuple[int, ...]) -> tuple[dict[str, StoredState], int | None]:
+def _states(
+    folder: Path, name: str, shape: tuple[int, ...], computed: Computed | None
+) -> tuple[dict[str, StoredState], int | None]:
     """Return a parameter's states, and its number of updates if that is saved with it."""
     found, step = {}, None
     files = sorted(path.name for path in folder.iterdir() if path.name.endswith(".pt"))
@@ -81,7 +89,8 @@ def _states(folder: Path, name: str, shape: tuple[int, ...]) -> tuple[dict[str, 
                 f"{file.path}: {state} of {name} has shape {list(tensor.shape)} instead of {list(shape)}: {DAMAGED}"
             )
         key = "master" if state == _MASTER else state
-        found[key] = check_numel(StoredState.whole(tensor, shape), f"{state} of {name}", file.path)
+        whole = StoredState.whole(tensor, shape, computed if key == "master" else None)
+        found[key] = check_numel(whole, f"{state} of {name}", file.path)
     return found, step
 
 

@@ -11,13 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from infinity.checkpoint.tensors import PART
 from infinity.errors import CheckpointError
 from infinity.integrations.deepspeed_files import FileTensor, PickleFile
 from infinity.integrations.deepspeed_model import ModelStates
 from infinity.integrations.deepspeed_states import (
     DAMAGED,
+    Computed,
     Range,
     StoredCheckpoint,
     StoredParameter,
@@ -115,21 +115,16 @@ def _masters(optimizer: Any, tensors: dict[str, FileTensor], file: PickleFile) -
             )
         found = {name: file.place(value, f"master of {name}") for name, value in zip(tensors, group, strict=True)}
     for name, tensor in tensors.items():
-        if found[name].numel != tensor.numel or not _rounds_to(found[name], tensor):
+        if found[name].numel != tensor.numel or not _rounds_to(found[name], Computed(name, tensor)):
             raise CheckpointError(
                 f"{path}: the masters are in another order than the model's parameters, from {name} on"
             )
     return found
 
 
-def _rounds_to(master: FileTensor, tensor: FileTensor) -> bool:
-    size = 1 << 22
-    return all(
-        torch.equal(
-            torch.nan_to_num(master.read(start, stop).to(tensor.dtype)), torch.nan_to_num(tensor.read(start, stop))
-        )
-        for start, stop in ((at, min(at + size, tensor.numel)) for at in range(0, tensor.numel, size))
-    )
+def _rounds_to(master: FileTensor, computed: Computed) -> bool:
+    starts = range(0, master.numel, PART)
+    return all(computed.matches(master.read(at, min(at + PART, master.numel)), at) for at in starts)
 
 
 def _start(tensors: dict[str, FileTensor], name: str) -> int:

@@ -8,7 +8,7 @@ in flat tensors of sub-groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
@@ -160,6 +160,21 @@ def _check_alike(states: Sequence[_State]) -> None:
                 f"{state.file.path} differs from {first.file.path.name} in stage, groups, steps or moments: files of "
                 "several checkpoints are mixed, use another one"
             )
+        for what, mine, theirs in (
+            ("constants of param_groups", _plain(state.param_groups), _plain(first.param_groups)),
+            ("loss scales", _plain([loss_scaler(state.content)]), _plain([loss_scaler(first.content)])),
+        ):
+            if mine != theirs:
+                raise CheckpointError(
+                    f"{state.file.path} and {first.file.path.name} have different {what}: files of several steps or "
+                    "runs are mixed, copy all files of one checkpoint again"
+                )
+
+
+def _plain(mappings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries that are numbers or text, which ranks share."""
+    kinds = (int, float, str)
+    return [{key: value for key, value in each.items() if isinstance(value, kinds)} for each in mappings]
 
 
 def _of_flat_groups(model: ModelStates, states: Sequence[_State]) -> Iterator[tuple[str, StoredParameter]]:
@@ -190,10 +205,11 @@ def _of_flat_groups(model: ModelStates, states: Sequence[_State]) -> Iterator[tu
             )
         at = 0
         for (name, shape), gap in zip(group.items(), gaps, strict=True):
-            found = {
-                state: check_numel(StoredState(_cut(parts, at, at + prod(shape)), shape), f"{state} of {name}", path)
-                for state, parts in flats.items()
-            }
+            found = {}
+            for kind, parts in flats.items():
+                computed = model.computed(name) if kind == "master" else None
+                state = StoredState(_cut(parts, at, at + prod(shape)), shape, computed)
+                found[kind] = check_numel(state, f"{kind} of {name}", path)
             yield name, StoredParameter(shape, model.dtype(name), found, states[0].steps[number])
             at += prod(shape) + gap
 
