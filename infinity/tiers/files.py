@@ -93,7 +93,7 @@ def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chun
         raise ValueError("a swap file needs at least one folder")
     for folder in folders:
         check_folder(folder)
-    sizes = [whole(nbytes, _alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
+    sizes = [whole(nbytes, alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
     together = _by_file_system(folders, sizes)
     for where, needed in together:
         _check_space(where, needed)
@@ -134,7 +134,7 @@ def _open_one(folder: Path, nbytes: int, name: str) -> SwapFile:
         _reserve(fd, folder, nbytes)
         path = str(folder / name)
         fds = [direct_fd, fd] if direct_fd >= 0 else [fd]
-        return SwapFile(_aio.File(direct_fd, fd, path, _alignment()), path, nbytes, fds, [named] if named else [])
+        return SwapFile(_aio.File(direct_fd, fd, path, alignment()), path, nbytes, fds, [named] if named else [])
     except BaseException:
         os.close(fd)
         if direct_fd >= 0:
@@ -148,7 +148,7 @@ def whole(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def _alignment() -> int:
+def alignment() -> int:
     """Return the alignment in bytes that direct I/O needs on every disk, at least a page (see csrc/aio/file.h)."""
     return max(4096, mmap.PAGESIZE)
 
@@ -207,7 +207,7 @@ def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
     except OSError as error:
         if error.errno in FULL:
-            _require(folder, _alignment(), 0)
+            _require(folder, alignment(), 0)
         if error.errno not in _NO_TMPFILE:
             raise _unwritable(folder, error) from error
     own: Path | None = None
@@ -247,7 +247,7 @@ def _open_direct(fd: int, folder: Path) -> int:
         if direct_fd >= 0:
             os.close(direct_fd)
         if error.errno in FULL:
-            _require(folder, 2 * _alignment(), 0)
+            _require(folder, 2 * alignment(), 0)
         warnings.warn(
             f"{folder} ({file_system_of(folder)}) refuses direct I/O ({error.strerror}): its files go through the page "
             "cache, which costs speed and memory. Use a folder on a local ext4 or xfs disk",
@@ -261,7 +261,7 @@ def _open_direct(fd: int, folder: Path) -> int:
 
 def _probe(direct_fd: int) -> None:
     """Write and read the second block, since offset 0 suits every alignment. Raises OSError if it fails."""
-    size = _alignment()
+    size = alignment()
     with mmap.mmap(-1, size) as written, mmap.mmap(-1, size) as read:
         written[:] = b"\xa5" * size
         if os.pwrite(direct_fd, written, size) != size or os.preadv(direct_fd, [read], size) != size:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from functools import partial
+
+import torch
 
 from infinity.errors import StorageError
 from infinity.native import _aio
+from infinity.tiers.memory import before_unmapping
 
 ENGINES = ("auto", "libaio", "io_uring")
 """Values of `aio.engine`."""
@@ -31,6 +36,19 @@ def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, thre
             _log.debug("no I/O engine of the kind %s: %s", kind, error)
             refused.append(f"{kind}: {error}")
     raise StorageError(refused[0] if len(refused) == 1 else "no I/O engine; " + "; ".join(refused))
+
+
+def register(engine: _aio.Engine, memory: torch.Tensor) -> None:
+    """Register memory from `host_tensor` that many requests will use, until it is unmapped."""
+    address = memory.data_ptr()
+    # Unregistered before the memory is unmapped: otherwise the kernel would continue to use its pages.
+    if engine.register(address, memory.numel()):
+        before_unmapping(memory, partial(_unregister, weakref.ref(engine), address))
+
+
+def _unregister(engine: weakref.ref[_aio.Engine], address: int) -> None:
+    if (alive := engine()) is not None:
+        alive.unregister(address)
 
 
 def io_uring_state() -> str:

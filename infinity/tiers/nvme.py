@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 
@@ -24,7 +22,7 @@ from infinity.plan.pools import STAGING_BYTES, staging_pool
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
-from infinity.tiers.memory import before_unmapping
+from infinity.tiers.io import register
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Failed, Transfer, run_on
 
@@ -128,10 +126,7 @@ class NvmeTier(Tier):
         return self._write(window.extent, window.tensor, window.offset)
 
     def register(self, memory: torch.Tensor) -> None:
-        address = memory.data_ptr()
-        # Unregistered before the memory is unmapped: otherwise the kernel would continue to use its pages.
-        if self._engine.register(address, memory.numel()):
-            before_unmapping(memory, partial(_unregister, weakref.ref(self._engine), address))
+        register(self._engine, memory)
 
     def close(self) -> None:
         if self._mover is not None:
@@ -182,11 +177,6 @@ class NvmeTier(Tier):
         finally:
             for transfer, lease in writing:
                 _settle(transfer, lease)
-
-
-def _unregister(engine: weakref.ref[_aio.Engine], address: int) -> None:
-    if (alive := engine()) is not None:
-        alive.unregister(address)
 
 
 def _finish(transfer: Transfer, lease: Lease) -> None:
