@@ -2,4 +2,4 @@
 
 from infinity.deepspeed.lazy import submodules
 
-__getattr__ = submodules(__name__, "adagrad", "adam", "lion")
+__getattr__ = submodules(__name__, "adagrad", "adam", "aio", "lion", "op_builder")

@@ -1,0 +1,5 @@
+"""`AsyncIOBuilder`."""
+
+from infinity.deepspeed.ops.op_builder import AsyncIOBuilder
+
+__all__ = ["AsyncIOBuilder"]

@@ -1,0 +1,48 @@
+"""Builders of DeepSpeed's operators. Infinity's are compiled with the package, so `load` compiles nothing."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from infinity.deepspeed.ops import aio_handle
+from infinity.errors import UsageError
+
+
+class AsyncIOBuilder:
+    """`load()` returns the module with `aio_handle`, `aio_read`, `aio_write` and `deepspeed_memcpy`."""
+
+    NAME = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        return aio_handle
+
+
+class GDSBuilder:
+    """GPUDirect Storage, which Infinity does not have. `load` raises UsageError."""
+
+    NAME = "gds"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return False
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        raise UsageError(
+            "GPUDirect Storage (gds_handle) has no counterpart here: use AsyncIOBuilder, whose aio_handle reads and "
+            "writes CUDA tensors through pinned memory"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    if name.endswith("Builder"):
+        raise AttributeError(
+            f"op_builder.{name} has no counterpart here: optimizers are classes of deepspeed.ops.adam, lion and "
+            "adagrad, and other operators are torch's"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["AsyncIOBuilder", "GDSBuilder"]
