@@ -17,6 +17,14 @@ def show_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def show_flops(count: float) -> str:
+    """1_300_000_000 -> '1.3 GFLOP'."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}FLOP"
+    return f"{count:.3g} FLOP"
+
+
 def show_seconds(seconds: float) -> str:
     """92.4 -> '1:32', 7322 -> '2:02:02'."""
     minutes, rest = divmod(round(seconds), 60)
