@@ -21,6 +21,11 @@ from infinity.rules import HYPER_KEYS
 
 MAY_DIFFER = (
     "steps_per_print",
+    "wall_clock_breakdown",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "flops_profiler",
     "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_param.pin_memory",
     "zero_optimization.offload_optimizer.nvme_path",

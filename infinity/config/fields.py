@@ -81,6 +81,7 @@ IN_BYTES = "in bytes"
 Switch: TypeAlias = Annotated[bool, Strict()]
 Count: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 CountOrZero: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Depth: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=-1)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 Positive: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]

@@ -1,31 +1,19 @@
-"""Sections `tensorboard`, `wandb` and `csv_monitor`: where the loss, the rate and the gradient norm are written."""
+"""Sections `tensorboard`, `wandb`, `csv_monitor` and `flops_profiler`: reports of training, written by rank 0."""
 
 from __future__ import annotations
 
-from pydantic import field_validator
-
-from infinity.config.fields import Section, Switch
+from infinity.config.fields import Count, CountOrZero, Depth, Section, Switch
 
 
 class Monitor(Section):
     """Base of the monitors."""
 
     enabled: Switch = False
-    """Write to this monitor. true is an error so far."""
-
-    @field_validator("enabled")
-    @classmethod
-    def _not_here(cls, value: bool) -> bool:
-        if value:
-            raise ValueError(
-                "must be false: monitors are not written yet. Log the loss, engine.get_global_grad_norm() and the rate "
-                "in the training loop instead"
-            )
-        return value
+    """Write the loss, the learning rate and the loss scale of every step."""
 
 
 class TensorBoard(Monitor):
-    """TensorBoard."""
+    """TensorBoard. Needs the package `tensorboard`."""
 
     output_path: str = ""
     """Folder of the event files; by default the working directory."""
@@ -35,7 +23,7 @@ class TensorBoard(Monitor):
 
 
 class WandB(Monitor):
-    """Weights & Biases."""
+    """Weights & Biases. Needs the package `wandb`."""
 
     group: str | None = None
     """Group of runs."""
@@ -55,3 +43,25 @@ class CSVMonitor(Monitor):
 
     job_name: str = "DeepSpeedJobName"
     """Folder of this run in `output_path`."""
+
+
+class FlopsProfiler(Section):
+    """Count of the operations of one forward."""
+
+    enabled: Switch = False
+    """Count the floating-point operations of one forward, and log them."""
+
+    profile_step: CountOrZero = 1
+    """Number of steps before the one whose first forward is counted."""
+
+    module_depth: Depth = -1
+    """Depth of the module tree down to which the classes with the most operations are listed; -1: all of it."""
+
+    top_modules: Count = 1
+    """Number of classes listed for each depth."""
+
+    detailed: Switch = True
+    """List every module with operations, too."""
+
+    output_file: str | None = None
+    """File that gets the report instead of the log."""

@@ -26,7 +26,7 @@ from infinity.config.fields import (
     Threads,
 )
 from infinity.config.load import load_config
-from infinity.config.monitors import CSVMonitor, TensorBoard, WandB
+from infinity.config.monitors import CSVMonitor, FlopsProfiler, TensorBoard, WandB
 from infinity.config.notes import Dialect, Notes
 from infinity.config.optimization import AdamW, Optimizer, Scheduler
 from infinity.config.precision import BF16, FP16, DataTypes, TorchAutocast
@@ -169,6 +169,9 @@ class Config(Section):
     steps_per_print: CountOrZero = 10
     """Optimizer steps between progress lines; 0: none."""
 
+    wall_clock_breakdown: Switch = False
+    """Log the seconds of forward, backward and step, every `steps_per_print` steps, or every step if that is 0."""
+
     bf16: BF16 = BF16()
     """Training in bfloat16."""
 
@@ -205,6 +208,9 @@ class Config(Section):
 
     csv_monitor: CSVMonitor = CSVMonitor()
     """Files of comma-separated values."""
+
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    """Count of the operations of one forward."""
 
     infinity: Infinity = Infinity()
     """Keys that DeepSpeed does not have."""

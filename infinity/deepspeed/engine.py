@@ -18,6 +18,7 @@ from infinity.deepspeed.states import SavingEngine
 from infinity.engine.base import BaseEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
+from infinity.observe.monitor import Monitor
 
 ROUTE_TRAIN = "train"
 
@@ -67,6 +68,11 @@ class DeepSpeedEngine(SavingEngine):
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         self.training_engine.lr_scheduler = scheduler
+
+    @property
+    def monitor(self) -> Monitor:
+        """Writers of the config's monitors: `monitor.write_events([(tag, value, samples)])` adds events."""
+        return self.training_engine.monitor
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class BaseEngine(ABC):
         self._finalizer = weakref.finalize(self, _release, parts.closer(), os.getpid())
         self.module = uncompiled(model)
         """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
-        self._called = model
+        self._called: Callable[..., Any] = model
         self.config = config
         """The configuration, with all defaults."""
         self.parts = parts

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
+import torch
+
 from infinity.engine.loss_scale import ScaledBackwards
 from infinity.errors import UsageError
 
@@ -63,6 +65,8 @@ class Step:
         self.counts_calls = False
         """True: a micro-batch ends with `engine.step()`, and may have several backwards. False: with its backward."""
         self.scaled = ScaledBackwards()
+        self.losses: list[tuple[torch.Tensor, int]] = []
+        """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
         self._early = early
         self._unsynced = 0
         self._passed = 0
@@ -89,6 +93,11 @@ class Step:
         if self.boundary is not None:
             return self.boundary
         return not self._unsynced and (self.is_complete or self._passed + 1 >= self.accumulation)
+
+    @property
+    def known_losses(self) -> list[tuple[torch.Tensor, int]]:
+        """`losses` if all backwards of the step were calls of `engine.backward`, else nothing."""
+        return self.losses if len(self.losses) == self.micro_steps else []
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -183,6 +192,7 @@ class Step:
         self._passed = 0
         self.updated = set()
         self.is_complete = False
+        self.losses = []
         self.scaled.forget()
 
 

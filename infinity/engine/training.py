@@ -27,11 +27,13 @@ from infinity.engine.optimizer import (
     present_groups,
     watch_other_optimizers,
 )
+from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
+from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
 from infinity.plan.stage import Sharding
 from infinity.rules import HYPER_KEYS, Hyper
@@ -82,6 +84,9 @@ class TrainingEngine(CheckpointingEngine):
                 self.optimizer, config.scheduler, config.optimizer.params.lr
             )
             """The learning-rate scheduler of the config, which `step` advances, or None."""
+            self.monitor = monitor_of(config, main=ranks.is_main_rank)
+            """Writers of the config's monitors. `monitor.write_events([(tag, value, samples)])` adds events."""
+            undo.callback(self.monitor.close)
             ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()
         self.global_steps = 0
@@ -100,6 +105,8 @@ class TrainingEngine(CheckpointingEngine):
         self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
+        self._reports = StepReports(config, self.monitor, self.ledger, self.device, main=ranks.is_main_rank)
+        self._called = self._reports.around(called, self.module, lambda: self.global_steps)
 
     @property
     def micro_steps(self) -> int:
@@ -134,12 +141,16 @@ class TrainingEngine(CheckpointingEngine):
         self._conclude_backward()
         _check_scalar(loss)
         self._step.check(Call.BACKWARD)
+        self._reports.begin(Phase.BACKWARD)
         if self.config.infinity.check_nan and not self.config.fp16.enabled:
             self._check_loss(loss)
         self._loss = loss.detach()
         accumulation = self.batch.accumulation if scale_wrt_gas else 1
         with self._failing():
             self._scaled(loss, accumulation).backward(retain_graph=retain_graph)
+        self._reports.end(Phase.BACKWARD)
+        if self.monitor.enabled:
+            self._step.losses.append((self._loss, accumulation))
         return loss if accumulation == 1 else loss / accumulation
 
     @eager
@@ -174,6 +185,8 @@ class TrainingEngine(CheckpointingEngine):
             return
         self._hooks.check_replaced()
         skipped = self.skipped_steps
+        losses = self._step.known_losses if self.monitor.enabled else ()
+        self._reports.begin(Phase.STEP)
         with self._failing():
             over = self.updates.saver.poll_finished(self.ranks)
             with uninterrupted():  # the scheduler advances with the update, whenever Ctrl-C arrives
@@ -181,8 +194,21 @@ class TrainingEngine(CheckpointingEngine):
                 self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
                 if self.lr_scheduler is not None and self.skipped_steps == skipped:
                     self.lr_scheduler.step()
+        self._reports.end(Phase.STEP)
+        if self._reports.active:
+            self._reports.step(self._facts(losses))
         if over:
             self._finish_saving()
+
+    def _facts(self, losses: Losses) -> StepFacts:
+        """Return what the reports show of the step that has ended. losses: those of its micro-batches, if known."""
+        return StepFacts(
+            steps=self.global_steps,
+            samples=self.global_steps * self.batch.train,
+            rate=float(self.optimizer.param_groups[0]["lr"]),
+            losses=losses,
+            loss_scale=self.loss_scale.value if self.config.fp16.enabled else None,
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -375,11 +401,13 @@ class TrainingEngine(CheckpointingEngine):
         self.parts.store.tracer.begin("train" if training else "eval")
 
     def _on_backward(self) -> None:
+        self._reports.begin(Phase.BACKWARD)
         self._step.begin_backward()
         self.updates.updater.hypers = self.optimizer.hypers()
 
     def _on_backward_end(self) -> None:
         self._step.end_backward(counts=self.updates.collector.end_backward())
+        self._reports.end(Phase.BACKWARD)
 
     def _conclude_backward(self) -> None:
         """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""
@@ -492,6 +520,7 @@ class TrainingEngine(CheckpointingEngine):
         for handle in self._watches:
             handle.remove()
         self._additions.close()
+        self.monitor.close()
         with self.updates.saver.closing():
             super().close(restore=restore)
 

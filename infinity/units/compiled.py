@@ -102,6 +102,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module` or a module in it runs compiled."""
+    return any(_is_wrapper(part) or part._compiled_call_impl is not None for part in module.modules())
+
+
 def own_name(name: str) -> str:
     """Return the name of a parameter, buffer or module without the prefixes of `torch.compile` wrappers."""
     return name.replace("_orig_mod.", "")

@@ -161,8 +161,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_deepspeeds_keys_are_translated_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Sizes that are "auto" come from the Trainer, and keys without effect are logged as at every start."""
-    written = config(tmp_path, gradient_accumulation_steps="auto", train_batch_size="auto", wall_clock_breakdown=True)
+    written = config(tmp_path, gradient_accumulation_steps="auto", train_batch_size="auto", memory_breakdown=True)
     runner = trainer(tmp_path, InfinityStrategy(written), accumulate_grad_batches=2)
     with caplog.at_level("INFO", "infinity"):
         runner.fit(module(), loader())
-    assert any("wall_clock_breakdown" in record.message for record in caplog.records)
+    assert any("memory_breakdown" in record.message for record in caplog.records)

@@ -1,0 +1,157 @@
+"""Reports of training: events for the monitors, the times of a step, and the operations of one forward.
+
+Sections `tensorboard`, `wandb`, `csv_monitor` and `flops_profiler` and key `wall_clock_breakdown` of the config switch
+them on. Rank 0 reports; on other ranks, and where they are off, nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.observe.clock import ClockLog, Phase, StepClock
+from infinity.observe.flops import count_flops, waiter
+from infinity.observe.ledger import Ledger
+from infinity.observe.log import logger
+from infinity.observe.monitor import CSVFiles, Event, Monitor, TensorBoardFiles, WandBRun, Writer, open_monitor
+from infinity.units.compiled import breaks_graphs, is_compiled
+
+Forward: TypeAlias = Callable[..., Any]
+Losses: TypeAlias = Sequence[tuple[torch.Tensor, int]]
+"""Loss and divisor of every backward of a step; empty if not all are known."""
+
+_TAG = "Train/Samples/"
+
+
+class StepFacts(NamedTuple):
+    """Facts about a step that has ended."""
+
+    steps: int
+    """Number of steps so far, this one included."""
+    samples: int
+    """Number of samples so far."""
+    rate: float
+    """Learning rate of the first group in the next step."""
+    losses: Losses
+    loss_scale: float | None
+    """The loss scale of the next step; None without fp16."""
+
+
+def monitor_of(config: Config, *, main: bool) -> Monitor:
+    """Open the config's monitors on the main rank. Raises ConfigError if a package is missing or a folder unusable."""
+    makers: dict[str, Callable[[], Writer]] = {}
+    if config.tensorboard.enabled:
+        makers["tensorboard"] = partial(TensorBoardFiles, _folder(config.tensorboard))
+    if config.wandb.enabled:
+        makers["wandb"] = partial(WandBRun, config.wandb.project, config.wandb.group, config.wandb.team)
+    if config.csv_monitor.enabled:
+        makers["csv_monitor"] = partial(CSVFiles, _folder(config.csv_monitor))
+    return open_monitor(makers if main else {})
+
+
+def _folder(section: Any) -> Path:
+    return Path(section.output_path, section.job_name)
+
+
+class StepReports:
+    """The reports of one training engine. main: this rank reports."""
+
+    def __init__(self, config: Config, monitor: Monitor, ledger: Ledger, device: torch.device, *, main: bool) -> None:
+        self.monitor = monitor
+        self._clock = StepClock(device) if config.wall_clock_breakdown and main else None
+        self._clock_log = ClockLog(ledger, config.steps_per_print or 1)
+        self._flops = config.flops_profiler if config.flops_profiler.enabled and main else None
+        self._synchronize = waiter(device)
+
+    @property
+    def active(self) -> bool:
+        """True if `step` has something to report."""
+        return self.monitor.enabled or self._clock is not None
+
+    def around(self, called: nn.Module, model: nn.Module, steps: Callable[[], int]) -> Forward:
+        """Return `called`, which runs `model`, with its measurements; `called` itself if there are none.
+
+        steps: returns the number of steps so far.
+        """
+        if self._clock is None and self._flops is None:
+            return called
+
+        @breaks_graphs
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return called(*args, **kwargs)
+            self.begin(Phase.FORWARD)
+            try:
+                if self._flops is not None and self._flops.profile_step == steps():
+                    return self._count(called, model, partial(called, *args, **kwargs))
+                return called(*args, **kwargs)
+            finally:
+                self.end(Phase.FORWARD)
+
+        return forward
+
+    def begin(self, phase: Phase) -> None:
+        """Record that `phase` begins."""
+        if self._clock is not None:
+            self._clock.begin(phase)
+
+    def end(self, phase: Phase) -> None:
+        """Record that `phase` has ended."""
+        if self._clock is not None:
+            self._clock.end(phase)
+
+    def step(self, facts: StepFacts) -> None:
+        """Write the events of a step that has ended, and log its times."""
+        events = _events(facts) if self.monitor.enabled else []
+        if self._clock is not None and (events or self._clock_log.is_due(facts.steps)):
+            spent = self._clock.read()
+            self._clock_log.step(facts.steps, spent)
+            events += [(f"{_TAG}elapsed_time_ms_{phase.value}", 1000 * spent[phase], facts.samples) for phase in spent]
+        self.monitor.write_events(events)
+
+    def _count(self, called: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Run the one forward whose operations are counted, and report them."""
+        settings, self._flops = self._flops, None
+        assert settings is not None
+        title = f"flops_profiler, step {settings.profile_step}"
+        if is_compiled(called):
+            logger.warning(
+                "%s: nothing was counted, since the model is compiled and counting would run it eagerly", title
+            )
+            return forward()
+        result, count = count_flops(model, forward, self._synchronize)
+        lines = [f"{title}: {count.summary()}", *count.largest(settings.module_depth, settings.top_modules)]
+        if settings.detailed:
+            lines += count.tree()
+        if settings.output_file is None:
+            logger.info("\n".join(lines))
+        else:
+            _write_report(Path(settings.output_file), lines)
+        return result
+
+
+def _events(facts: StepFacts) -> list[Event]:
+    events = []
+    if facts.losses:
+        loss = sum(loss.item() / divisor for loss, divisor in facts.losses)
+        events.append((f"{_TAG}train_loss", loss, facts.samples))
+    events.append((f"{_TAG}lr", facts.rate, facts.samples))
+    if facts.loss_scale is not None:
+        events.append((f"{_TAG}loss_scale", facts.loss_scale, facts.samples))
+    return events
+
+
+def _write_report(path: Path, lines: list[str]) -> None:
+    """Write the lines to `path`; log them if that fails."""
+    text = "\n".join(lines)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("flops_profiler.output_file was not written (%s):\n%s", error, text)
