@@ -104,6 +104,18 @@ def test_counts_and_sizes(opens: Opens) -> None:
         engine.set_train_batch_size(16)
 
 
+def test_monitors_count_in_samples(opens: Opens, tmp_path: Path) -> None:
+    """A row has the engine's samples and its next rate; DeepSpeed's schedules begin with two equal rates."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+    engine = opens(scheduler=schedule, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
+    expected = ["step,lr"]
+    for batch in token_batches(3):
+        run(engine, [batch])
+        expected.append(f"{engine.global_samples},{engine.get_lr()[0]}")
+    assert engine.monitor.enabled
+    assert (tmp_path / "run" / "Train_Samples_lr.csv").read_text().split() == expected
+
+
 def test_scale_wrt_gas_false_leaves_the_loss_to_the_caller(opens: Opens) -> None:
     """Losses that the caller has divided produce the same parameters, and backward returns them unchanged."""
     batches = token_batches(4)
