@@ -16,7 +16,7 @@ from infinity.config.optimization import (
     WarmupDecayLR,
     WarmupLR,
 )
-from infinity.config.precision import BF16, FP16, DataTypes
+from infinity.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from infinity.config.sections import Aio, Config, Infinity
 from infinity.config.zero import Offload, ZeroOptimization
 
@@ -36,6 +36,7 @@ __all__ = [
     "OneCycle",
     "Optimizer",
     "Scheduler",
+    "TorchAutocast",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",

@@ -41,12 +41,9 @@ def _size(value: object) -> int:
 
 
 def _dtype(value: object) -> object:
-    """Return the short name of a dtype."""
-    return (
-        {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(value, value)
-        if isinstance(value, str)
-        else value
-    )
+    """Return the short name of a dtype, of which DeepSpeed has several."""
+    names = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+    return names.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 def _is_path(value: object) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from pydantic import Field, field_validator, model_validator
 
 from infinity.config.fields import Count, CountOrZero, DType, Number, Positive, Section, Switch
@@ -17,11 +15,8 @@ class BF16(Section):
     its moments in the format of `infinity.moments`."""
 
     auto_cast: Switch = False
-    """Cast float inputs of the model to bfloat16. true is an error so far."""
-
-    @model_validator(mode="after")
-    def _inputs_are_not_cast(self) -> BF16:
-        return _refuse_auto_cast(self, "bfloat16")
+    """Cast floating-point tensors among the positional arguments of the model to bfloat16, in nested lists, tuples and
+    dicts, too."""
 
 
 class FP16(Section):
@@ -50,38 +45,31 @@ class FP16(Section):
     """Lower bound of the scale; training stops with an error when 20 steps in a row overflow at it."""
 
     auto_cast: Switch = False
-    """Cast float inputs of the model to float16. true is an error so far."""
-
-    @model_validator(mode="after")
-    def _inputs_are_not_cast(self) -> FP16:
-        return _refuse_auto_cast(self, "float16")
+    """Cast floating-point tensors among the positional arguments of the model to float16, in nested lists, tuples and
+    dicts, too."""
 
 
 class TorchAutocast(Section):
     """PyTorch's autocast around the forward pass."""
 
     enabled: Switch = False
-    """Run the forward pass under `torch.autocast`. true is an error so far."""
+    """Run every forward of the model under `torch.autocast`. The parameters keep their dtype, and their gradients are
+    reduced in `communication_data_type`."""
 
     dtype: DType | None = None
-    """Dtype of autocast."""
+    """Dtype of autocast, `bf16` or `fp16`; required if it is enabled. With `fp16` the loss is scaled as by
+    `torch.amp.GradScaler`: from 2^16, halved after every overflow, doubled after 2000 steps without one."""
 
-    lower_precision_safe_modules: tuple[str, ...] | None = None
-    """Classes of modules whose parameters are communicated in `dtype`."""
-
-    @field_validator("enabled")
-    @classmethod
-    def _not_here(cls, value: bool) -> bool:
-        if value:
-            raise ValueError(
-                "must be false: the engine does not enter autocast yet. Use torch.autocast around the forward pass, or "
-                '"bf16": {"enabled": true}, which stores the parameters in bfloat16'
-            )
-        return value
+    @model_validator(mode="after")
+    def _has_a_16_bit_dtype(self) -> TorchAutocast:
+        if self.enabled and self.dtype in (None, "fp32"):
+            found = "has no dtype" if self.dtype is None else 'has dtype "fp32", in which nothing is cast'
+            raise ValueError(f'is enabled and {found}: set dtype to "bf16" or "fp16", or enabled to false')
+        return self
 
 
 class DataTypes(Section):
-    """Dtypes in which values are accumulated."""
+    """Dtypes in which values are stored and accumulated."""
 
     grad_accum_dtype: DType = "fp32"
     """Dtype in which gradients are accumulated over the micro-batches of a step; unused with one micro-batch. `fp16`
@@ -99,12 +87,3 @@ class DataTypes(Section):
         if value is not None:
             raise ValueError("must be null: buffers keep their dtype. Cast them in the model before initialize")
         return value
-
-
-_Half = TypeVar("_Half", BF16, FP16)
-
-
-def _refuse_auto_cast(section: _Half, dtype: str) -> _Half:
-    if section.enabled and section.auto_cast:
-        raise ValueError(f"auto_cast is true, but inputs are not cast yet: cast float inputs to {dtype} in the loop")
-    return section

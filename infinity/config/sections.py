@@ -186,7 +186,7 @@ class Config(Section):
     `fp16` requires fp16 training, for its loss scale. torch's names (`float16` and so on) are accepted, too."""
 
     data_types: DataTypes = DataTypes()
-    """Dtypes in which values are accumulated."""
+    """Dtypes in which values are stored and accumulated."""
 
     optimizer: Optimizer = AdamW()
     """The optimizer and its constants."""
@@ -266,10 +266,22 @@ class Config(Section):
             raise ValueError('must be "mean": multiply the loss by the number of ranks for the sum')
         return value
 
+    @property
+    def scales_loss(self) -> bool:
+        """True if gradients are computed in float16, which needs a loss scale."""
+        return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")
+
     @model_validator(mode="after")
     def _one_16_bit_type(self) -> Config:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16 and fp16 are both enabled: choose one")
+        autocast = self.torch_autocast
+        if autocast.enabled and (self.fp16.enabled or (self.bf16.enabled and autocast.dtype == "fp16")):
+            other = "fp16" if self.fp16.enabled else "bf16"
+            raise ValueError(
+                f'torch_autocast with dtype "{autocast.dtype}" and {other} are both enabled: choose one. '
+                "torch_autocast keeps the parameters in fp32"
+            )
         return self
 
     @model_validator(mode="after")
@@ -290,7 +302,7 @@ class Config(Section):
             "data_types.grad_accum_dtype": self.data_types.grad_accum_dtype,
         }
         for name, dtype in sums.items():
-            if dtype == "fp16" and not self.fp16.enabled:
+            if dtype == "fp16" and not self.scales_loss:
                 raise ValueError(
                     f'{name} is "fp16", in which unscaled gradients underflow below 6e-8 and overflow above 65504: '
                     'use "bf16" or "fp32", or train with "fp16": {"enabled": true}'
@@ -299,7 +311,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _some_need_all_gradients(self) -> Config:
-        for name, needs in (("gradient_clipping", self.gradient_clipping > 0), ("fp16", self.fp16.enabled)):
+        for name, needs in (("gradient_clipping", self.gradient_clipping > 0), ("fp16", self.scales_loss)):
             if needs and self.infinity.update == "during_backward":
                 raise ValueError(
                     f'infinity.update is "during_backward", but {name} needs the norm of all gradients before the '

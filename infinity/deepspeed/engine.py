@@ -56,7 +56,6 @@ class DeepSpeedEngine(SavingEngine):
         self.micro_steps = 0
         """Number of calls of `step`."""
         self._step_applied = False
-        self._show_scale(overflow=False)
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
@@ -100,7 +99,6 @@ class DeepSpeedEngine(SavingEngine):
         self._step_applied = updated and engine.skipped_steps == skipped
         if updated:
             self.global_samples += self.train_batch_size()
-            self._show_scale(overflow=not self._step_applied)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` with the fp16 loss scale, divided by gradient_accumulation_steps; for plain backwards."""
@@ -138,12 +136,6 @@ class DeepSpeedEngine(SavingEngine):
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         super().train(mode)
         return self
-
-    def _show_scale(self, *, overflow: bool) -> None:
-        """Set the attributes of the optimizer from which libraries read a skipped step and the loss scale."""
-        if self._trainer is not None:
-            scale = self._trainer.loss_scale.value
-            vars(self._trainer.optimizer).update(overflow=overflow, cur_scale=scale, loss_scale=scale)
 
     # -- counts and sizes ----------------------------------------------------------------------------------------------
 

@@ -138,8 +138,6 @@ REFUSED: dict[str, str] = {
     "get_deepspeed_compile_backend": _COMPILE,
     "get_compile_time": _COMPILE,
     "register_compile_pass": _COMPILE,
-    "torch_autocast_dtype": "use torch.autocast around the model, or bf16 in the config",
-    "torch_autocast_lower_precision_safe_modules": "use torch.autocast around the model, or bf16 in the config",
     "swap_tensor_config": "the tiers' files are set by nvme_path and the section aio",
     "set_train_micro_batch_size": _BATCH,
     "set_data_post_process_func": "wrap the data loader, or pass collate_fn to initialize()",

@@ -13,7 +13,6 @@ import infinity.engine.initialize as engines
 from infinity.config import Config, Scheduler
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.deepspeed.loss_scale import DeepSpeedLossScale
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.runtime.zero.partition_parameters import set_status
 from infinity.deepspeed.settings import make_config, read_settings
@@ -95,7 +94,8 @@ def _make_engine(
         lr_scheduler = _scheduler(config.scheduler)
         config = config.model_copy(update={"scheduler": None})
     engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
-    engine.loss_scale = DeepSpeedLossScale.after(engine.loss_scale)
+    if config.fp16.enabled:  # the scale of float16 autocast is GradScaler's in DeepSpeed, too
+        engine.loss_scale.count_as_deepspeed()
     engine.updates.step.counts_calls = True  # as DeepSpeed, whose micro-batches may have several backwards
     return engine
 

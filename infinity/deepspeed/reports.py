@@ -15,6 +15,8 @@ from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
+"""DeepSpeed's default of `torch_autocast.lower_precision_safe_modules`."""
 
 
 class ReportingEngine(EngineModule):
@@ -111,6 +113,18 @@ class ReportingEngine(EngineModule):
 
     def bfloat16_enabled(self) -> bool:
         return self._engine.config.bf16.enabled
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of section `torch_autocast`; None if it has none."""
+        name = self._engine.config.torch_autocast.dtype
+        return None if name is None else _DTYPES[name]
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """Return the config's list, by default linear layers and convolutions. It has no effect: gradients are reduced
+        in `communication_data_type`.
+        """
+        names = read(self.config, Reads("torch_autocast.lower_precision_safe_modules"))
+        return list(_SAFE_MODULES) if names is None else list(names)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the model and that in which gradients of micro-batches accumulate."""

@@ -142,7 +142,6 @@ class SavingEngine(ReportingEngine):
         )
         if not load_module_only:
             self.global_samples = engine.global_steps * self.train_batch_size()
-        self._show_scale(overflow=False)
         return str(folder), client_state
 
     def save_16bit_model(

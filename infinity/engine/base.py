@@ -18,6 +18,7 @@ from infinity.comm.communicator import Communicator
 from infinity.config import Config
 from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
+from infinity.engine.precision import ForwardPrecision
 from infinity.engine.restore import restoring
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt
@@ -42,7 +43,8 @@ class BaseEngine(ABC):
     _remedy: ClassVar[str] = "make a new one"
     """The fix after the engine has stopped, for messages."""
 
-    def __init__(self, model: nn.Module, config: Config, parts: EngineParts) -> None:
+    def __init__(self, model: nn.Module, config: Config, parts: EngineParts, dtype: torch.dtype | None) -> None:
+        """dtype: that of all floating-point parameters; None: their own."""
         self._finalizer = weakref.finalize(self, _release, parts.closer(), os.getpid())
         self.module = uncompiled(model)
         """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
@@ -56,7 +58,10 @@ class BaseEngine(ABC):
         self._broken = ""
         self._closed = False
         self._process = os.getpid()
-        self._hooks = ModelHooks(self.module, parts.units_of_module, parts.store, self._on_forward, self._on_entry)
+        precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
+        around = None if precision is None else precision.around
+        units = parts.units_of_module
+        self._hooks = ModelHooks(self.module, units, parts.store, self._on_forward, self._on_entry, around)
         open_engines.add(self)
         show_by_default()
         if parts.ranks.is_main_rank:

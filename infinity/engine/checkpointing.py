@@ -173,7 +173,7 @@ class CheckpointingEngine(BaseEngine):
             skipped_steps=self.skipped_steps,
             param_groups=copy.deepcopy(groups),
             lr_scheduler=copy.deepcopy(schedule),
-            loss_scale=self.loss_scale.state_dict() if config.fp16.enabled else None,
+            loss_scale=self.loss_scale.state_dict() if config.scales_loss else None,
         )
 
     def _restore(self, index: Index, *, optimizer: bool, scheduler: bool) -> None:

@@ -17,6 +17,7 @@ from infinity.config import Config
 from infinity.engine.base import BaseEngine
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
+from infinity.plan.policy import compute_dtype
 from infinity.plan.stage import Sharding
 from infinity.tiers.device import Device, default_device
 from infinity.units.compiled import uncompiled
@@ -57,7 +58,7 @@ class InferenceEngine(BaseEngine):
             ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()
         model.eval()
-        super().__init__(called, config, parts)
+        super().__init__(called, config, parts, dtype or compute_dtype(config))
 
     def _on_forward(self) -> None:
         self.parts.store.tracer.begin("with gradients" if torch.is_grad_enabled() else "without")

@@ -128,10 +128,11 @@ def init_inference(
 
     The engine stores only parameters.
 
-    config: as for `initialize`, such as that of the training job; only `zero_optimization`, `bf16`, `fp16`, `aio` and
-    `infinity` are used. dtype: the dtype in which floating-point parameters are stored and computed; by default the
-    config's (`bf16`, `fp16`), else each parameter's own. Buffers are unchanged. device, dist_init_required: as for
-    `initialize`. process_group: the ranks over which parameters are sharded; by default all ranks.
+    config: as for `initialize`, such as that of the training job; only `zero_optimization`, `bf16`, `fp16`,
+    `torch_autocast`, `data_types`, `aio` and `infinity` are used. dtype: the dtype in which floating-point parameters
+    are stored and computed; by default the config's (`bf16`, `fp16`), else each parameter's own. Buffers have the
+    dtypes of training with that config. device, dist_init_required: as for `initialize`. process_group: the ranks over
+    which parameters are sharded; by default all ranks.
 
     The model is put in eval mode, and its parameters no longer require gradients. In stage 3 with several ranks, every
     rank holds a shard and has inputs of its own, and all ranks must run equally many forwards.

@@ -6,15 +6,19 @@ gradients overflowed is skipped.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from infinity.config import FP16
+from infinity.config import Config
 from infinity.errors import NonFiniteError
 
 _FACTOR = 2.0
+_AUTOCAST_START, _AUTOCAST_WINDOW = 2.0**16, 2000
+"""First scale and window of `torch.amp.GradScaler`, which belongs to float16 autocast."""
+_AUTOCAST_LEAST = 2.0**-14
+"""GradScaler has no smallest scale; training stops at float16's smallest normal number."""
 _MOST_SKIPPED = 20
 """Number of consecutive skipped steps at the smallest scale after which training stops."""
 
@@ -38,25 +42,42 @@ class LossScale:
     """Steps since the last overflow or increase."""
     skipped_in_a_row: int = 0
 
+    restart: int = 0
+    """Value of `good` after an overflow. -1 in DeepSpeed, whose window is one step longer then and at the start."""
+    overflow: bool = field(default=False, compare=False)
+    """True if the last step was skipped."""
+
     @classmethod
-    def of(cls, config: FP16) -> LossScale:
-        """Return the scale for the config section `fp16`; a constant 1 if it is disabled."""
-        if not config.enabled:
+    def of(cls, config: Config) -> LossScale:
+        """Return the scale of section `fp16`, else that of float16 autocast; a constant 1 if neither is enabled."""
+        fp16 = config.fp16
+        if not config.scales_loss:
             return cls(1.0)
-        if config.loss_scale > 0:
-            return cls(config.loss_scale, least=config.loss_scale)
-        start = max(_FACTOR**config.initial_scale_power, config.min_loss_scale)
+        if not fp16.enabled:
+            return cls(_AUTOCAST_START, window=_AUTOCAST_WINDOW, least=_AUTOCAST_LEAST)
+        if fp16.loss_scale > 0:
+            return cls(fp16.loss_scale, least=fp16.loss_scale)
         return cls(
-            start,
-            window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-            consecutive=config.consecutive_hysteresis,
-            least=config.min_loss_scale,
-            tolerance=config.hysteresis,
+            max(_FACTOR**fp16.initial_scale_power, fp16.min_loss_scale),
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive=fp16.consecutive_hysteresis,
+            least=fp16.min_loss_scale,
+            tolerance=fp16.hysteresis,
         )
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Return whether overflows and steps without overflow change the scale."""
+        return self.window > 0
+
+    def count_as_deepspeed(self) -> None:
+        """Make the first window, and the first after every overflow, one step longer. Call it before training."""
+        self.good = self.restart = -1
 
     def passed(self) -> None:
         """Record a step without overflow."""
+        self.overflow = False
         self.skipped_in_a_row = 0
         self.good += 1
         if self.consecutive:
@@ -71,7 +92,8 @@ class LossScale:
 
         Raises NonFiniteError after 20 in a row at the smallest scale.
         """
-        self.good = 0
+        self.overflow = True
+        self.good = self.restart
         if self.value > self.least and self.window:
             self.skipped_in_a_row = 0
             self.tolerance -= 1
@@ -93,7 +115,8 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the progress, unless the scale is constant."""
-        if self.window:
+        self.overflow = False
+        if self.is_dynamic:
             for name in _PROGRESS:
                 setattr(self, name, state[name])
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from infinity.engine.loss_scale import LossScale
+from infinity.engine.loss_scale_names import LossScaleNames
 from infinity.engine.optimizer_state import RULE_KEYS, hyper_of, torch_keys
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.rules import HYPER_KEYS, Hyper
@@ -43,11 +45,12 @@ class _NoStates(dict[Any, Any]):
     clear = get = pop = popitem = setdefault = update = _refuse
 
 
-class UnitOptimizer(torch.optim.Optimizer):
+class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
     """The optimizer of an engine. Its states live in tiers: `state` is empty, and `state_dict` reads the tiers.
 
     param_groups: as in torch.optim. The rule's hyper-parameters (`HYPER_KEYS`) may differ by group. Parameters keep
     their given order. step, drop: actions of `step` and `zero_grad`. states: those that `state_dict` reads.
+    loss_scale: the engine's.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class UnitOptimizer(torch.optim.Optimizer):
         step: Callable[[], None],
         drop: Callable[[], None],
         states: TierStates,
+        loss_scale: LossScale,
     ) -> None:
         self._is_complete = False
+        self._loss_scale = loss_scale
         self._step = step
         self._drop = drop
         self._states = states

@@ -35,6 +35,7 @@ from infinity.errors import LifetimeError, NonFiniteError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
+from infinity.plan.policy import compute_dtype
 from infinity.plan.stage import Sharding
 from infinity.rules import HYPER_KEYS, Hyper
 from infinity.tiers.device import Device, default_device
@@ -63,6 +64,8 @@ class TrainingEngine(CheckpointingEngine):
     ) -> None:
         seam = device or default_device()
         called, model = model, uncompiled(model)
+        self.loss_scale = LossScale.of(config)
+        """The loss scale of fp16; `loss_scale.value` is 1 in other dtypes."""
         ranks = Communicator(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
         with ranks.construction(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
@@ -78,6 +81,7 @@ class TrainingEngine(CheckpointingEngine):
                 self._update,
                 self._zero_grad,
                 TierStates(parts, config, self.settle_between_steps, self._failing),
+                self.loss_scale,
             )
             """The optimizer: its `param_groups` hold the learning rates, and its states are in their tiers."""
             self.lr_scheduler: RateScheduler | None = make_scheduler(
@@ -93,15 +97,13 @@ class TrainingEngine(CheckpointingEngine):
         """Number of optimizer steps, including those of the run that a loaded checkpoint continues."""
         self.skipped_steps = 0
         """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
-        self.loss_scale = LossScale.of(config.fp16)
-        """The loss scale of fp16; `loss_scale.value` is 1 in other dtypes."""
         self._grad_norm: float | None = None
         self._loss = torch.tensor(math.nan)
         assert parts.training is not None
         self.updates = parts.training
         """Gradients, updates and saves. Internal."""
         self._step = parts.training.step
-        super().__init__(called, config, parts)
+        super().__init__(called, config, parts, compute_dtype(config))
         self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
@@ -142,7 +144,7 @@ class TrainingEngine(CheckpointingEngine):
         _check_scalar(loss)
         self._step.check(Call.BACKWARD)
         self._reports.begin(Phase.BACKWARD)
-        if self.config.infinity.check_nan and not self.config.fp16.enabled:
+        if self.config.infinity.check_nan and not self.config.scales_loss:
             self._check_loss(loss)
         self._loss = loss.detach()
         accumulation = self.batch.accumulation if scale_wrt_gas else 1
@@ -314,7 +316,7 @@ class TrainingEngine(CheckpointingEngine):
                 unit.job.done.wait()
         scale = 1.0 / (parts.ranks.size * self.loss_scale.value)
         self._grad_norm = None
-        clipping, scaled = self.config.gradient_clipping > 0, self.config.fp16.enabled
+        clipping, scaled = self.config.gradient_clipping > 0, self.config.scales_loss
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):
             norm = math.sqrt(*parts.ranks.model.sums(gradients.squared_norm())) * scale
             if scaled and not math.isfinite(norm):

@@ -86,11 +86,11 @@ class OptimizerFormat:
 
 
 def update_schedule(config: Config) -> UpdateSchedule:
-    """Return the update schedule. `auto` is "next_forward" with clipping or fp16, which need the norm of all gradients
-    before the first update; otherwise "during_backward".
+    """Return the update schedule. `auto` is "next_forward" with clipping or a loss scale, which need the norm of all
+    gradients before the first update; otherwise "during_backward".
     """
     if config.infinity.update == "auto":
-        global_first = config.gradient_clipping > 0 or config.fp16.enabled
+        global_first = config.gradient_clipping > 0 or config.scales_loss
         return "next_forward" if global_first else "during_backward"
     return config.infinity.update
 

@@ -114,6 +114,7 @@ class ModelHooks:
 
     on_forward: called when a forward of the root begins. on_entry: called when a forward of any module that holds units
     begins, the root included. Both are called for outermost forwards only, and outside of any backward.
+    around: returns the function to call in place of the root's own forward; None: that forward.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class ModelHooks:
         store: UnitStore,
         on_forward: Callable[[], None],
         on_entry: Callable[[], None],
+        around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self._model = model
+        self._around = around
         self._store = store
         self._scope = store.scope
         self._on_forward = on_forward
@@ -193,6 +196,8 @@ class ModelHooks:
         """
         call, scope, store = module.forward, self._scope, self._store
         is_root = module is self._model
+        around = self._around if is_root else None
+        inner = call if around is None else around(call)
         before = module.__dict__.get("forward")
         of_class = type(module).forward
 
@@ -212,9 +217,10 @@ class ModelHooks:
                     if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:
                         store.hold(unit)
                         held.append(unit)
-                run: Any = call
+                run: Any = inner
                 if before is None and type(module).forward is not of_class:
                     run = type(module).forward.__get__(module)  # the class was patched or replaced
+                    run = run if around is None else around(run)
                 exchange_callback(compiling)
                 try:
                     output = run(*args, **kwargs)

@@ -447,9 +447,9 @@ def test_a_cosine_schedule_has_ratios() -> None:
     assert isinstance(scheduler, WarmupCosineLR) and scheduler.params.cos_min_ratio == 0.1
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32", "float16", "bfloat16", "float32"])
-def test_dtypes_have_two_names(name: str) -> None:
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32", "float16", "bfloat16", "float32", "torch.bfloat16"])
+def test_dtypes_have_several_names(name: str) -> None:
     given = {"fp16": {"enabled": True}, "communication_data_type": name, "data_types": {"grad_accum_dtype": name}}
     config = Config.load(given)
-    short = name.replace("bfloat", "bf").replace("float", "fp")
+    short = name.removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
     assert (config.communication_data_type, config.data_types.grad_accum_dtype) == (short, short)

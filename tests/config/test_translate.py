@@ -279,9 +279,16 @@ def test_null_is_the_default(dotted: str) -> None:
     [
         ({"gradient_allreduce_op": "sum"}, "multiply the loss by the number of ranks"),
         ({"managed_gradient_accumulation": False}, "must be true: step() always counts backward passes"),
-        ({"torch_autocast": {"enabled": True}}, "the engine does not enter autocast yet"),
-        ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16: auto_cast is true, but inputs are not cast yet"),
-        ({"bf16": {"enabled": True, "auto_cast": True}}, "bf16: auto_cast is true, but inputs are not cast yet"),
+        ({"torch_autocast": {"enabled": True}}, 'torch_autocast: is enabled and has no dtype: set dtype to "bf16"'),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "in which nothing is cast: set dtype"),
+        (
+            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}},
+            'torch_autocast with dtype "fp16" and bf16 are both enabled: choose one',
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "infinity": {"update": "during_backward"}},
+            "but fp16 needs the norm of all",
+        ),
         ({"data_types": {"buffer_dtype": "bf16"}}, "must be null: buffers keep their dtype"),
         ({"data_types": {"param_dtype": "bf16"}}, 'bf16 and fp16 make it "fp32"'),
         ({"flops_profiler": {"enabled": True, "module_depth": -2}}, "must be at least -1"),
@@ -305,7 +312,10 @@ def test_values_that_need_nothing_are_taken() -> None:
         }
     )
     assert config.data_types.param_dtype == "bf16" and config.torch_autocast.dtype == "bf16"
-    assert config.notes.ignored == ("data_types.keep_in_fp32_modules",)
+    assert config.notes.ignored == (
+        "data_types.keep_in_fp32_modules",
+        "torch_autocast.lower_precision_safe_modules",
+    )
 
 
 # -- problems, notes and files -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from infinity.errors import CheckpointError, UsageError
-from support.models import Stack, seeded, token_batches, vector_batches
+from support.models import Linears, Stack, seeded, token_batches, vector_batches
 
 Opens = Callable[..., Any]
 
@@ -187,17 +187,93 @@ def test_parameters_hold_their_values_between_steps_below_stage_3(opens: Opens, 
             assert torch.equal(now[name], value), name
 
 
-def test_an_fp16_overflow_is_shown_as_a_skipped_step(opens: Opens) -> None:
-    """The optimizer's `overflow` and `cur_scale`, which Accelerate reads, follow the loss scale."""
+def test_an_fp16_overflow_is_shown_as_a_skipped_step(opens: Opens, tmp_path: Path) -> None:
+    """The optimizer's `overflow` and `cur_scale`, which Accelerate reads, follow the loss scale.
+
+    So they do if a script calls `optimizer.step()`, and after a checkpoint was loaded.
+    """
     fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
     engine = opens(fp16=fp16)
-    assert (engine.optimizer.overflow, engine.optimizer.cur_scale) == (False, 2.0**32)
-    run(engine, token_batches(1))
-    assert (engine.optimizer.overflow, engine.was_step_applied(), engine.skipped_steps) == (True, False, 1)
-    assert engine.optimizer.cur_scale == 2.0**31
+    optimizer, [batch] = engine.optimizer, token_batches(1)
+    scaler = optimizer.loss_scaler
+    assert (optimizer.overflow, optimizer.cur_scale, optimizer.loss_scale) == (False, 2.0**32, 2.0**32)
+    assert optimizer.needs_scaler() and optimizer.dynamic_loss_scale and scaler.dynamic
+    engine.save_checkpoint(tmp_path)
+    run(engine, [batch])
+    assert (optimizer.overflow, engine.was_step_applied(), engine.skipped_steps) == (True, False, 1)
+    assert optimizer.cur_scale == scaler.cur_scale == scaler.loss_scale == 2.0**31
+    engine.backward(engine(*batch))
+    optimizer.step()
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, 2.0**30)
+    engine.load_checkpoint(tmp_path)
+    assert (optimizer.overflow, optimizer.loss_scale) == (False, 2.0**32)
+    for change in (lambda: setattr(optimizer, "cur_scale", 8.0), lambda: optimizer.override_loss_scale(8.0)):
+        with pytest.raises(UsageError, match="the engine owns the loss scale"):
+            change()
+    assert isinstance(optimizer, torch.optim.Optimizer)
     assert engine.fp16_enabled() and not engine.bfloat16_enabled()
     assert engine.dynamic_loss_scale_args()["init_scale"] == 2.0**32
     assert engine.get_data_types()[0] == torch.float16
+
+
+def test_without_fp16_the_optimizer_has_no_loss_scale(opens: Opens) -> None:
+    """The names are there in fp32 and bf16, with the values of DeepSpeed's optimizers."""
+    for section in ({}, {"bf16": {"enabled": True}}):
+        optimizer = opens(**section).optimizer
+        assert (optimizer.overflow, optimizer.cur_scale, optimizer.loss_scaler.cur_scale) == (False, 1.0, 1.0)
+        assert not (optimizer.dynamic_loss_scale or optimizer.needs_scaler() or optimizer.custom_loss_scaler)
+    assert opens(fp16={"enabled": True, "loss_scale": 8}).optimizer.needs_scaler()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torch_autocast_equals_a_context_around_the_model(opens: Opens, stage: int) -> None:
+    """fp32 parameters train under the section's autocast, and the engine's names report it."""
+    batches = token_batches(3)
+    section = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    engine = opens(stage, torch_autocast=section)
+    losses = run(engine, batches)
+    assert engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.bfloat16
+    assert engine.torch_autocast_lower_precision_safe_modules() == ["torch.nn.Linear"]
+    assert engine.get_data_types()[0] == torch.float32 and not engine.optimizer.needs_scaler()
+    other = opens(stage)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(other, batches) == losses
+    states = engine.module_state_dict()
+    assert all(torch.equal(value, states[name]) for name, value in other.module_state_dict().items())
+    assert (other.torch_autocast_enabled(), other.torch_autocast_dtype()) == (False, None)
+    assert other.torch_autocast_lower_precision_safe_modules()[0] == "torch.nn.modules.linear.Linear"
+    assert run(opens(stage), batches) != losses
+
+
+def test_the_scale_of_float16_autocast_is_grad_scalers(opens: Opens) -> None:
+    """It starts at 2^16 and is halved by each overflow, whatever section fp16 says."""
+    [batch] = token_batches(1)
+    autocast = {"enabled": True, "dtype": "fp16"}
+    engine = opens(torch_autocast=autocast, fp16={"enabled": False, "initial_scale_power": 4, "hysteresis": 3})
+    assert engine.optimizer.needs_scaler() and engine.optimizer.cur_scale == 2.0**16
+    engine.backward(engine(*batch) * 1e4)
+    engine.step()
+    assert (engine.optimizer.overflow, engine.optimizer.cur_scale) == (True, 2.0**15)
+    assert engine.training_engine.loss_scale.good == 0  # in section fp16, DeepSpeed's first windows are longer
+
+
+def test_fp16_auto_cast_as_accelerate_sets_it(opens: Opens) -> None:
+    """Float inputs are cast, for the engine and for a direct call of its module, as by DeepSpeed's hook."""
+    [(x, y)] = vector_batches(1)
+    engine = opens(model=seeded(Linears), fp16={"enabled": True, "auto_cast": True})
+    assert engine.fp16_auto_cast()
+    loss = engine(x, y)
+    assert torch.equal(loss, engine.module(x.half(), y.half()))
+    with torch.no_grad():
+        assert torch.equal(engine.module(x, y), loss)
+
+
+def test_an_engine_without_an_optimizer_keeps_the_configs_precision(opens: Opens) -> None:
+    """A reference model runs under the same autocast as the trained one."""
+    [batch] = token_batches(1)
+    autocast = {"enabled": True, "dtype": "bf16"}
+    trained, reference = opens(torch_autocast=autocast), opens(torch_autocast=autocast, optimizer=None)
+    assert torch.equal(trained(*batch), reference(*batch))
 
 
 def test_the_fp16_scale_doubles_as_deepspeeds(opens: Opens) -> None:

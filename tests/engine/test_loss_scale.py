@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from infinity.config import FP16
+from infinity.config import Config
 from infinity.engine.loss_scale import LossScale
 from infinity.errors import NonFiniteError
 
 
 def scales(steps: str, **options: Any) -> list[float]:
     """Return the scale after each step: "+" passed, "-" overflowed."""
-    scale = LossScale.of(FP16(enabled=True, **options))
+    scale = LossScale.of(Config.load({"fp16": {"enabled": True, **options}}))
     found = []
     for step in steps:
         scale.passed() if step == "+" else scale.overflowed()
@@ -41,7 +41,7 @@ def test_a_fixed_one_stays() -> None:
 
 
 def test_off_it_is_1() -> None:
-    assert LossScale.of(FP16()).value == 1.0
+    assert LossScale.of(Config()).value == 1.0
 
 
 @pytest.mark.parametrize("options", [{"loss_scale": 8}, {"initial_scale_power": 0}])
@@ -62,13 +62,14 @@ def test_it_gives_up_where_it_cannot_become_smaller(options: dict[str, Any]) -> 
 def test_it_stays_in_its_bounds_and_goes_on_from_where_it_stood(
     steps: str, power: int, window: int, hysteresis: int, consecutive: bool, saved_after: int
 ) -> None:
-    config = FP16(
-        enabled=True,
-        initial_scale_power=power,
-        loss_scale_window=window,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=consecutive,
-    )
+    fp16 = {
+        "enabled": True,
+        "initial_scale_power": power,
+        "loss_scale_window": window,
+        "hysteresis": hysteresis,
+        "consecutive_hysteresis": consecutive,
+    }
+    config = Config.load({"fp16": fp16})
     scale = LossScale.of(config)
     for number, step in enumerate(steps):
         if number == saved_after:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.config import TorchAutocast
 from multirank.cases import SAMPLES, Batch, Routed, global_batches, part
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
@@ -93,11 +94,14 @@ def modelled(
 ) -> dict[str, Any]:
     """Train MODELS[model] on two micro-batches a step, one on each of two ranks or both on one.
 
-    autocast: what of the loop is in a context of torch.autocast, "forward" or "loop". Returns losses, what is there at
-    the end and how often each parameter was updated; buffers must all be back, and none have been kept.
+    autocast: what of the loop is in a context of torch.autocast, "forward" or "loop"; "config": the section
+    torch_autocast. Returns losses, what is there at the end and how often each parameter was updated; buffers must all
+    be back, and none have been kept.
     """
     accumulation = 2 // ranks
     config = engine_config(**{"folder": folder, "micro": SAMPLES, "accumulation": accumulation, **options})
+    if autocast == "config":
+        config = config.model_copy(update={"torch_autocast": TorchAutocast(enabled=True, dtype="bf16")})
     batches = sided_batches(steps) if model == "one-sided" else global_batches(steps, 2 * SAMPLES)
 
     def bf16(what: str) -> Any:

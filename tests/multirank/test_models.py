@@ -40,6 +40,15 @@ def test_autocast(pair: Group, around: str, stage: int, tmp_path: Path) -> None:
     assert casts[0]["losses"] != uncast["losses"]
 
 
+def test_autocast_of_the_config(pair: Group, tmp_path: Path) -> None:
+    """Two ranks give the bits of one, and those of a context around the forward."""
+    found = as_one_rank(pair, "non-reentrant", 3, tmp_path, autocast="config", steps=2)
+    by_hand = model_cases.modelled(
+        0, ranks=1, model="non-reentrant", folder=str(tmp_path), prefetch_bytes=0, autocast="forward", steps=2
+    )
+    assert_bits(found[0], by_hand)
+
+
 @pytest.mark.parametrize(("around", "model"), [("forward", "reentrant"), ("loop", "non-reentrant")])
 def test_autocast_and_checkpointing(pair: Group, around: str, model: str, tmp_path: Path) -> None:
     as_one_rank(pair, model, 3, tmp_path, autocast=around)
