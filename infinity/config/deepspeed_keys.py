@@ -87,7 +87,6 @@ _PRECISION: dict[str, Entry] = {
     "bf16.hysteresis": no_effect(_RANGE, 2),
     "bf16.consecutive_hysteresis": no_effect(_RANGE),
     "bf16.min_loss_scale": no_effect(_RANGE, 1),
-    "data_types.keep_in_fp32_modules": no_effect("buffers are never cast, so that all keep their dtype", "auto"),
     "torch_autocast.lower_precision_safe_modules": no_effect(
         "parameters are gathered in their own dtype, and all gradients are reduced in communication_data_type"
     ),

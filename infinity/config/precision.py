@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from infinity.config.fields import Count, CountOrZero, DType, Number, Positive, Section, Switch
@@ -79,11 +82,21 @@ class DataTypes(Section):
     """Dtype of the parameters, which must be that of the enabled section `bf16` or `fp16`, else fp32."""
 
     buffer_dtype: DType | None = None
-    """Dtype to which buffers are cast. By default buffers keep their dtype; any other value is an error so far."""
+    """Dtype to which floating-point buffers are cast in bf16 and fp16 training. By default they keep their dtype."""
 
-    @field_validator("buffer_dtype")
+    keep_in_fp32_modules: Literal["auto"] | tuple[str, ...] = "auto"
+    """Buffers that are fp32 in bf16 and fp16 training: those whose full name contains a match of one of these
+    patterns, in which `*` stands for any text. `auto`: those that the model names in transformers'
+    `_keep_in_fp32_modules_strict`, and in fp16 training in `_keep_in_fp32_modules`, too."""
+
+    @field_validator("keep_in_fp32_modules")
     @classmethod
-    def _buffers_are_not_cast(cls, value: str | None) -> str | None:
-        if value is not None:
-            raise ValueError("must be null: buffers keep their dtype. Cast them in the model before initialize")
+    def _are_patterns(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for name in () if value == "auto" else value:
+            try:
+                re.compile(name.replace("*", ".*"))
+            except re.error as error:
+                raise ValueError(
+                    f"{name!r} is no pattern ({error}): give parts of names, with * for any text"
+                ) from None
         return value

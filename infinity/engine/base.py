@@ -16,6 +16,7 @@ from torch import nn
 from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
+from infinity.engine.buffers import cast_buffers
 from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
 from infinity.engine.precision import ForwardPrecision
@@ -58,6 +59,7 @@ class BaseEngine(ABC):
         self._broken = ""
         self._closed = False
         self._process = os.getpid()
+        cast_buffers(self.module, config)
         precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
         around = None if precision is None else precision.around
         units = parts.units_of_module

@@ -289,7 +289,7 @@ def test_null_is_the_default(dotted: str) -> None:
             {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "infinity": {"update": "during_backward"}},
             "but fp16 needs the norm of all",
         ),
-        ({"data_types": {"buffer_dtype": "bf16"}}, "must be null: buffers keep their dtype"),
+        ({"data_types": {"keep_in_fp32_modules": ["("]}}, "'(' is no pattern"),
         ({"data_types": {"param_dtype": "bf16"}}, 'bf16 and fp16 make it "fp32"'),
         ({"flops_profiler": {"enabled": True, "module_depth": -2}}, "must be at least -1"),
         ({"wandb": {"enabled": False, "tags": []}}, "wandb.tags: unknown key"),
@@ -305,17 +305,15 @@ def test_values_that_need_nothing_are_taken() -> None:
         {
             "fp16": {"enabled": False, "auto_cast": True},
             "bf16": {"enabled": True, "check_grad_overflow": True},
-            "data_types": {"param_dtype": "bfloat16", "keep_in_fp32_modules": ["bias"]},
+            "data_types": {"param_dtype": "bfloat16", "keep_in_fp32_modules": ["bias"], "buffer_dtype": "fp16"},
             "gradient_allreduce_op": "mean",
             "torch_autocast": {"enabled": False, "dtype": "bfloat16", "lower_precision_safe_modules": ["a.B"]},
             "wandb": {"enabled": False, "project": "p"},
         }
     )
     assert config.data_types.param_dtype == "bf16" and config.torch_autocast.dtype == "bf16"
-    assert config.notes.ignored == (
-        "data_types.keep_in_fp32_modules",
-        "torch_autocast.lower_precision_safe_modules",
-    )
+    assert config.data_types.keep_in_fp32_modules == ("bias",) and config.data_types.buffer_dtype == "fp16"
+    assert config.notes.ignored == ("torch_autocast.lower_precision_safe_modules",)
 
 
 # -- problems, notes and files -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Precision of a forward: `torch_autocast` and `auto_cast`, against plain loops."""
+"""Precision of a forward: `torch_autocast`, `auto_cast` and the dtypes of buffers, against plain loops."""
 
 from __future__ import annotations
 
@@ -229,3 +229,55 @@ def test_float_inputs_are_cast(section: str, dtype: torch.dtype) -> None:
                 with pytest.raises(RuntimeError, match="dtype"):
                     engine(Pair(x, y), {"listed": []}, weight=weight)
     assert losses[:3] == losses[3:]
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """A layer with buffers of several dtypes, one of which its class names for fp32 as transformers' models do."""
+
+    _keep_in_fp32_modules_strict = ("correction",)
+    _keep_in_fp32_modules = frozenset({"half_*"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("frequencies", torch.rand(8))
+        self.register_buffer("correction_bias", torch.rand(8, dtype=torch.bfloat16))
+        self.register_buffer("half_scale", torch.rand(8, dtype=torch.float16))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("top", "expected"),
+    [
+        ({}, "fp32 bf16 fp16"),
+        ({"data_types": {"buffer_dtype": "bf16"}}, "fp32 bf16 fp16"),
+        ({"bf16": {"enabled": True}}, "fp32 fp32 fp16"),
+        ({"fp16": {"enabled": True}}, "fp32 fp32 fp32"),
+        ({"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": []}}, "fp32 bf16 fp16"),
+        ({"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}, "bf16 fp32 bf16"),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "fp16", "keep_in_fp32_modules": ["part.f*s"]}},
+            "fp32 fp16 fp16",
+        ),
+    ],
+)
+def test_dtypes_of_buffers(top: dict[str, Any], expected: str) -> None:
+    """`buffer_dtype` casts floating-point buffers in 16-bit training only; listed ones are fp32."""
+    model = nn.ModuleDict({"part": seeded(Buffered)})
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    held = model["part"].frequencies
+    engine, *_ = infinity.initialize(model, {"train_batch_size": 1, **top})
+    with engine:
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        *floats, count = model.buffers()
+        assert " ".join(names[buffer.dtype] for buffer in floats) == expected
+        assert count.dtype == torch.int64 and model["part"].frequencies is held
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name].to(buffer.dtype)), name
