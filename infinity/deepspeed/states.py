@@ -67,13 +67,17 @@ class SavingEngine(ReportingEngine):
     ) -> None:
         """Load `checkpoint["module"]` into the parameters, their masters and the buffers. Collective, between steps.
 
-        strict: raise UsageError, before any change, for missing and unexpected names. fetch_z3_params has no effect.
+        strict: raise UsageError, before any change, for missing and unexpected names. custom_load_fn: called instead,
+        as `custom_load_fn(src=checkpoint["module"], dst=model)`; it edits parameters, or calls `load_state_dict` of the
+        model or its parts, equally on all ranks; masters of changed 16-bit elements get their values. fetch_z3_params
+        has no effect.
         """
-        if custom_load_fn is not None or allowed_missing_keys is not None:
-            raise UsageError(
-                "load_module_state_dict(custom_load_fn=…, allowed_missing_keys=…) is not supported: pass strict=False"
-            )
+        if allowed_missing_keys is not None:
+            raise UsageError("load_module_state_dict(allowed_missing_keys=…) is not supported: pass strict=False")
         states = checkpoint["module"]
+        if custom_load_fn is not None:
+            self._engine.load_with(lambda model: custom_load_fn(src=states, dst=model))
+            return
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = persistent_buffers(self.module)
         missing, unexpected = {*parameters, *buffers} - set(states), set(states) - {*parameters, *buffers}
@@ -131,7 +135,8 @@ class SavingEngine(ReportingEngine):
         if custom_load_fn is not None:
             raise UsageError(
                 "load_checkpoint(custom_load_fn=…) is not supported: read the weights with infinity.deepspeed.utils."
-                "zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(), and pass them to load_module_state_dict()"
+                "zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(), and pass them with the function to "
+                "load_module_state_dict()"
             )
         if tag is None and not (Path(load_dir) / LATEST).is_file():
             logger.warning("no checkpoint was loaded: %s has no file %r; pass a tag", load_dir, LATEST)

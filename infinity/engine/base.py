@@ -159,6 +159,15 @@ class BaseEngine(ABC):
             self.parts.store.settle()
             self.parts.store.release_all()
 
+    def load_with(self, load: Callable[[nn.Module], object]) -> None:
+        """Call `load` with the model, whose parameters it may edit, also by `load_state_dict`. Collective.
+
+        All ranks must make the same edits. The fp32 masters of elements whose 16-bit value changes get that value.
+        """
+        self.settle()
+        with self._hooks.loading():
+            load(self.module)
+
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, value) of every parameter and persistent buffer, one unit at a time. Collective.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -137,6 +138,7 @@ class ModelHooks:
         self._members: Counter[int] = Counter()
         """unit → number of names under which modules register its parameters."""
         self._open = True
+        self._loads = False
         self._copies = StateCopies()
         self._handles: list[Any] = []
         self._wrapped = [module for module in model.modules() if module._parameters]
@@ -146,7 +148,7 @@ class ModelHooks:
             module.__dict__["_parameters"] = parameters
             put = functools.partial(self._copies.put)  # a partial accepts the attributes that torch sets on a hook
             self._handles.append(module.register_state_dict_post_hook(put))
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_state))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_state))
         self._forwards: list[tuple[nn.Module, Any, Any]] = []
         for module in dict.fromkeys([model, *units_of_module]):
             self._wrap_forward(module, units_of_module.get(module, []))
@@ -169,6 +171,23 @@ class ModelHooks:
         for module in self._model.modules():
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("__prepare_scriptable__", None)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Permit `load_state_dict` of the model and its parts, whose copies into parameters fetch unit after unit."""
+        before, self._loads = self._loads, True
+        try:
+            yield
+        finally:
+            self._loads = before
+
+    def _refuse_state(self, module: nn.Module, *_: Any) -> None:
+        if not self._loads:
+            raise UsageError(
+                f"load_state_dict() was called on a model (on its {type(module).__name__}) while an engine has its "
+                "parameters. Load them before infinity.initialize(), use engine.load_checkpoint(), or call "
+                "infinity.set_full_fp32_param() for each."
+            )
 
     def check_replaced(self) -> None:
         """Raise UsageError if modules hold tensors in place of parameters, outside of a call that replaces them.
@@ -272,14 +291,6 @@ class ModelHooks:
                 if buffer is not None:
                     part._buffers[name] = fn(buffer)
         return module
-
-
-def _refuse_state(module: nn.Module, *_: Any) -> None:
-    raise UsageError(
-        f"load_state_dict() was called on a model (on its {type(module).__name__}) while an engine has its parameters. "
-        "Load them before infinity.initialize(), use engine.load_checkpoint(), or call infinity.set_full_fp32_param() "
-        "for each."
-    )
 
 
 def _own_outputs(output: Any) -> Any:

@@ -445,6 +445,36 @@ def test_checkpoints_have_deepspeeds_returns(opens: Opens, tmp_path: Path) -> No
         again.load_checkpoint(str(tmp_path), custom_load_fn=print)
 
 
+@pytest.mark.parametrize(("stage", "device"), [(2, "none"), (3, "nvme")])
+def test_custom_load_fn_gets_the_states_and_the_model(opens: Opens, stage: int, device: str, tmp_path: Path) -> None:
+    """A function that edits parameters and one that calls `load_state_dict` load what the engine loads itself."""
+    batches, states = token_batches(3), seeded(Stack, 1).state_dict()
+
+    def renamed(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        dst.load_state_dict({name.removeprefix("old."): value for name, value in src.items()})
+
+    def copied(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        with torch.no_grad():
+            for name, parameter in dst.named_parameters():
+                parameter.copy_(src["old." + name])
+
+    offload = {"device": device, "nvme_path": str(tmp_path)}
+    zero = {"offload_param": offload, "offload_optimizer": offload} if stage == 3 else {}
+    found = []
+    for custom in (None, renamed, copied):
+        engine = opens(stage, zero_optimization=zero, infinity={"unit_size": 20_000, "cache_bytes": 0})
+        run(engine, batches[:1])
+        prefix = "old." if custom else ""
+        content = {"module": {prefix + name: value for name, value in states.items()}}
+        engine.load_module_state_dict(content, custom_load_fn=custom)
+        found.append((run(engine, batches[1:]), engine.module_state_dict()))
+        with pytest.raises(UsageError, match=r"load_state_dict\(\) was called"):
+            engine.module.load_state_dict(states)
+    for losses, values in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(value, found[0][1][name]) for name, value in values.items())
+
+
 def test_latest_names_the_last_save_that_may_be_continued(opens: Opens, tmp_path: Path) -> None:
     """`save_latest=False` leaves the file `latest` as it is."""
     engine = opens(2)
