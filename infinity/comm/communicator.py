@@ -365,9 +365,9 @@ class Communicator:
         dist.all_gather_object(found, mine, group=self._words)
         return found
 
-    def sum_over_shards(self, value: float) -> float:
-        """Return the sum of one fp64 number over shards, in rank order."""
-        return self.sum(value) if self._sharded else value
+    def sum_over_shards(self, *values: float) -> tuple[float, ...]:
+        """Return the sum of each fp64 number over shards, in rank order, in one exchange."""
+        return self.sums(*values) if self._sharded else values
 
     def barrier(self) -> None:
         if not self.is_single:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.config import Config
 from infinity.engine.checkpointing import CheckpointingEngine
-from infinity.engine.client_scheduler import RateScheduler
+from infinity.engine.client_scheduler import RateScheduler, ScheduleArguments
+from infinity.engine.grad_norm import GradNorm
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
 from infinity.engine.offload import offload, reload
@@ -97,7 +98,8 @@ class TrainingEngine(CheckpointingEngine):
         """Number of optimizer steps, including those of the run that a loaded checkpoint continues."""
         self.skipped_steps = 0
         """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
-        self._grad_norm: float | None = None
+        self._grad_norm = GradNorm()
+        self._schedule = ScheduleArguments()
         self._loss = torch.tensor(math.nan)
         assert parts.training is not None
         self.updates = parts.training
@@ -117,8 +119,10 @@ class TrainingEngine(CheckpointingEngine):
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the last step's whole gradient before clipping; None without `gradient_clipping`."""
-        return self._grad_norm
+        """Norm of the last step's whole gradient before clipping. None before the first step, after a skipped one, and
+        on several ranks with neither clipping nor infinity.check_nan, since ranks do not exchange norms then.
+        """
+        return self._grad_norm.read()
 
     @property
     def unscaled_backwards(self) -> int:
@@ -173,11 +177,13 @@ class TrainingEngine(CheckpointingEngine):
         return self._step.scaled.watch(loss * (scale / accumulation))
 
     @eager
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Update the parameters and advance the lr scheduler if this was the last micro-batch of the step.
 
+        lr_kwargs: arguments of the scheduler's `step`.
+
         A step whose gradients overflowed (fp16) is skipped, and the scheduler does not advance. Raises UsageError if no
-        backward preceded it, and in a `no_sync` block.
+        backward preceded it, in a `no_sync` block, and, before any change, if `lr_kwargs` do not fit the scheduler.
         """
         self._check_open()
         self._conclude_backward()
@@ -186,6 +192,7 @@ class TrainingEngine(CheckpointingEngine):
             self._step.end_micro_batch()
             return
         self._hooks.check_replaced()
+        arguments = self._schedule.arguments(self.lr_scheduler, lr_kwargs)
         skipped = self.skipped_steps
         losses = self._step.known_losses if self.monitor.enabled else ()
         self._reports.begin(Phase.STEP)
@@ -193,9 +200,10 @@ class TrainingEngine(CheckpointingEngine):
             over = self.updates.saver.poll_finished(self.ranks)
             with uninterrupted():  # the scheduler advances with the update, whenever Ctrl-C arrives
                 self.optimizer.step()
-                self._log.step(self.global_steps, self._loss, self.optimizer.param_groups[0]["lr"], self._grad_norm)
+                rate = self.optimizer.param_groups[0]["lr"]
+                self._log.step(self.global_steps, self._loss, rate, self._grad_norm.known)
                 if self.lr_scheduler is not None and self.skipped_steps == skipped:
-                    self.lr_scheduler.step()
+                    self.lr_scheduler.step(**arguments)
         self._reports.end(Phase.STEP)
         if self._reports.active:
             self._reports.step(self._facts(losses))
@@ -315,18 +323,21 @@ class TrainingEngine(CheckpointingEngine):
             if unit.job is not None and unit.job.done.done():
                 unit.job.done.wait()
         scale = 1.0 / (parts.ranks.size * self.loss_scale.value)
-        self._grad_norm = None
+        self._grad_norm.forget()
         clipping, scaled = self.config.gradient_clipping > 0, self.config.scales_loss
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):
-            norm = math.sqrt(*parts.ranks.model.sums(gradients.squared_norm())) * scale
+            sums = parts.ranks.model.sums(*gradients.squared_norms())
+            norm, whole = (math.sqrt(squares) * scale for squares in sums)
             if scaled and not math.isfinite(norm):
                 self._skip()
                 return False
             self._check_norm(norm)
+            self._grad_norm.set(whole)
             if clipping:
-                self._grad_norm = norm
                 coefficient = self.config.gradient_clipping / (norm + 1e-6)
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN propagates, as in torch
+        elif self.ranks.is_single:
+            self._grad_norm.set_later(gradients.step_squares(), scale)
         gradients.settle()
         for index in self.updates.collector.take_ready():
             unit = parts.units[index]
@@ -436,8 +447,8 @@ class TrainingEngine(CheckpointingEngine):
                 raise
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients before clipping; None if clipping is off."""
-        return self._grad_norm
+        """Return `grad_norm`."""
+        return self.grad_norm
 
     # -- memory between phases ---------------------------------------------------------------------------------------
 

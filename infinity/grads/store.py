@@ -96,6 +96,9 @@ class GradStore:
         self._ranks = ranks
         self._places = places
         self._squares: dict[int, Future[float]] = {}
+        """unit → sum of squares of its stored gradient."""
+        self._landed: dict[int, Future[Gradient]] = {}
+        """unit → gradient that was passed to the update."""
         self._moves: list[Future[None]] = []
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads")
 
@@ -104,8 +107,11 @@ class GradStore:
         add = sent.unit.index in self.units
         self.units.discard(sent.unit.index)
         if self._is_small(sent) and (not add or self._places.tier.immediate):
-            return _carried_out(self._land, sent, self.slots, add)
-        return self._mover.submit(self._land, sent, self.slots, add)
+            landed = _carried_out(self._land, sent, self.slots, add)
+        else:
+            landed = self._mover.submit(self._land, sent, self.slots, add)
+        self._landed[sent.unit.index] = landed
+        return landed
 
     def keep(self, sent: Sent) -> None:
         """Store a gradient, or add it to the stored one."""
@@ -228,9 +234,21 @@ class GradStore:
         for move in moves:
             move.result()
 
-    def squared_norm(self) -> float:
-        """Return the sum of squares of all stored gradients over all ranks, added in unit order. Waits for them."""
-        return self._ranks.sum_over_shards(sum(self._squares[index].result() for index in sorted(self.units)))
+    def squared_norms(self) -> tuple[float, ...]:
+        """Return the sums of squares over all ranks of the stored gradients, and of all gradients of the step.
+
+        Units are added in their order. Waits for the gradients.
+        """
+        stored = sum(self._squares[index].result() for index in sorted(self.units))
+        return self._ranks.sum_over_shards(stored, self.step_squares()() if self._landed else stored)
+
+    def step_squares(self) -> Callable[[], float]:
+        """Return a function that waits for all gradients of the step and returns their sum of squares on this rank, in
+        unit order. It may be called after the step.
+        """
+        stored, landed = {index: self._squares[index] for index in self.units}, dict(self._landed)
+        units = sorted({*stored, *landed})
+        return lambda: sum(stored[i].result() if i in stored else landed[i].result().squares for i in units)
 
     def take_ready(self) -> list[int]:
         """Return the units with stored gradients, in unit order, and pass the gradients on to the update."""
@@ -242,6 +260,7 @@ class GradStore:
         self.units = set()
         self.slots = {}
         self._squares = {}
+        self._landed = {}
 
     def discard(self) -> None:
         """Drop all gradients and ignore errors of their moves."""

@@ -99,7 +99,6 @@ def test_refused_optimizers(make: Callable[[Any], Any], error: type[Exception], 
 
 
 SCHEDULERS: list[tuple[Callable[[Any], Any], str]] = [
-    (torch.optim.lr_scheduler.ReduceLROnPlateau, r"ReduceLROnPlateau\) needs metrics in each step"),
     (lambda o: torch.optim.lr_scheduler.StepLR(adamw(seeded(Stack)), 2), r"rates of a AdamW that the engine does not"),
     (lambda o: 3, r"lr_scheduler \(int\) has no step, state_dict, load_state_dict"),
 ]

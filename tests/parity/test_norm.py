@@ -18,8 +18,10 @@ from support.models import Stack, seeded, token_batches
 STEPS = 3
 
 
-def norms(folder: Path, device: Device | None = None, accumulation: int = 1, **options: Any) -> list[float | None]:
-    config = engine_config(folder=folder, accumulation=accumulation, clip=0.3, **options)
+def norms(
+    folder: Path, device: Device | None = None, accumulation: int = 1, clip: float = 0.3, **options: Any
+) -> list[float | None]:
+    config = engine_config(folder=folder, accumulation=accumulation, clip=clip, **options)
     found = []
     with open_engine(seeded(lambda: Stack(width=48, depth=4, tied=True)), config, device) as engine:
         for step in range(STEPS):
@@ -39,6 +41,17 @@ def test_it_is_the_same_on_arrival_and_later(bf16: bool, accumulation: int, tmp_
         assert norms(tmp_path, LateDevice(delay=0.005), optim=optim, **options) == expected, optim
     for other in ({"adam_threads": 3}, {"tile_size": 8192}, {"update": "after_backward"}, {"optim": "cpu"}):
         assert norms(tmp_path, **options, **other) == expected, other
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_is_the_same_without_clipping(accumulation: int, tmp_path: Path) -> None:
+    """Backward has updated units in some schedules, and the norm includes their gradients."""
+    options: dict[str, Any] = {"accumulation": accumulation, "clip": 0.0}
+    expected = norms(tmp_path, update="next_forward", **options)
+    assert None not in expected and len(set(expected)) == STEPS
+    for other in ({"optim": "cpu"}, {"check_nan": False}, {"update": "after_backward"}, {"stage": 0, "param": "none"}):
+        assert norms(tmp_path, **options, **other) == expected, other
+    assert norms(tmp_path, LateDevice(delay=0.005), optim="none", **options) == expected
 
 
 def test_it_is_that_of_torch(tmp_path: Path) -> None:
