@@ -103,6 +103,12 @@ class Infinity(Section):
     `after_backward`: all units before `step()` returns; `next_forward`: each unit before its next use. All give the
     same results. `auto`: `during_backward`, or `next_forward` with clipping."""
 
+    accumulation_buffers: Switch = False
+    """Allocate buffers for the sum of several micro-batches' gradients although `gradient_accumulation_steps` is 1, so
+    that `engine.no_sync()` and `engine.set_gradient_accumulation_boundary(False)` work. Needed only if gradients are
+    stored in less than `data_types.grad_accum_dtype`; an error says so. In stages 0 and 1 gradients are then reduced
+    once per step."""
+
     master: Literal["remainder", "fp32"] = "remainder"
     """Format of the fp32 master of a bfloat16 parameter. `remainder`: only the low 16 bits, which the parameter lacks;
     `fp32`: a separate copy, 2 bytes more per parameter to store, read and write. Masters of float16 parameters are
@@ -154,14 +160,16 @@ class Config(Section):
     """Forward and backward passes of one optimizer step; by default derived from the two above, or 1."""
 
     managed_gradient_accumulation: Switch = True
-    """`step()` updates after `gradient_accumulation_steps` backward passes. false is an error so far."""
+    """`step()` updates after `gradient_accumulation_steps` backward passes. false: every `step()` updates, with the
+    gradients of all backward passes since the last one; `engine.backward` divides by `gradient_accumulation_steps` as
+    before."""
 
     dataloader_drop_last: Switch = True
     """The dataloader of `training_data` drops the last batch if it is incomplete. false: it is a smaller batch, and
     ranks repeat samples to draw equally many. DeepSpeed's default is false."""
 
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    """Reduction of gradients over ranks. `sum` is an error so far."""
+    """Reduction of gradients over ranks. Clipping and the gradient norm see its result."""
 
     gradient_clipping: Number = 0.0
     """Largest norm of the whole gradient; gradients of larger norm are scaled down to it. 0: no clipping."""
@@ -248,23 +256,6 @@ class Config(Section):
         return resolve_batch(
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
         )
-
-    @field_validator("managed_gradient_accumulation")
-    @classmethod
-    def _always_managed(cls, value: bool) -> bool:
-        if not value:
-            raise ValueError(
-                "must be true: step() always counts backward passes. Set gradient_accumulation_steps to 1 to update at "
-                "every step()"
-            )
-        return value
-
-    @field_validator("gradient_allreduce_op")
-    @classmethod
-    def _always_the_mean(cls, value: str) -> str:
-        if value != "mean":
-            raise ValueError('must be "mean": multiply the loss by the number of ranks for the sum')
-        return value
 
     @property
     def scales_loss(self) -> bool:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 from infinity.deepspeed.engine_names import GETTERS, REFUSED, read
 from infinity.deepspeed.states import SavingEngine
 from infinity.engine.base import BaseEngine
-from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
 
@@ -84,29 +83,37 @@ class DeepSpeedEngine(SavingEngine):
         return self.training_engine.backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Update the parameters and advance the lr scheduler, if the micro-batch is at a boundary."""
+        """Update the parameters and advance the lr scheduler, if the micro-batch is at a boundary.
+
+        lr_kwargs: arguments of the scheduler's `step`.
+        """
         engine = self.training_engine
-        if lr_kwargs:
-            raise UsageError(
-                "engine.step(lr_kwargs=…) is not supported: leave lr_scheduler out of initialize(), construct the "
-                "scheduler on engine.optimizer, and call scheduler.step(…) after engine.step()"
-            )
-        _check_averaged(engine)
         steps, skipped = engine.global_steps, engine.skipped_steps
-        engine.step()
+        samples = self._samples_of_step()
+        engine.step(lr_kwargs)
         self.micro_steps += 1
         updated = engine.global_steps > steps
         self._step_applied = updated and engine.skipped_steps == skipped
         if updated:
-            self.global_samples += self.train_batch_size()
+            self.global_samples += samples
+
+    def _samples_of_step(self) -> int:
+        """Return the number of samples of a step; without managed_gradient_accumulation, that of those collected."""
+        engine = self.training_engine
+        if engine.config.managed_gradient_accumulation:
+            return self.train_batch_size()
+        return engine.batch.micro * engine.micro_steps * self.dp_world_size
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` with the fp16 loss scale, divided by gradient_accumulation_steps; for plain backwards."""
+        """Return `loss` with the fp16 loss scale, divided by gradient_accumulation_steps; for plain backwards.
+
+        A plain `loss.backward()` without it is divided as well, and lacks only the loss scale, which fp16 requires.
+        """
         return self.training_engine.scale(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without an update. Raises UsageError if gradient_accumulation_steps is 1."""
+        """Accumulate gradients without an update; see `TrainingEngine.no_sync`."""
         with self.training_engine.no_sync():
             yield
 
@@ -125,7 +132,7 @@ class DeepSpeedEngine(SavingEngine):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide, for the backwards and steps that follow, whether they end a step. Call it before forward.
 
-        False needs gradient_accumulation_steps above 1, since no buffers for sums exist otherwise.
+        Raises UsageError if managed_gradient_accumulation is false, and for False where `no_sync` raises it.
         """
         self.training_engine.set_gradient_accumulation_boundary(is_boundary)
 
@@ -182,7 +189,7 @@ class DeepSpeedEngine(SavingEngine):
         return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient before clipping; None if gradient_clipping is 0."""
+        """Return the norm of the last step's gradient before clipping; see `TrainingEngine.grad_norm`."""
         return self.training_engine.grad_norm
 
     # -- data ----------------------------------------------------------------------------------------------------------
@@ -250,13 +257,3 @@ class DeepSpeedEngine(SavingEngine):
     def collect_python_gc(self) -> int:
         """Run Python's garbage collection, and return the number of unreachable objects."""
         return gc.collect()
-
-
-def _check_averaged(engine: TrainingEngine) -> None:
-    """Raise UsageError for plain backwards with accumulation, which DeepSpeed averages and the engine would sum."""
-    if engine.batch.accumulation > 1 and engine.unscaled_backwards:
-        raise UsageError(
-            f"{engine.unscaled_backwards} of {engine.micro_steps} backwards of this step were loss.backward(), which "
-            "does not average over gradient_accumulation_steps yet: call engine.backward(loss), or "
-            "engine.scale(loss).backward()"
-        )

@@ -97,6 +97,7 @@ def _make_engine(
     if config.fp16.enabled:  # the scale of float16 autocast is GradScaler's in DeepSpeed, too
         engine.loss_scale.count_as_deepspeed()
     engine.updates.step.counts_calls = True  # as DeepSpeed, whose micro-batches may have several backwards
+    engine.updates.step.averages_plain = True
     return engine
 
 

@@ -126,9 +126,9 @@ def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor
 def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the gradient of the present step: fp32 in the parameter's shape, in host memory; None if it has none.
 
-    It is the mean over ranks and micro-batches, without the loss scale, before clipping. Call it between the last
-    `backward` of a step and `step`. Raises UsageError if the update has consumed it; set infinity.update to
-    "next_forward" or "after_backward" then.
+    It is the mean over ranks (the sum, if `gradient_allreduce_op` says so) and micro-batches, without the loss scale,
+    before clipping. Call it between the last `backward` of a step and `step`. Raises UsageError if the update has
+    consumed it; set infinity.update to "next_forward" or "after_backward" then.
     """
     owner = _with_grad(param)
     if owner is None:
@@ -136,7 +136,7 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     engine, unit, slot = owner
     flat = engine.updates.gradients.read(unit)
     place = unit.layout.slots[slot]
-    factor = engine.ranks.size * engine.loss_scale.value
+    factor = engine.parts.plan.grad_divisor * engine.loss_scale.value
     values = flat[place.offset : place.stop].view(place.shape).float() / factor
     return engine.ranks.model.whole(param, values)
 
@@ -155,7 +155,7 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     engine = owner[0]
     flat = engine.updates.gradients.read(unit)
     place = unit.layout.slots[slot]
-    factor = engine.ranks.size * engine.loss_scale.value
+    factor = engine.parts.plan.grad_divisor * engine.loss_scale.value
     local = engine.ranks.model.part(param, value)
     flat[place.offset : place.stop].view(place.shape).copy_(local * factor)
     engine.updates.gradients.write(unit, flat)
@@ -235,7 +235,11 @@ def _with_grad(param: Any) -> tuple[TrainingEngine, Unit, int] | None:
         return None
     collector, gradients = engine.updates.collector, engine.updates.gradients
     if collector.is_collecting(unit):
-        raise UsageError("gradients are complete after a step's last micro-batch: call engine.backward for it first")
+        raise UsageError(
+            "gradients are complete after a step's last micro-batch: call engine.backward for it first. Without "
+            "managed_gradient_accumulation stages 2 and 3 have complete gradients, and stages 0 and 1 reduce them in "
+            "engine.step()"
+        )
     if unit.index in gradients.units:
         gradients.settle()
         return (engine, unit, slot) if slot in gradients.slots[unit.index] else None

@@ -130,7 +130,8 @@ class ScaledBackwards:
 
     def __init__(self) -> None:
         self.unscaled = 0
-        self._passed = False
+        self.passed = False
+        """True if the running backward started from a scaled loss."""
 
     def watch(self, scaled: torch.Tensor) -> torch.Tensor:
         """Register the hook on `scaled`, a loss that was multiplied by the scale, and return it."""
@@ -139,17 +140,17 @@ class ScaledBackwards:
         return scaled
 
     def _pass(self, gradient: torch.Tensor) -> None:
-        self._passed = True
+        self.passed = True
 
     def end(self, *, counts: bool) -> None:
         """Record the end of a backward. counts: it produced gradients; `torch.autograd.grad` produces none."""
-        self.unscaled += counts and not self._passed
-        self._passed = False
+        self.unscaled += counts and not self.passed
+        self.passed = False
 
     def forget(self) -> None:
         """Reset the count: the step ended, or its gradients were dropped."""
         self.unscaled = 0
-        self._passed = False
+        self.passed = False
 
 
 _PROGRESS = ("value", "tolerance", "good", "skipped_in_a_row")

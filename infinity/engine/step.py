@@ -47,10 +47,13 @@ LEGAL: Mapping[Phase, frozenset[Call]] = {
 
 
 class Step:
-    """The present step of one engine. accumulation: micro-batches per step. early: backward updates units."""
+    """The present step of one engine. accumulation: micro-batches per step. early: backward updates units. managed:
+    False: a step ends with each `engine.step()`, whatever the number of its micro-batches.
+    """
 
-    def __init__(self, accumulation: int, *, early: bool) -> None:
+    def __init__(self, accumulation: int, *, early: bool, managed: bool = True) -> None:
         self.accumulation = accumulation
+        self.managed = managed
         self.micro_steps = 0
         """Number of backwards in this step that produced gradients."""
         self.updated: set[int] = set()
@@ -64,6 +67,8 @@ class Step:
         micro-batches."""
         self.counts_calls = False
         """True: a micro-batch ends with `engine.step()`, and may have several backwards. False: with its backward."""
+        self.averages_plain = False
+        """True: gradients of a plain `loss.backward()` are divided by `accumulation`, as `engine.backward` does."""
         self.scaled = ScaledBackwards()
         self.losses: list[tuple[torch.Tensor, int]] = []
         """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
@@ -83,21 +88,29 @@ class Step:
     @property
     def is_due(self) -> bool:
         """True if `engine.step()` updates with the gradients collected so far."""
-        if self.boundary is not None:
-            return self.boundary
+        if self.boundary is not None or not self.managed:
+            return self.boundary is not False
         return (self._passed + 1 if self.counts_calls else self.micro_steps) >= self.accumulation
 
     @property
     def is_at_boundary(self) -> bool:
-        """True if the present micro-batch is the last of its step. The next one begins after `engine.step()`."""
-        if self.boundary is not None:
-            return self.boundary
+        """True if the present micro-batch is the last of its step. The next one begins after `engine.step()`.
+
+        False without `managed`: only the call of `engine.step()` ends a step.
+        """
+        if self.boundary is not None or not self.managed:
+            return bool(self.boundary)
         return not self._unsynced and (self.is_complete or self._passed + 1 >= self.accumulation)
 
     @property
     def known_losses(self) -> list[tuple[torch.Tensor, int]]:
         """`losses` if all backwards of the step were calls of `engine.backward`, else nothing."""
         return self.losses if len(self.losses) == self.micro_steps else []
+
+    @property
+    def weight(self) -> float:
+        """Factor of the gradients that arrive in the running backward."""
+        return 1.0 / self.accumulation if self.averages_plain and not self.scaled.passed else 1.0
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -169,9 +182,14 @@ class Step:
             self._unsynced -= 1
 
     def begin_backward(self) -> None:
-        done = self._passed if self.counts_calls else self.micro_steps
-        due = done + 1 >= self.accumulation if self.boundary is None else self.boundary
-        self.is_last_micro_step = due and not self._unsynced
+        self.is_last_micro_step = self._ends_step and not self._unsynced
+
+    @property
+    def _ends_step(self) -> bool:
+        """True if the step ends with the backward that begins."""
+        if self.boundary is not None or not self.managed:
+            return bool(self.boundary)
+        return (self._passed if self.counts_calls else self.micro_steps) + 1 >= self.accumulation
 
     def end_backward(self, *, counts: bool) -> None:
         """Count a backward that ended. counts: it produced gradients; `torch.autograd.grad` produces none."""

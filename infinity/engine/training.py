@@ -124,11 +124,6 @@ class TrainingEngine(CheckpointingEngine):
         """
         return self._grad_norm.read()
 
-    @property
-    def unscaled_backwards(self) -> int:
-        """Number of backwards of the present step that began with a loss that `scale` had to change and did not get."""
-        return self._step.scaled.unscaled
-
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     @eager
@@ -230,17 +225,20 @@ class TrainingEngine(CheckpointingEngine):
         In stages 0 and 1 gradients are not reduced in the block; the sum is reduced with the last micro-batch of the
         step, or in `step()`. In stages 2 and 3 a rank stores only its shard of the sum, so each micro-batch is reduced.
 
-        Raises UsageError if gradient_accumulation_steps is 1, since no buffers for sums are allocated then.
+        With gradient_accumulation_steps 1, micro-batches are reduced one by one in all stages. Raises UsageError if
+        gradients are then stored in less than `data_types.grad_accum_dtype`; set infinity.accumulation_buffers.
         """
         self._check_accumulates("engine.no_sync()")
         with self._step.no_sync():
             yield
 
     def _check_accumulates(self, what: str) -> None:
-        if self.batch.accumulation == 1:
+        """Raise UsageError if sums over micro-batches would lose precision that the config asks for."""
+        if not self.parts.plan.sums:
             raise UsageError(
-                f"{what} accumulates gradients over micro-batches, for which buffers are allocated only with "
-                "accumulation: set gradient_accumulation_steps to the number of micro-batches of a step"
+                f"{what} accumulates gradients over micro-batches, and without accumulation they are stored in less "
+                "than data_types.grad_accum_dtype: set infinity.accumulation_buffers to true, or "
+                "gradient_accumulation_steps to the number of micro-batches of a step"
             )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -248,8 +246,14 @@ class TrainingEngine(CheckpointingEngine):
 
         False: backward accumulates, and `step()` does nothing. True: the next `step()` updates with the gradients
         collected since the last update. Call it before forward. Losses are divided by gradient_accumulation_steps,
-        regardless of the number of micro-batches. Raises UsageError for False if that is 1, as in `no_sync`.
+        regardless of the number of micro-batches. Raises UsageError for False where `no_sync` does, and without
+        managed_gradient_accumulation.
         """
+        if not self._step.managed:
+            raise UsageError(
+                "engine.set_gradient_accumulation_boundary() was called, but managed_gradient_accumulation is false, "
+                "so that every engine.step() is a boundary: remove the call, or set the key to true"
+            )
         if not is_boundary:
             self._check_accumulates("engine.set_gradient_accumulation_boundary(False)")
         self._step.boundary = bool(is_boundary)
@@ -322,7 +326,7 @@ class TrainingEngine(CheckpointingEngine):
         for unit in parts.units:
             if unit.job is not None and unit.job.done.done():
                 unit.job.done.wait()
-        scale = 1.0 / (parts.ranks.size * self.loss_scale.value)
+        scale = 1.0 / (parts.plan.grad_divisor * self.loss_scale.value)
         self._grad_norm.forget()
         clipping, scaled = self.config.gradient_clipping > 0, self.config.scales_loss
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):

@@ -14,14 +14,20 @@ from infinity.update.job import Gradient, UpdateJob
 
 
 class Updater:
-    """Creates the updates of one engine's units. check_nan: skip units with non-finite gradients during backward."""
+    """Creates the updates of one engine's units."""
 
-    def __init__(self, store: UnitStore, gradients: GradStore, ranks: Communicator, *, check_nan: bool) -> None:
+    def __init__(
+        self, store: UnitStore, gradients: GradStore, ranks: Communicator, early_scale: float, *, check_nan: bool
+    ) -> None:
+        """early_scale: factor of gradients, summed over ranks, in updates during backward. check_nan: skip units with
+        non-finite gradients there.
+        """
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters of the jobs that are created next, one entry per param_group."""
         self._store = store
         self._gradients = gradients
         self._ranks = ranks
+        self._early_scale = early_scale
         self._check_nan = check_nan
 
     def job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
@@ -43,4 +49,4 @@ class Updater:
 
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
         """Start the update of a unit whose gradient is complete."""
-        self._store.start_update(unit, self.job(unit, 1.0 / self._ranks.size, gradient))
+        self._store.start_update(unit, self.job(unit, self._early_scale, gradient))

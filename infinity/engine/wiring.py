@@ -144,9 +144,9 @@ def wire(
         pipeline = UpdatePipeline(_update_buffers(plan, tiers, pools, device), kernel)
         collector: GradCollector  # assigned below, since store and collector refer to each other
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
-        updater = Updater(store, gradients, ranks, check_nan=plan.check_nan)
+        updater = Updater(store, gradients, ranks, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
         early = updater if plan.update == "during_backward" else None
-        step = Step(plan.accumulation, early=early is not None)
+        step = Step(plan.accumulation, early=early is not None, managed=plan.managed_accumulation)
         collector = GradCollector(units, ranks, buffers, gradients, step, early, on_arrival=backward.notice)
         training = UpdateParts(step=step, collector=collector, gradients=gradients, pipeline=pipeline, updater=updater)
     return EngineParts(

@@ -71,6 +71,8 @@ class StepState(Protocol):
     def updated(self) -> Collection[int]: ...
     @property
     def is_last_micro_step(self) -> bool: ...
+    @property
+    def weight(self) -> float: ...
     def add_updated(self, units: Iterable[int]) -> None: ...
 
 
@@ -149,6 +151,9 @@ class GradCollector:
         collecting = self._open.get(index) or self._begin(unit)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        weight = self._step.weight
+        if weight != 1.0:
+            gradient = gradient * weight  # not in place: autograd or a user's hook may hold it
         squares = collecting.squares
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         unit.collected.add(slot)

@@ -23,21 +23,21 @@ def grad_dtypes(
     *,
     communication: torch.dtype | None,
     accumulation: torch.dtype,
-    micro_batches: int,
+    summed: bool,
     exchanged: bool,
     whole: bool,
 ) -> GradDtypes:
     """Return the dtypes of gradients of parameters of dtype `own`.
 
-    communication, accumulation: dtypes of the sums over ranks (None: `own`) and over micro-batches. micro_batches:
-    number per step. exchanged: gradients are reduced over ranks. whole: gradients are summed over micro-batches before
-    they are reduced.
+    communication, accumulation: dtypes of the sums over ranks (None: `own`) and over micro-batches. summed: gradients
+    are summed over micro-batches. exchanged: gradients are reduced over ranks. whole: gradients are summed over
+    micro-batches before they are reduced.
 
-    Only the two sums round. With one micro-batch gradients are stored in the reduced dtype; without ranks they are
-    collected in the dtype of the sum.
+    Only the two sums round. Without a sum over micro-batches gradients are stored in the reduced dtype; without ranks
+    they are collected in the dtype of the sum.
     """
     reduced = communication or own
-    if micro_batches == 1:
+    if not summed:
         only = reduced if exchanged else own
         return GradDtypes(only, only, only)
     if not exchanged:

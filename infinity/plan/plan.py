@@ -20,6 +20,7 @@ from infinity.plan.policy import (
     RankInfo,
     UpdateSchedule,
     compute_dtype,
+    holds_sums,
     policy,
     trained_dtype,
     update_schedule,
@@ -54,7 +55,13 @@ class Plan:
     device: DeviceInfo
     stage: int
     accumulation: int
-    """Micro-batches of a step."""
+    """Micro-batches of a step, unless the user ends steps (`managed_accumulation`)."""
+    managed_accumulation: bool
+    """False: every `engine.step()` updates."""
+    sums: bool
+    """True if gradients of any number of micro-batches can be summed in `data_types.grad_accum_dtype`."""
+    grad_divisor: int
+    """Divisor of the sum of gradients over ranks: their number for the mean, 1 for the sum."""
     pin_memory: bool
     """Pin the host tier, so that a CUDA device copies asynchronously."""
     seed: int
@@ -127,6 +134,9 @@ def make_plan(
         device=device,
         stage=zero.stage,
         accumulation=accumulation,
+        managed_accumulation=config.managed_gradient_accumulation,
+        sums=holds_sums(config, rules, trained),
+        grad_divisor=ranks.size if config.gradient_allreduce_op == "mean" else 1,
         pin_memory=any(
             part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu"
         ),

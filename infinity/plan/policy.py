@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from infinity.config import Config
 from infinity.errors import ModelError
 from infinity.plan.formats import MasterFormat, StateFormat, state_format
 from infinity.plan.grad_dtypes import GradDtypes, grad_dtypes
+from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Policy
 from infinity.plan.stage import Sharding
 from infinity.rules import MomentFormat, Rule
@@ -58,7 +60,7 @@ class GradFormat:
 
     communication: torch.dtype | None
     accumulation: torch.dtype
-    micro_batches: int
+    summed: bool
     exchanged: bool
     whole: bool
 
@@ -67,7 +69,7 @@ class GradFormat:
             own,
             communication=self.communication,
             accumulation=self.accumulation,
-            micro_batches=self.micro_batches,
+            summed=self.summed,
             exchanged=self.exchanged,
             whole=self.whole,
         )
@@ -96,11 +98,15 @@ def update_schedule(config: Config) -> UpdateSchedule:
 
 
 def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
-    """Return the tier and format of each state. Gradients are stored in the tier of the optimizer states."""
+    """Return the tier and format of each state. Gradients are stored in the tier of the optimizer states.
+
+    accumulation: micro-batches per step, as far as it is known when the engine is constructed.
+    """
     zero = config.zero_optimization
     sharding = Sharding.of(zero.stage)
     optim_tier = TIERS[zero.offload_optimizer.device]
-    whole = not sharding.grads and accumulation > 1
+    summed = accumulation > 1 or not config.managed_gradient_accumulation or config.infinity.accumulation_buffers
+    whole = not sharding.grads and summed
     return Policy(
         param_tier=TIERS[zero.offload_param.device],
         optim_tier=optim_tier,
@@ -108,7 +114,7 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
         grads=GradFormat(
             communication=_communication(config, ranks),
             accumulation=DTYPES[config.data_types.grad_accum_dtype],
-            micro_batches=accumulation,
+            summed=summed,
             exchanged=ranks.exchanged,
             whole=whole,
         ),
@@ -117,6 +123,16 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
         resident=not sharding.params,
         grads_whole=whole,
     )
+
+
+def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) -> bool:
+    """Return whether the gradients of any number of micro-batches add up in `data_types.grad_accum_dtype` or in fp32.
+
+    layouts: of trained units.
+    """
+    kept = DTYPES[config.data_types.grad_accum_dtype], torch.float32
+    dtypes = [policy.grads(layout.dtype) for layout in layouts]
+    return all((each.collected if policy.grads_whole else each.stored) in kept for each in dtypes)
 
 
 def _communication(config: Config, ranks: RankInfo) -> torch.dtype | None:

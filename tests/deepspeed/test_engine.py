@@ -81,7 +81,7 @@ def test_adam_w_mode_false_is_l2(opens: Opens) -> None:
         optimizer.step()
         optimizer.zero_grad()
     same(engine, model)
-    assert engine.get_global_grad_norm() is None
+    assert engine.get_global_grad_norm() > 0
 
 
 def test_counts_and_sizes(opens: Opens) -> None:
@@ -308,19 +308,6 @@ def test_without_an_optimizer_the_engine_runs_the_model(opens: Opens) -> None:
         engine.backward(engine(*batch))
 
 
-def test_a_plain_backward_with_accumulation_is_refused(opens: Opens) -> None:
-    """`loss.backward()` would sum where DeepSpeed averages; `engine.scale(loss).backward()` averages."""
-    batches = token_batches(2)
-    engine = opens(gradient_accumulation_steps=2)
-    for batch in batches:
-        engine.scale(engine(*batch)).backward()
-        engine.step()
-    same(engine, plain(batches, accumulation=2))
-    engine(*batches[0]).backward()
-    with pytest.raises(UsageError, match=r"1 of 1 backwards of this step were loss\.backward\(\)"):
-        engine.step()
-
-
 def test_a_retained_graph_is_differentiated_again(opens: Opens) -> None:
     """Two backwards of one loss add its gradients twice."""
     [batch] = token_batches(1)
@@ -332,17 +319,6 @@ def test_a_retained_graph_is_differentiated_again(opens: Opens) -> None:
     engine.step()
     assert engine.global_steps == 1
     same(engine, plain([batch], clip=0.0))
-
-
-def test_calls_that_are_not_supported_are_refused(opens: Opens) -> None:
-    """lr_kwargs and accumulation without buffers raise instead of giving other numbers."""
-    engine = opens()
-    with pytest.raises(UsageError, match="lr_kwargs"):
-        engine.step({"epoch": 1})
-    with pytest.raises(UsageError, match="set gradient_accumulation_steps"):
-        engine.set_gradient_accumulation_boundary(False)
-    with pytest.raises(UsageError, match="set gradient_accumulation_steps"), engine.no_sync():
-        pass
 
 
 # -- memory between phases ---------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infinity.config import Config
 from infinity.errors import UsageError
 from support.configs import engine_config
 from support.loops import Result, assert_close, open_engine, parameters_of
@@ -53,7 +55,7 @@ def test_a_loss_that_is_divided_already(update: str, tmp_path: Path) -> None:
             engine.backward(loss / 2, scale_wrt_gas=False)
             engine.step()
             losses.append(loss.item())
-            assert engine.unscaled_backwards == 0
+            assert engine.updates.step.scaled.unscaled == 0
         assert_close(Result(losses, parameters_of(engine)), plainly([2, 2, 2], 2))
 
 
@@ -112,12 +114,90 @@ def test_boundaries_that_are_counted(tmp_path: Path) -> None:
         assert seen == [False, False, True] * 2
 
 
-def test_no_boundary_without_accumulation(tmp_path: Path) -> None:
-    with open_engine(seeded(Stack), engine_config(folder=tmp_path)) as engine:
-        assert engine.is_gradient_accumulation_boundary()
+PLACES = [(0, "none", "none"), (1, "none", "cpu"), (3, "nvme", "nvme")]
+SIZES = [3, 1, 2]
+
+
+def ended_by_hand(steps: str, **options: Any) -> Result:
+    """Train with steps of `SIZES` micro-batches without gradient_accumulation_steps. steps: how all but the last are
+    held back.
+    """
+    with open_engine(seeded(Stack), engine_config(**options)) as engine:
+        losses, batches = [], iter(BATCHES)
+        for size in SIZES:
+            for number in range(size):
+                is_last = number == size - 1
+                if steps == "boundary":
+                    engine.set_gradient_accumulation_boundary(is_last)
+                with engine.no_sync() if steps == "no_sync" and not is_last else nullcontext():
+                    loss = engine(*next(batches))
+                    engine.backward(loss)
+                losses.append(loss.item())
+            engine.step()
+        assert engine.global_steps == len(SIZES)
+        return Result(losses, parameters_of(engine))
+
+
+@UPDATES
+def test_micro_batches_without_accumulation(update: str, tmp_path: Path) -> None:
+    """Steps of several micro-batches equal a plain loop that sums, with the same bits wherever the states are."""
+    expected = plainly(SIZES, 1)
+    results = []
+    for number, (stage, param, optim) in enumerate(PLACES):
+        options = {"stage": stage, "update": update, "accumulation_buffers": number == 1}
+        steps = "boundary" if number % 2 else "no_sync"
+        results.append(ended_by_hand(steps, param=param, optim=optim, folder=tmp_path, **options))
+        assert_close(results[-1], expected)
+        assert results[-1].losses == results[0].losses, (stage, param, optim)
+        for name, value in results[-1].parameters.items():
+            assert torch.equal(value, results[0].parameters[name]), (stage, name)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sums_of_bf16_gradients_need_buffers(stage: int, tmp_path: Path) -> None:
+    """Sums in fp32 are refused by the key that allocates them; with it, they have the bits of accumulation."""
+    options: dict[str, Any] = {"folder": tmp_path, "bf16": True, "stage": stage, "param": "none", "optim": "cpu"}
+    with open_engine(seeded(Stack), engine_config(**options)) as engine:
         engine.set_gradient_accumulation_boundary(True)
-        with pytest.raises(UsageError, match=r"boundary\(False\) accumulates .* set gradient_accumulation_steps"):
+        with pytest.raises(UsageError, match=r"boundary\(False\) accumulates .* set infinity\.accumulation_buffers"):
             engine.set_gradient_accumulation_boundary(False)
+        with pytest.raises(UsageError, match=r"no_sync\(\) accumulates"), engine.no_sync():
+            pass
+    found = ended_by_hand("no_sync", accumulation_buffers=True, **options)
+    assert ended_by_hand("boundary", accumulated_in="bf16", **options).losses != found.losses, "the dtype is seen"
+    with open_engine(seeded(Stack), engine_config(accumulation=2, **options)) as engine:
+        losses, batches = [], iter(BATCHES)
+        for size in SIZES:
+            for number in range(size):
+                engine.set_gradient_accumulation_boundary(number == size - 1)
+                losses.append(engine.backward(engine(*next(batches)), scale_wrt_gas=False).item())
+            engine.step()
+        assert losses == found.losses
+        assert all(torch.equal(value, found.parameters[name]) for name, value in parameters_of(engine).items())
+
+
+@pytest.mark.parametrize("divisor", [1, 2])
+@UPDATES
+def test_unmanaged_accumulation(update: str, divisor: int, tmp_path: Path) -> None:
+    """Every `step` updates, and losses are divided by gradient_accumulation_steps as before."""
+    for stage, param, optim in PLACES[1:] if divisor == 2 else PLACES[::2]:
+        raw = engine_config(param, optim, folder=tmp_path, stage=stage, update=update, accumulation=divisor)
+        config = Config.load({**raw.model_dump(exclude_unset=True), "managed_gradient_accumulation": False})
+        with open_engine(seeded(Stack), config) as engine:
+            losses, batches = [], iter(BATCHES)
+            for size in SIZES:
+                for _ in range(size):
+                    loss = engine(*next(batches))
+                    engine.backward(loss)
+                    losses.append(loss.item())
+                    assert not engine.is_gradient_accumulation_boundary()
+                engine.step()
+            assert engine.global_steps == len(SIZES)
+            assert_close(Result(losses, parameters_of(engine)), plainly(SIZES, divisor))
+            with pytest.raises(UsageError, match="managed_gradient_accumulation is false"):
+                engine.set_gradient_accumulation_boundary(False)
+            with pytest.raises(UsageError, match="without a backward"):
+                engine.step()
 
 
 def test_two_backwards_at_a_boundary(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Bench:
     def __init__(self, device: Device) -> None:
         layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
         own = partial(
-            grad_dtypes, communication=None, accumulation=torch.float32, micro_batches=2, exchanged=False, whole=False
+            grad_dtypes, communication=None, accumulation=torch.float32, summed=True, exchanged=False, whole=False
         )
         states = partial(state_format, master="remainder", rule="adamw", moments="fp32")
         self.unit = Unit(layout, [nn.Parameter(torch.empty(NUMEL))], torch.device("cpu"))
@@ -116,7 +116,8 @@ def test_a_gradient_is_stored_once_it_is_there(bench: Bench, which: str) -> None
     bench.store.keep(bench.late(GRADIENTS[0], which))
     bench.store.settle()
     assert torch.equal(bench.in_tier, GRADIENTS[0])
-    assert bench.store.squared_norm() == pytest.approx(GRADIENTS[0].double().square().sum().item(), rel=1e-9)
+    squares = GRADIENTS[0].double().square().sum().item()
+    assert bench.store.squared_norms() == pytest.approx((squares, squares), rel=1e-9)
     bench.assert_all_given_back()
 
 
@@ -153,7 +154,7 @@ def test_settling_raises_what_went_wrong(bench: Bench) -> None:
 
 
 def test_a_norm_of_gradients_that_failed_is_no_hang(bench: Bench) -> None:
-    """`squared_norm` raises the read error of a sum that failed, instead of waiting for a norm that never comes."""
+    """`squared_norms` raises the read error of a sum that failed, instead of waiting for a norm that never comes."""
     bench.tier.failing.add(("read", bench.extent.offset))
     for gradient in GRADIENTS[:2]:
         bench.store.keep(bench.sent(gradient))
@@ -161,7 +162,7 @@ def test_a_norm_of_gradients_that_failed_is_no_hang(bench: Bench) -> None:
 
     def ask() -> None:
         try:
-            bench.store.squared_norm()
+            bench.store.squared_norms()
         except OSError as error:
             told.append(str(error))
 

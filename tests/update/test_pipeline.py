@@ -42,7 +42,7 @@ class Bench:
         self.layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
         states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
         own = partial(
-            grad_dtypes, communication=None, accumulation=torch.float32, micro_batches=1, exchanged=False, whole=False
+            grad_dtypes, communication=None, accumulation=torch.float32, summed=False, exchanged=False, whole=False
         )
         placement = place([self.layout], Policy("nvme", "nvme", "nvme", own, states, TILE))
         self.extents = {state: placement.of(0, state) for state in State}
