@@ -27,7 +27,7 @@ _ZERO: dict[str, Entry] = {
     "allgather_partitions": no_effect(_BUCKETS, True),
     "allgather_bucket_size": no_effect(_BUCKETS, 5e8),
     "overlap_comm": no_effect(_OVERLAP, True),
-    "compute_grad_norm": no_effect("the norm is computed when clipping or a check needs it", True),
+    "compute_grad_norm": no_effect("the norm comes from sums that the update needs anyway", True),
     "load_from_fp32_weights": refused("a checkpoint always restores the exact master", True, false_is_off=False),
     "elastic_checkpoint": no_effect(_EXPORT),
     "zenflow": refused("gradients are applied whole and in their own step: remove it", whole=True, presence_is_on=True),

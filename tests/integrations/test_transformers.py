@@ -53,7 +53,7 @@ def test_clipping_changes_the_losses(results: dict[str, Any]) -> None:
 
 
 def test_no_clipping(results: dict[str, Any]) -> None:
-    """max_grad_norm=0 has the losses of the plain Trainer; the norm is computed for clipping only."""
+    """max_grad_norm=0 has the losses of the plain Trainer, which logs the norm with clipping only."""
     plain, *others = results["no_clipping"]
     for ours in others:
         assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-4)
