@@ -5,6 +5,7 @@ Runs on a thread of its own, in order of submission, so that backward does not w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,6 +84,11 @@ def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Resul
     except Exception as error:  # noqa: BLE001 - raised by the waiter
         future.set_exception(error)
     return future
+
+
+def _squares_of(gradient: Future[Gradient]) -> float:
+    """Return the gradient's sum of squares; NaN if it did not land, since the update raises that error."""
+    return math.nan if gradient.exception() is not None else gradient.result().squares
 
 
 class GradStore:
@@ -246,9 +252,14 @@ class GradStore:
         """Return a function that waits for all gradients of the step and returns their sum of squares on this rank, in
         unit order. It may be called after the step.
         """
-        stored, landed = {index: self._squares[index] for index in self.units}, dict(self._landed)
-        units = sorted({*stored, *landed})
-        return lambda: sum(stored[i].result() if i in stored else landed[i].result().squares for i in units)
+        # The end of a step replaces these collections and does not change them.
+        stored, squares, landed = self.units, self._squares, self._landed
+
+        def total() -> float:
+            units = sorted({*stored, *landed})
+            return sum(squares[i].result() if i in stored else _squares_of(landed[i]) for i in units)
+
+        return total
 
     def take_ready(self) -> list[int]:
         """Return the units with stored gradients, in unit order, and pass the gradients on to the update."""

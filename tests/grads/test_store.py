@@ -6,6 +6,7 @@ after their release.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -134,9 +135,23 @@ def test_gradients_are_added_to_those_that_are_stored(bench: Bench) -> None:
         bench.store.keep(bench.sent(gradient))
     landed = bench.store.land(bench.sent(GRADIENTS[2])).result(60)
     assert torch.equal(landed.shard, GRADIENTS[0] + GRADIENTS[1] + GRADIENTS[2])
+    squares = landed.shard.double().square().sum().item()
     landed.release()
+    assert bench.store.squared_norms() == pytest.approx((0.0, squares)), "its sum outlives it"
+    of_step = bench.store.step_squares()
+    bench.store.forget()
+    assert of_step() == pytest.approx(squares)
     bench.store.settle()
     bench.assert_all_given_back()
+
+
+def test_a_gradient_that_did_not_land_has_no_norm(bench: Bench) -> None:
+    """The norm is NaN. An error would leave the other ranks waiting in the sum; the update raises it."""
+    bench.store.keep(bench.sent(GRADIENTS[0]))
+    bench.tier.failing.add(("read", bench.extent.offset))
+    landed = bench.store.land(bench.sent(GRADIENTS[1]))
+    assert isinstance(landed.exception(60), OSError)
+    assert bench.store.squared_norms() == pytest.approx((0.0, math.nan), nan_ok=True)
 
 
 def test_settling_waits_for_what_is_under_way(bench: Bench) -> None:
