@@ -15,7 +15,7 @@ import typer.core
 
 
 class _Commands(typer.core.TyperGroup):
-    """Command group that reports a failed write of the help text in one line."""
+    """Command group that reports in one line that the help text could not be written."""
 
     def main(self, *arguments: Any, **how: Any) -> Any:
         try:
@@ -113,19 +113,24 @@ def run_script(
             "--num_accelerators",
             metavar="N",
             show_default="all",
-            help="GPUs per host, one rank each. Without GPUs: ranks on the CPU, by default one.",
+            help="GPUs per host, one rank each. Without GPUs: N ranks on the CPU, by default 1.",
         ),
     ] = -1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command and start nothing.")] = False,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
-    no_python: Annotated[bool, typer.Option("--no_python", help="SCRIPT is a program of its own.")] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no_python", help="SCRIPT is an executable, run without python.")
+    ] = False,
     no_local_rank: Annotated[
         bool, typer.Option("--no_local_rank", help="Do not pass --local_rank=N as the script's first argument.")
     ] = False,
     each_rank_log: Annotated[
         str,
         typer.Option(
-            "--enable_each_rank_log", metavar="FOLDER", show_default=False, help="Write each rank's output there."
+            "--enable_each_rank_log",
+            metavar="FOLDER",
+            show_default=False,
+            help="Write each rank's output to this folder.",
         ),
     ] = "None",
     log_level: Annotated[
@@ -134,14 +139,32 @@ def run_script(
     ] = "info",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print the command.")] = False,
     include: Annotated[
-        str, typer.Option("--include", "-i", metavar="HOSTS", help="Hosts and GPUs to use: worker-0@worker-1:0,2")
+        str,
+        typer.Option(
+            "--include",
+            "-i",
+            metavar="HOSTS",
+            help="Hosts and GPUs to use, such as worker-0@worker-1:0,2; by default all.",
+        ),
     ] = "",
     exclude: Annotated[
-        str, typer.Option("--exclude", "-e", metavar="HOSTS", help="Hosts and GPUs to leave out: localhost:0")
+        str, typer.Option("--exclude", "-e", metavar="HOSTS", help="Hosts and GPUs to leave out, such as localhost:0.")
     ] = "",
-    master_addr: Annotated[str, typer.Option("--master_addr", metavar="ADDRESS", help="Address of rank 0.")] = "",
+    master_addr: Annotated[
+        str,
+        typer.Option(
+            "--master_addr", metavar="ADDRESS", help="Address of rank 0; by default the first host of the hostfile."
+        ),
+    ] = "",
     master_port: Annotated[
-        int | None, typer.Option("--master_port", metavar="PORT", min=1, max=65535, help="Port of rank 0.")
+        int | None,
+        typer.Option(
+            "--master_port",
+            metavar="PORT",
+            min=1,
+            max=65535,
+            help="Port of rank 0; by default a free one, or 29500 with several hosts.",
+        ),
     ] = None,
     hostfile: Annotated[
         Path | None,
@@ -150,7 +173,7 @@ def run_script(
             "-H",
             metavar="FILE",
             rich_help_panel=_SEVERAL_HOSTS,
-            help="Hosts, one a line: worker-0 slots=4",
+            help="File with one host per line, such as worker-0 slots=4; by default /job/hostfile if it exists.",
         ),
     ] = None,
     num_nodes: Annotated[
@@ -160,7 +183,7 @@ def run_script(
             metavar="N",
             show_default="all",
             rich_help_panel=_SEVERAL_HOSTS,
-            help="Use the first N hosts of the file.",
+            help="Use the first N hosts of the hostfile.",
         ),
     ] = -1,
     node_rank: Annotated[
@@ -170,7 +193,7 @@ def run_script(
             metavar="N",
             show_default=False,
             rich_help_panel=_SEVERAL_HOSTS,
-            help="Start the ranks of host N of the file, from 0, on this machine.",
+            help="Start the ranks of host N of the hostfile, counted from 0, on this machine.",
         ),
     ] = -1,
     no_ssh: Annotated[bool, typer.Option("--no_ssh", hidden=True, help="Implied by --node_rank.")] = False,
@@ -180,7 +203,7 @@ def run_script(
         typer.Option(
             "--force_multi",
             rich_help_panel=_SEVERAL_HOSTS,
-            help="Print the command of a file's only host instead of running it.",
+            help="Print the command of the hostfile's only host instead of running it.",
         ),
     ] = False,
 ) -> None:
@@ -188,7 +211,7 @@ def run_script(
 
     In the script and its children, import deepspeed returns infinity.deepspeed.
     Options stand before SCRIPT. The torchrun command is printed to stderr.
-    With several hosts, a command for each is printed, and none is started.
+    With several hosts, one command per host is printed and none is started.
     """
     from infinity.cli.run import Flags, run
 

@@ -29,7 +29,7 @@ ALL = -1
 _SHOWING = ("debug", "info")
 _LOG_LEVELS = (*_SHOWING, "warning", "error", "critical")
 _SIGNALLED = 128
-"""Added to a signal's number, this is the exit status of a shell's command that it ended."""
+"""A shell reports a command that signal N ended with exit status 128 + N."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def run(flags: Flags) -> None:
             return
         if launch.here is None:
             last = len(launch.commands) - 1
-            fail(f"nothing was started: run each command on its host, or this one there with --node_rank 0 to {last}")
+            fail(
+                f"nothing was started: run each command on its host, or infinity run there with --node_rank 0 to {last}"
+            )
         command = launch.commands[launch.here]
         os.environ.update(command.environment)
         _start(list(command.arguments))
@@ -92,7 +94,7 @@ def _show(launch: Launch) -> None:
 def _request(flags: Flags) -> Request:
     """Read the files that the flags name."""
     if flags.module and flags.no_python:
-        raise ConfigError("--module and --no_python exclude each other: drop one of them")
+        raise ConfigError("--module and --no_python cannot be combined: remove one of them")
     kind = Kind.MODULE if flags.module else Kind.EXECUTABLE if flags.no_python else Kind.SCRIPT
     request = Request(
         Program(flags.script, flags.arguments, kind, local_rank=not flags.no_local_rank),
@@ -115,13 +117,17 @@ def _request(flags: Flags) -> Request:
 
 
 def _read_hosts(hostfile: Path | None) -> tuple[Host, ...] | None:
-    """Return the hosts of the file, or of DeepSpeed's usual one if none is named and that exists."""
+    """Return the hosts of `hostfile`, by default DeepSpeed's; None without one."""
     if hostfile is None:
         hostfile = Path(DLTS_HOSTFILE)
         if not hostfile.is_file():
             return None
-        note(f"the hosts are those of {hostfile}")
-    return parse_hostfile(hostfile.read_text(encoding="utf-8", errors="replace"), str(hostfile))
+        note(f"hosts: from {hostfile}")
+    try:
+        text = hostfile.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        fail(f"--hostfile {hostfile}: {error.strerror}: name a readable file with lines such as worker-0 slots=4")
+    return parse_hostfile(text, str(hostfile))
 
 
 def _this_machine() -> Machine:
@@ -140,11 +146,13 @@ def _check_script(request: Request) -> None:
     """Refuse a script that does not exist before ranks are started."""
     program = request.program
     if program.kind is Kind.SCRIPT and not Path(program.name).exists():
-        raise ConfigError(f"the script {program.name} does not exist: options of infinity run stand before it")
+        raise ConfigError(
+            f"the script {program.name} does not exist: pass an existing file, after all options of infinity run"
+        )
 
 
 def _start(arguments: list[str]) -> None:
-    """Run torchrun in this process, so that signals reach it; exit as the first rank that failed."""
+    """Run torchrun in this process, so that signals reach it. Exits with the status of the first rank that failed."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -161,13 +169,13 @@ def _start(arguments: list[str]) -> None:
         fail(f"stopped by {received.name}; all ranks have ended", _SIGNALLED + received)
     except (DistError, RendezvousError) as error:
         reason = str(error).partition("\n")[0]
-        fail(f"ranks cannot meet: {reason} Choose another --master_addr or --master_port.")
+        fail(f"ranks cannot connect: {reason} Choose another --master_addr or --master_port.")
 
 
 def exit_as_rank(rank: int, status: int) -> NoReturn:
-    """Exit with a rank's status, negative if a signal ended it."""
+    """Exit with a failed rank's status. status: negative if a signal ended the rank."""
     if status >= 0:
-        fail(f"rank {rank} ended with exit status {status}; its output says why", status or FAILED)
+        fail(f"rank {rank} ended with exit status {status}: see its output", status or FAILED)
     try:
         name = signal.Signals(-status).name
     except ValueError:

@@ -91,7 +91,7 @@ time.sleep(300)
     note, command, *_, last = err.splitlines()
     assert note == "note: no GPU: starting 2 ranks on the CPU"
     assert "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 -m infinity.deepspeed" in command
-    assert last == "infinity: rank 1 ended with exit status 7; its output says why" and "Traceback" not in err
+    assert last == "infinity: rank 1 ended with exit status 7: see its output" and "Traceback" not in err
     for rank in range(2):
         received, variables = record(tmp_path, rank)
         assert received == [f"--local_rank={rank}", *arguments]
@@ -104,7 +104,7 @@ time.sleep(300)
     [
         (-9, 137, "rank 3 was ended by SIGKILL"),
         (-35, 163, "rank 3 was ended by signal 35"),
-        (5, 5, "rank 3 ended with exit status 5; its output says why"),
+        (5, 5, "rank 3 ended with exit status 5: see its output"),
     ],
 )
 def test_a_rank_that_a_signal_ended_is_named(
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         taken.listen()
         code, _, err = ended(start("--master_port", str(taken.getsockname()[1]), write(tmp_path, "")))
     assert code == 1 and "Traceback" not in err
-    assert err.splitlines()[-1].startswith("infinity: ranks cannot meet: ")
+    assert err.splitlines()[-1].startswith("infinity: ranks cannot connect: ")
     assert err.splitlines()[-1].endswith("Choose another --master_addr or --master_port.")
 
 
@@ -210,11 +210,15 @@ def test_errors_are_one_line_before_anything_starts(tmp_path: Path, monkeypatch:
     (tmp_path / "bad").write_bytes(b"a slots=1\na\n\xff slots\n")
     (tmp_path / "good").write_text("a slots=1\n")
     for code, said, arguments in (
-        (2, "the script none.py does not exist: options of infinity run stand before it", ["none.py"]),
-        (2, "--module and --no_python exclude each other", ["-m", "--no_python", "x"]),
-        (2, "'a' is no host: write HOST slots=N; bad, line 3: '� slots' is no host", ["-H", "bad", "x.py"]),
-        (2, "--include: 'b' is no host of a", ["-H", "good", "--include", "b", "x.py"]),
-        (1, "none: No such file or directory", ["--hostfile", "none", "x.py"]),
+        (2, "the script none.py does not exist: pass an existing file", ["none.py"]),
+        (2, "--module and --no_python cannot be combined", ["-m", "--no_python", "x"]),
+        (
+            2,
+            "'a' does not name a host: write HOST slots=N; bad, line 3: '� slots' does not name a host",
+            ["-H", "bad", "x.py"],
+        ),
+        (2, "--include: 'b' is not one of the hosts a", ["-H", "good", "--include", "b", "x.py"]),
+        (1, "--hostfile none: No such file or directory: name a readable file", ["--hostfile", "none", "x.py"]),
         (
             2,
             "--log_level must be one of debug, info, warning, error, critical, not 'loud'",

@@ -1,4 +1,4 @@
-"""A torchrun command: its arguments, the variables it is started with, and how it is shown."""
+"""torchrun commands: arguments, environment variables, and their form for a shell."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Program:
-    """The user's program. `local_rank`: its first argument is --local_rank=N, as DeepSpeed's launcher passes it."""
+    """The user's program. local_rank: pass --local_rank=N as its first argument, as DeepSpeed's launcher does."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Program:
 
     def torchrun_arguments(self) -> list[str]:
         """Return the arguments that follow torchrun's own options."""
-        # torchrun replaces ${local_rank} in every argument, and $$ by $: the user's dollars are doubled.
+        # torchrun expands ${local_rank} in every argument and turns $$ into $, so the user's dollars are doubled.
         name, *arguments = (text.replace("$", "$$") for text in (self.name, *self.arguments))
         rank = ["--local_rank=${local_rank}"] if self.local_rank else []
         kind = [self.kind.value] if self.kind.value else []
@@ -39,7 +39,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How ranks find one another. Without address and port: on one host, at a free port."""
+    """Address and port of rank 0. On one host without both: a free port of this machine."""
 
     address: str | None = None
     port: int | None = None
@@ -59,7 +59,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Command:
-    """torchrun's arguments and the variables that are set for it. `host`: its machine, if that is another one."""
+    """torchrun's arguments and environment variables. host: the machine to run it on; None: this one."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from infinity.errors import ConfigError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(\s.*)?")
-"""A line of a hostfile. More settings of MPI, such as max_slots, may follow and have no effect, as in DeepSpeed."""
+"""A line of a hostfile. Further MPI settings, such as max_slots, are ignored, as in DeepSpeed."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
         match = _LINE.fullmatch(line)
         where = f"{source}, line {number}"
         if match is None:
-            problems.append(f"{where}: {line!r} is no host: write HOST slots=N")
+            problems.append(f"{where}: {line!r} does not name a host: write HOST slots=N")
         elif match["name"] in hosts:
             problems.append(f"{where}: {match['name']} occurs twice: remove one of the lines")
         elif int(match["slots"]) == 0:
@@ -45,14 +45,14 @@ def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
         else:
             hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"]))))
     if not hosts and not problems:
-        problems.append(f"{source} has no hosts: write one a line, as in worker-0 slots=4")
+        problems.append(f"{source} has no hosts: write one host per line, such as worker-0 slots=4")
     if problems:
         raise ConfigError(problems)
     return tuple(hosts.values())
 
 
 def select_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Return the hosts and slots that `--include` names, or those that `--exclude` leaves, in the order of `hosts`.
+    """Return the hosts and slots that `--include` names, or that remain after `--exclude`, in the order of `hosts`.
 
     Both are `HOST[:SLOT,SLOT…][@HOST…]`; a host without slots stands for all of them.
     """
@@ -83,13 +83,13 @@ def limit_hosts(hosts: Sequence[Host], num_nodes: int | None, num_gpus: int | No
     if num_nodes is not None and num_nodes > len(hosts):
         names = ", ".join(host.name for host in hosts)
         problems.append(
-            f"--num_nodes is {num_nodes}, but the hosts are {len(hosts)} ({names}): list more in --hostfile"
+            f"--num_nodes is {num_nodes}, but there are {len(hosts)} hosts ({names}): list more in --hostfile"
         )
     if problems:
         raise ConfigError(problems)
     hosts = hosts[:num_nodes]
     problems = [
-        f"--num_gpus is {num_gpus}, but {host.name} has {len(host.slots)}: ask for no more than every host has"
+        f"--num_gpus is {num_gpus}, but {host.name} has {len(host.slots)}: pass at most the GPUs of the smallest host"
         for host in hosts
         if num_gpus is not None and num_gpus > len(host.slots)
     ]
@@ -99,7 +99,7 @@ def limit_hosts(hosts: Sequence[Host], num_nodes: int | None, num_gpus: int | No
 
 
 def _parse_filter(option: str, text: str, hosts: Mapping[str, Host]) -> dict[str, frozenset[int]]:
-    """Return the slots that each host of a filter stands for."""
+    """Return host → slots that a filter names. A host without slots stands for all of its slots."""
     named: dict[str, frozenset[int]] = {}
     whole: set[str] = set()
     problems = []
@@ -108,15 +108,19 @@ def _parse_filter(option: str, text: str, hosts: Mapping[str, Host]) -> dict[str
         numbers = listed.split(",") if colon else []
         if name not in hosts:
             known = ", ".join(hosts)
-            problems.append(f"{option}: {name!r} is no host of {known}: write HOST or HOST:SLOT,SLOT, joined by @")
+            problems.append(
+                f"{option}: {name!r} is not one of the hosts {known}: write HOST or HOST:SLOT,SLOT, joined by @"
+            )
             continue
         wrong = [number for number in numbers if not _is_slot(number, hosts[name])]
         if wrong:
             slots = ", ".join(map(str, hosts[name].slots))
-            problems.append(f"{option}: {name} has the slots {slots}, not {', '.join(map(repr, wrong))}")
+            problems.append(
+                f"{option}: {name} has the slots {slots}, not {', '.join(map(repr, wrong))}: choose among them"
+            )
             continue
         if name in named and (name in whole or not colon):
-            problems.append(f"{option}: {name} occurs with and without slots: keep one of them")
+            problems.append(f"{option}: {name} is listed twice, at least once without slots: list it once")
             continue
         if not colon:
             whole.add(name)

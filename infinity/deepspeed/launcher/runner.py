@@ -9,15 +9,15 @@ from pathlib import Path
 from infinity.errors import ConfigError
 
 DLTS_HOSTFILE = "/job/hostfile"
-"""Hostfile that is read if it exists and no other is named."""
+"""The default hostfile, read if it exists."""
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
-"""Folders of the file with variables for all hosts; the last file that sets a variable wins."""
+"""Folders searched for the file with variables for all hosts. If both set a variable, the last one wins."""
 
 
 def read_exports(files: Iterable[Path]) -> Mapping[str, str]:
-    """Return the variables of those of `files` that exist, with lines NAME=VALUE."""
+    """Return the variables in `files`, which have lines NAME=VALUE. Files that do not exist are skipped."""
     variables: dict[str, str] = {}
     problems = []
     for file in files:
@@ -28,7 +28,7 @@ def read_exports(files: Iterable[Path]) -> Mapping[str, str]:
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             if not equals or not name.isidentifier():
-                problems.append(f"{file}, line {number}: {line!r} sets no variable: write NAME=VALUE")
+                problems.append(f"{file}, line {number}: {line!r} does not set a variable: write NAME=VALUE")
             variables[name] = value
     if problems:
         raise ConfigError(problems)

@@ -14,7 +14,7 @@ _VISIBLE, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Request:
-    """The flags. `hosts`: those of the hostfile; None: without one. `exports`: variables for all hosts."""
+    """The flags. hosts: from the hostfile; None: no hostfile. exports: environment variables for all hosts."""
 
     program: Program
     hosts: tuple[Host, ...] | None = None
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of the launcher: GPUs that torch counts, cores, host names and environment variables."""
+    """The machine that the launcher runs on: GPUs visible to torch, cores, host names, environment variables."""
 
     gpus: int
     cores: int
@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Launch:
-    """Commands by node rank. `here`: the one to run on this machine; None: none. `notes`: lines for the user."""
+    """Commands by node rank. here: index of the one to run on this machine, or None. notes: lines for the user."""
 
     commands: tuple[Command, ...]
     here: int | None
@@ -56,10 +56,10 @@ class Launch:
 
 
 def translate(request: Request, machine: Machine) -> Launch:
-    """Return the commands for `request`. Raises ConfigError if the flags contradict one another or the machine."""
+    """Return the commands for `request`. Raises ConfigError if flags conflict or do not fit the machine."""
     counted = request.num_nodes is not None or request.num_gpus is not None
     if counted and (request.include or request.exclude):
-        raise ConfigError("--num_nodes and --num_gpus cannot be combined with --include and --exclude: keep one kind")
+        raise ConfigError("--num_nodes and --num_gpus cannot be combined with --include and --exclude: use one pair")
     if request.hosts is None:
         return _on_this_machine(request, machine)
     hosts = limit_hosts(
@@ -72,14 +72,14 @@ def translate(request: Request, machine: Machine) -> Launch:
 
 
 def _on_this_machine(request: Request, machine: Machine) -> Launch:
-    """One rank per GPU, or ranks on the CPU."""
+    """Return the command for one rank per GPU, or for ranks on the CPU."""
     problems = []
     if request.num_nodes is not None and request.num_nodes != 1:
         problems.append(f"--num_nodes is {request.num_nodes}, but there is no hostfile: name the hosts in --hostfile")
     if request.node_rank not in (None, 0):
         problems.append(f"--node_rank is {request.node_rank}, but there is no hostfile: name the hosts in --hostfile")
     if request.force_multi:
-        problems.append("--force_multi needs a --hostfile with the hosts to print commands for")
+        problems.append("--force_multi needs a hostfile: name the hosts in --hostfile")
     if problems:
         raise ConfigError(problems)
     notes: list[str] = []
@@ -100,7 +100,9 @@ def _on_this_machine(request: Request, machine: Machine) -> Launch:
 def _cpu_ranks(request: Request) -> int:
     for option, value in (("--include", request.include), ("--exclude", request.exclude)):
         if value:
-            raise ConfigError(f"{option} {value} selects GPUs, and there is none: --num_gpus N starts N ranks on CPUs")
+            raise ConfigError(
+                f"{option} {value} selects GPUs, but there is none: --num_gpus N starts N ranks on the CPU"
+            )
     if request.num_gpus is not None and request.num_gpus < 1:
         raise ConfigError(f"--num_gpus is {request.num_gpus}, not a positive number")
     return request.num_gpus or 1
@@ -109,13 +111,13 @@ def _cpu_ranks(request: Request) -> int:
 def _local_slots(request: Request, machine: Machine) -> tuple[int, ...]:
     for option, value in (("--include", request.include), ("--exclude", request.exclude)):
         if value and machine.visible:
-            raise ConfigError(f"{option} {value} and {_VISIBLE}={machine.visible} both select GPUs: drop one of them")
+            raise ConfigError(f"{option} {value} and {_VISIBLE}={machine.visible} both select GPUs: remove one of them")
     hosts = select_hosts([Host("localhost", tuple(range(machine.gpus)))], request.include, request.exclude)
     return limit_hosts(hosts, None, request.num_gpus)[0].slots
 
 
 def _visible_devices(slots: tuple[int, ...], machine: Machine) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES for `slots`; None if they are all that is visible."""
+    """Return CUDA_VISIBLE_DEVICES for `slots`; None if they are all visible GPUs."""
     if len(slots) == machine.gpus:
         return None
     names = machine.visible.split(",") if machine.visible else [str(number) for number in range(machine.gpus)]
@@ -123,19 +125,21 @@ def _visible_devices(slots: tuple[int, ...], machine: Machine) -> str | None:
 
 
 def _node_rank(request: Request, hosts: tuple[Host, ...]) -> int | None:
-    """Return the node rank of this machine; None if it is to start nothing."""
+    """Return the node rank of this machine; None if no ranks start here."""
     node = request.node_rank
     if node is not None and not 0 <= node < len(hosts):
         raise ConfigError(f"--node_rank is {node}, but there are {len(hosts)} hosts: choose 0 to {len(hosts) - 1}")
     if node is None and len(hosts) == 1 and (not request.force_multi or request.no_ssh):
         node = 0
     if node is None and request.no_ssh:
-        raise ConfigError(f"--no_ssh needs --node_rank on {len(hosts)} hosts: pass 0 to {len(hosts) - 1}, one a host")
+        raise ConfigError(
+            f"--no_ssh needs --node_rank on {len(hosts)} hosts: pass 0 to {len(hosts) - 1}, another one on each host"
+        )
     return node
 
 
 def _on_one_of(request: Request, machine: Machine, hosts: tuple[Host, ...], node: int) -> Launch:
-    """The command of this machine, which is host number `node`."""
+    """Return the command of this machine, which is host number `node`."""
     host = hosts[node]
     notes = []
     if machine.gpus and machine.gpus <= max(host.slots) and not machine.visible:
@@ -162,7 +166,7 @@ def _on_host(request: Request, hosts: tuple[Host, ...], node: int, variables: Ma
 
 
 def _threads(ranks: int, machine: Machine) -> dict[str, str]:
-    """Share the cores out. torchrun would give each of several ranks one thread."""
+    """Return OMP_NUM_THREADS, cores / ranks. torchrun would give each of several ranks one thread."""
     if ranks == 1 or _THREADS in machine.environ:
         return {}
     return {_THREADS: str(max(1, machine.cores // ranks))}

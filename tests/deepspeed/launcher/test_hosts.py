@@ -30,14 +30,14 @@ def test_a_hostfile_keeps_its_order_and_skips_comments() -> None:
 def test_all_faults_of_a_hostfile_are_named() -> None:
     text = "a slots=2\nb\na slots=1\nc slots=0\nd slots=4x\ne slots=-1\n"
     assert problems(parse_hostfile, text, "hosts") == (
-        "hosts, line 2: 'b' is no host: write HOST slots=N",
+        "hosts, line 2: 'b' does not name a host: write HOST slots=N",
         "hosts, line 3: a occurs twice: remove one of the lines",
         "hosts, line 4: c has no slots: remove the line, or give it at least one",
-        "hosts, line 5: 'd slots=4x' is no host: write HOST slots=N",
-        "hosts, line 6: 'e slots=-1' is no host: write HOST slots=N",
+        "hosts, line 5: 'd slots=4x' does not name a host: write HOST slots=N",
+        "hosts, line 6: 'e slots=-1' does not name a host: write HOST slots=N",
     )
     assert problems(parse_hostfile, "# none\n", "hosts") == (
-        "hosts has no hosts: write one a line, as in worker-0 slots=4",
+        "hosts has no hosts: write one host per line, such as worker-0 slots=4",
     )
 
 
@@ -63,13 +63,13 @@ def test_filters_select_slots(include: str, exclude: str, selected: dict[str, tu
     ("include", "exclude", "said"),
     [
         ("worker-0", "worker-1", "--include and --exclude cannot be combined"),
-        ("worker-2", "", "--include: 'worker-2' is no host of worker-0, worker-1"),
-        ("worker-0@", "", "--include: '' is no host of worker-0, worker-1"),
+        ("worker-2", "", "--include: 'worker-2' is not one of the hosts worker-0, worker-1"),
+        ("worker-0@", "", "--include: '' is not one of the hosts worker-0, worker-1"),
         ("worker-0:0-1", "", "--include: worker-0 has the slots 0, 1, not '0-1'"),
         ("worker-0:", "", "--include: worker-0 has the slots 0, 1, not ''"),
         ("", "worker-0:1,2,x", "--exclude: worker-0 has the slots 0, 1, not '2', 'x'"),
-        ("worker-0@worker-0:1", "", "worker-0 occurs with and without slots"),
-        ("worker-0:1@worker-0", "", "worker-0 occurs with and without slots"),
+        ("worker-0@worker-0:1", "", "worker-0 is listed twice, at least once without slots"),
+        ("worker-0:1@worker-0", "", "worker-0 is listed twice, at least once without slots"),
         ("", "worker-0@worker-1", "--exclude worker-0@worker-1 leaves no slot"),
     ],
 )
@@ -114,9 +114,9 @@ def test_counts_take_the_first_hosts_and_slots() -> None:
 def test_counts_beyond_the_hosts_are_refused() -> None:
     assert problems(limit_hosts, HOSTS, 3, 0) == (
         "--num_gpus is 0, not a positive number",
-        "--num_nodes is 3, but the hosts are 2 (worker-0, worker-1): list more in --hostfile",
+        "--num_nodes is 3, but there are 2 hosts (worker-0, worker-1): list more in --hostfile",
     )
     assert problems(limit_hosts, HOSTS, None, 3) == (
-        "--num_gpus is 3, but worker-0 has 2: ask for no more than every host has",
+        "--num_gpus is 3, but worker-0 has 2: pass at most the GPUs of the smallest host",
     )
     assert problems(limit_hosts, HOSTS, -2, None) == ("--num_nodes is -2, not a positive number",)

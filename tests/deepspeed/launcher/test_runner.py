@@ -23,6 +23,6 @@ def test_lines_that_set_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         read_exports([tmp_path / "a"])
     assert [problem.split(": ")[1] for problem in error.value.problems] == [
-        "'NCCL_DEBUG' sets no variable",
-        "'export X=1' sets no variable",
+        "'NCCL_DEBUG' does not set a variable",
+        "'export X=1' does not set a variable",
     ]

@@ -61,7 +61,7 @@ def test_without_gpus_ranks_run_on_the_cpu() -> None:
     assert shown(Request(TRAIN), CPU) == [f"{LOCAL} --nproc-per-node=1 {SEEN}"]
     launch = translate(Request(TRAIN, num_gpus=3), CPU)
     assert launch.commands[0].arguments[2] == "--nproc-per-node=3" and "3 ranks on the CPU" in launch.notes[0]
-    assert "selects GPUs, and there is none" in refused(Request(TRAIN, include="localhost:0"), CPU)
+    assert "selects GPUs, but there is none" in refused(Request(TRAIN, include="localhost:0"), CPU)
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, None), (2, "4"), (3, "2"), (99, "1")])
@@ -124,10 +124,10 @@ def test_a_single_host_runs_here_and_says_so() -> None:
     [
         (Request(TRAIN, num_nodes=2), "--num_nodes is 2, but there is no hostfile"),
         (Request(TRAIN, node_rank=1), "--node_rank is 1, but there is no hostfile"),
-        (Request(TRAIN, force_multi=True), "--force_multi needs a --hostfile"),
+        (Request(TRAIN, force_multi=True), "--force_multi needs a hostfile"),
         (Request(TRAIN, num_gpus=5), "--num_gpus is 5, but localhost has 4"),
         (Request(TRAIN, num_gpus=0), "--num_gpus is 0, not a positive number"),
-        (Request(TRAIN, include="worker-0"), "'worker-0' is no host of localhost"),
+        (Request(TRAIN, include="worker-0"), "'worker-0' is not one of the hosts localhost"),
         (Request(TRAIN, num_gpus=2, include="localhost"), "cannot be combined with --include"),
         (Request(TRAIN, TWO, num_nodes=1, exclude="a"), "cannot be combined with --include"),
         (Request(TRAIN, TWO, node_rank=2), "--node_rank is 2, but there are 2 hosts: choose 0 to 1"),
