@@ -1,4 +1,4 @@
-"""`infinity import-deepspeed`: writes a DeepSpeed checkpoint as one of Infinity."""
+"""`infinity import-deepspeed`: converts a DeepSpeed checkpoint to one of Infinity."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def tune(
     engine: EngineName = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find the best section aio of the configuration for a drive (DeepSpeed: ds_nvme_tune).
+    """Find the best section aio of the config for a drive (DeepSpeed: ds_nvme_tune).
 
     Sweeps block size, queue depth, threads and engine, and selects the cheapest of the settings within 3% of the
     fastest. The file is anonymous, so nothing is left on disk, even if the command is killed.
@@ -320,7 +320,7 @@ def import_deepspeed(
         typer.Option(help="AdamW, Adam, Adagrad, Lion or SGD; needed only if the checkpoint does not show it."),
     ] = None,
 ) -> None:
-    """Write a DeepSpeed checkpoint as one of Infinity: ZeRO stages 0 to 3, or universal, of any number of ranks.
+    """Convert a DeepSpeed checkpoint to one of Infinity: ZeRO stages 0 to 3 or universal, of any number of ranks.
 
     Imports parameters, fp32 masters, moments and step counts bit for bit. Runs no code of the checkpoint. Memory holds
     a part of one parameter at a time. OUT appears complete or not at all.

@@ -32,7 +32,7 @@ _PACKAGES = ("numpy", "pydantic", "safetensors", "psutil", "typer", "rich")
 def collect(paths: Sequence[Path] | None = None) -> Facts:
     """Return all sections, in the order in which they are shown.
 
-    paths: folders that must work. By default the temporary folder and the current one are shown, which may fail.
+    paths: folders that must work. By default the temporary folder and the current one, which may fail.
     """
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "infinity": _versions,
@@ -226,7 +226,7 @@ def _folders(paths: Sequence[Path] | None) -> dict[str, Any]:
 
 
 def _folder(path: Path, *, needed: bool) -> dict[str, Any]:
-    """Return the properties of a swap file in `path`, from one of a page. needed: a failure is an error."""
+    """Return the properties of a swap file of one page in `path`. needed: report a failure as an error."""
     from infinity.tiers.files import open_swap_files
 
     try:

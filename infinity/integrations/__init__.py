@@ -1,1 +1,1 @@
-"""Ways in from other libraries: their checkpoints, and their training loops over an engine."""
+"""Integrations: import of DeepSpeed's checkpoints, and a strategy for Lightning's Trainer."""

@@ -1,4 +1,4 @@
-"""Reads one file that DeepSpeed's `torch.save` wrote, without running code of its pickle and without reading tensors.
+"""Reads one file that DeepSpeed's `torch.save` wrote, without executing code of its pickle and without reading tensors.
 
 The pickle goes through torch's weights-only unpickler. Tensors are constructed on the meta device, and every storage is
 compared with the size of its record in the archive; values are read later, in parts, from their place in the file.
@@ -53,8 +53,8 @@ _OF_TORCH = frozenset(
         *(f"torch {name}" for name in _DTYPES),
     }
 )
-"""Globals that torch's unpickler constructs itself, apart from those in `_REPLACED`. None of them allocates memory by a
-number in the file.
+"""Globals that torch's unpickler constructs itself, apart from those in `_REPLACED`. None of them allocates memory of a
+size given in the file.
 """
 
 
@@ -71,7 +71,7 @@ class Inert:
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict):
-            raise CheckpointError(f"an object of {type(self).__name__} has the state {state!r}, and no attributes")
+            raise CheckpointError(f"an object of {type(self).__name__} has the state {state!r} instead of attributes")
         self.attributes = state
 
 
@@ -106,7 +106,7 @@ STAND_INS: dict[str, type[Inert]] = {name: _stand_in(name) for name in _OF_DEEPS
 
 
 class AnyTensor(Inert):
-    """Stand-in for torch.Tensor, whose constructor would allocate as much as the file asks for."""
+    """Stand-in for torch.Tensor, whose constructor would allocate any size given in the file."""
 
 
 def rebuild_plain(function: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
@@ -126,7 +126,7 @@ _REPLACED: dict[str, Any] = {
     "torch._tensor _rebuild_from_type_v2": rebuild_plain,
     "torch._utils _rebuild_parameter_with_state": parameter_plain,
 }
-"""Globals of torch → what the pickle gets in their place. Stage 3 writes tensors with attributes (`ds_id`)."""
+"""Globals of torch → their replacements in the pickle. Stage 3 writes tensors with attributes (`ds_id`)."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class FileTensor:
             with self.file.open("rb") as file:
                 file.seek(self.at + start * self.dtype.itemsize)
                 if file.readinto(target) != len(target):
-                    raise CheckpointError(f"{self.file} ended early: it was changed while it was read")
+                    raise CheckpointError(f"{self.file} ended early: it was changed while it was read, so start again")
         return values
 
 
@@ -193,7 +193,7 @@ class PickleFile:
         """Return the place of a tensor. name: for the error. Raises CheckpointError if it is none, or overruns."""
         if not isinstance(tensor, torch.Tensor):
             shown = "missing" if tensor is None else f"a {type(tensor).__name__}"
-            raise CheckpointError(f"{self.path}: {name} is {shown}, and a tensor is expected: it is damaged")
+            raise CheckpointError(f"{self.path}: {name} is {shown}, and a tensor is expected: use another checkpoint")
         shape, stride, first = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         steps = [(size - 1) * step for size, step in zip(shape, stride, strict=True)]
         storage, start, stored = self._storages.get(tensor.untyped_storage()._cdata, (None, 0, 0))
@@ -215,7 +215,7 @@ def read_pickle(path: Path) -> PickleFile:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, copy all of its files") from None
     except RecursionError:
-        raise CheckpointError(f"{path} is nested too deeply to be read: it is damaged") from None
+        raise CheckpointError(f"{path} is nested too deeply to be read: it is damaged, use another one") from None
     except Exception as error:  # noqa: BLE001 - the unpickler raises many classes
         raise CheckpointError(f"{path} cannot be read ({reason(error)}): it is damaged, use another one") from None
 
@@ -225,27 +225,30 @@ def _read(path: Path) -> PickleFile:
         size = path.stat().st_size
         if not zipfile.is_zipfile(file):
             raise CheckpointError(
-                f"{path} is no zip archive, as torch.save writes: it is truncated, or older than torch 1.6"
+                f"{path} is not a zip archive of torch.save: it is truncated, or older than torch 1.6; use another one"
             )
         with zipfile.ZipFile(file) as archive:
             records = {info.filename: info for info in archive.infolist()}
             if len(records) != len(archive.infolist()):
-                raise CheckpointError(f"{path} holds a record twice: it is damaged")
+                raise CheckpointError(f"{path} holds a record twice: it is damaged, use another one")
         (pickled,) = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")] or [""]
         if not pickled:
-            raise CheckpointError(f"{path} holds no data.pkl: torch.save did not write it")
+            raise CheckpointError(f"{path} holds no data.pkl, so torch.save did not write it: use another one")
         folder = pickled.removesuffix("data.pkl")
         _check_name(path, folder.rstrip("/"))
         places = {name: _place(file, info, size, path) for name, info in records.items()}
         if sum(info.file_size for info in records.values()) > size:
-            raise CheckpointError(f"{path} holds records that overlap: it is damaged")
+            raise CheckpointError(f"{path} holds records that overlap: it is damaged, use another one")
         for name, info in records.items():
             if _checksum(file, places[name], info.file_size) != info.CRC:
                 raise CheckpointError(f"{path}: the checksum of {name} is wrong: it is damaged, use another one")
         if records[pickled].file_size > _LARGEST_PICKLE:
-            raise CheckpointError(f"{path}: its pickle has {records[pickled].file_size:,} bytes, which is too large")
+            raise CheckpointError(
+                f"{path}: its pickle has {records[pickled].file_size:,} bytes, more than {_LARGEST_PICKLE:,}: it is "
+                "damaged, use another one"
+            )
         if (order := folder + "byteorder") in records and _bytes(file, places[order], records[order]) != b"little":
-            raise CheckpointError(f"{path} was written on a big-endian machine, which cannot be read")
+            raise CheckpointError(f"{path} was written on a big-endian machine: save it on a little-endian one")
         content = _bytes(file, places[pickled], records[pickled])
     content = _with_known_globals(content, path)
     data = folder + "data/"
@@ -278,7 +281,7 @@ def _place(file: io.BufferedReader, info: zipfile.ZipInfo, size: int, path: Path
         start = info.header_offset + 30 + int(names)
         if start + info.file_size <= size and not info.flag_bits & 1:
             return start
-    raise CheckpointError(f"{path}: its record {info.filename!r} is compressed, encrypted or cut off: it is damaged")
+    raise CheckpointError(f"{path}: its record {info.filename!r} is compressed, encrypted or cut off: use another one")
 
 
 def _checksum(file: io.BufferedReader, start: int, length: int) -> int:
@@ -331,7 +334,7 @@ def _unpickle(content: bytes, path: Path, stored: dict[str, tuple[int, int]]) ->
             if nbytes < 0 or size != nbytes:
                 found = "none is stored" if size is None else f"{size:,} bytes are stored"
                 raise CheckpointError(
-                    f"{path} declares a storage of {numel} elements ({nbytes:,} bytes), and {found}: it is damaged"
+                    f"{path} declares a storage of {numel} elements ({nbytes:,} bytes), and {found}: use another one"
                 )
             untyped = torch.UntypedStorage(nbytes, device="meta")
             file.add(untyped, start)
@@ -347,7 +350,7 @@ def _unpickle(content: bytes, path: Path, stored: dict[str, tuple[int, int]]) ->
 
 @contextmanager
 def _only(classes: list[Any]) -> Iterator[None]:
-    """Let `classes` be torch's whole list of further safe globals, since the application may have added real ones."""
+    """Replace torch's list of further safe globals by `classes`: the application may have added real classes."""
     former = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     serialization.add_safe_globals(classes)

@@ -29,6 +29,7 @@ from infinity.integrations.deepspeed_states import (
 from infinity.units.compiled import own_name
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_CANNOT = "which Infinity cannot import: save its state_dict from DeepSpeed, and load that before infinity.initialize"
 _OTHER_FILES = {
     re.compile(r"layer_\d+_expert_.*|expert_\d+_.*|expp_rank_.*"): "experts (MoE)",
     re.compile(r"layer_\d+-model_.*"): "a pipeline",
@@ -100,8 +101,8 @@ class ModelStates:
         lost += [name for name in parameters if name not in self.module]
         if lost:
             raise CheckpointError(
-                f"{self.file.path}: {lost[0]} is in one of 'module' and the optimizer's or the frozen parameters, and "
-                f"missing in the others: {DAMAGED}"
+                f"{self.file.path}: {lost[0]} is in only one of 'module' and the trained or frozen parameters: "
+                f"{DAMAGED}"
             )
         for name, parameter in parameters.items():
             shape = tuple(self.module[name].shape)
@@ -123,14 +124,14 @@ def read_model_states(folder: Path) -> list[ModelStates]:
     for path in sorted(folder.iterdir()):
         for pattern, what in _OTHER_FILES.items():
             if pattern.fullmatch(path.name):
-                raise CheckpointError(f"{path} is of a model with {what}, which Infinity cannot import")
+                raise CheckpointError(f"{path} belongs to a model with {what}, {_CANNOT}")
         matched = _MODEL_FILE.fullmatch(path.name)
         if matched is None:
             continue
         if int(matched[2]):
             raise CheckpointError(
-                f"{path} is of a tensor parallel rank, which Infinity cannot import: save the whole model with one "
-                "tensor parallel rank first"
+                f"{path} belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with "
+                "one tensor parallel rank first"
             )
         found[matched[1] is not None, int(matched[1] or 0)] = inside(folder, path.name)
     kinds, ranks = {by_rank for by_rank, _ in found}, sorted(rank for _, rank in found)
@@ -138,8 +139,8 @@ def read_model_states(folder: Path) -> list[ModelStates]:
         raise CheckpointError(f"{folder} holds no *_model_states.pt: pass the folder given to save_checkpoint")
     if len(kinds) > 1 or ranks != list(range(len(ranks))):
         raise CheckpointError(
-            f"{folder} holds files of two checkpoints, or lacks a model's file of a rank; found: "
-            f"{', '.join(path.name for path in found.values())}"
+            f"{folder} holds files of two checkpoints, or lacks a rank's model states: copy one checkpoint's files "
+            f"into an empty folder. It holds {', '.join(path.name for path in found.values())}."
         )
     models = [_model_states(folder, read_pickle(found[key]), by_rank=key[0]) for key in sorted(found)]
     saved_by = models[0].file.content.get("dp_world_size")
@@ -155,8 +156,8 @@ def read_model_states(folder: Path) -> list[ModelStates]:
             list(models[0].module),
         ):
             raise CheckpointError(
-                f"{model.file.path} names other parameters than {models[0].file.path.name}: files of several "
-                "checkpoints are mixed"
+                f"{model.file.path} has other parameters than {models[0].file.path.name}: copy one checkpoint's files "
+                "into an empty folder"
             )
         for count in _COUNTS:
             own, first = model.file.content.get(count), models[0].file.content.get(count)
@@ -174,7 +175,7 @@ def _model_states(folder: Path, file: PickleFile, *, by_rank: bool) -> ModelStat
     odd = [name for name, value in module.items() if not isinstance(name, str) or not isinstance(value, torch.Tensor)]
     if odd:
         raise CheckpointError(
-            f"{path}: 'module' holds {odd[0]!r}, which is no tensor: get_extra_state() of modules cannot be imported"
+            f"{path}: 'module' holds {odd[0]!r}, which is no tensor: save the model without get_extra_state()"
         )
     _check_supported(content, path)
     shapes = shapes_of(content, path) if content.get("param_shapes") is not None else []
@@ -182,7 +183,7 @@ def _model_states(folder: Path, file: PickleFile, *, by_rank: bool) -> ModelStat
     aliases = content.get("shared_params") or {}
     if not isinstance(frozen, dict) or not isinstance(names, list) or not isinstance(aliases, dict):
         raise CheckpointError(
-            f"{path}: the lists of frozen parameters, buffers or shared parameters are none: {DAMAGED}"
+            f"{path}: frozen_param_shapes, buffer_names or shared_params is of another type: {DAMAGED}"
         )
     return ModelStates(
         folder=folder,
@@ -197,7 +198,7 @@ def _model_states(folder: Path, file: PickleFile, *, by_rank: bool) -> ModelStat
 
 
 def _check_supported(content: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError if the file is of a model that is sharded in other ways than ZeRO."""
+    """Raise CheckpointError if the model is sharded in other ways than by ZeRO."""
     ways = {
         "tensor or model parallelism (mp_world_size > 1)": content.get("mp_world_size") not in (None, 0, 1),
         "experts (num_experts)": bool(content.get("num_experts")),
@@ -205,4 +206,4 @@ def _check_supported(content: Mapping[str, Any], path: Path) -> None:
     }
     for way, used in ways.items():
         if used:
-            raise CheckpointError(f"{path} is of a model with {way}, which Infinity cannot import")
+            raise CheckpointError(f"{path} belongs to a model with {way}, {_CANNOT}")

@@ -13,6 +13,7 @@ from infinity.rules import HYPER_KEYS, MOMENT_NAMES, Hyper, Rule
 
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 _CHOOSE = f"pass the optimizer of the run: --optimizer with one of {', '.join(OPTIMIZERS)}"
+_WEIGHTS = "read its weights alone with infinity.integrations.zero_to_fp32"
 _CONFIGURED = {
     "adamw": "AdamW",
     "torchadam": "Adam",
@@ -28,17 +29,17 @@ Number = Callable[[Any], Any]
 def optimizer_of(stored: StoredCheckpoint, chosen: str | None) -> str:
     """Return the optimizer's type as in a config: AdamW decouples the weight decay, Adam adds it to the gradient.
 
-    DeepSpeed saves no name. The keys of param_groups and the config decide; `chosen`, if they cannot. Raises
-    CheckpointError if the optimizer is unknown, or another one than `chosen`.
+    DeepSpeed saves no name. The keys of param_groups and the config show the type; otherwise `chosen` sets it. Raises
+    CheckpointError if the type is unknown, or differs from `chosen`.
     """
     groups = stored.param_groups
     found = {_by_keys(group) for group in groups} or {None}
     if len(found) > 1:
-        raise CheckpointError(f"{stored.folder}: the param_groups are of several optimizers, which cannot be imported")
+        raise CheckpointError(f"{stored.folder}: the param_groups belong to several optimizers: {_WEIGHTS}")
     own = found.pop() or _by_config(stored.progress.get("ds_config"))
     same = chosen in ("Adam", "AdamW") and own in ("Adam", "AdamW", None) and not any(_decay(group) for group in groups)
     if chosen is not None and own not in (None, chosen) and not same:
-        raise CheckpointError(f"{stored.folder} was saved with {own}, and {chosen} was chosen: leave the choice out")
+        raise CheckpointError(f"{stored.folder} was saved with {own}, not with {chosen}: leave --optimizer out")
     kind = chosen or own
     if kind is None:
         raise CheckpointError(f"{stored.folder} does not say which optimizer saved it: {_CHOOSE}")
@@ -47,7 +48,7 @@ def optimizer_of(stored: StoredCheckpoint, chosen: str | None) -> str:
 
 
 def _by_keys(group: Mapping[str, Any]) -> str | None:
-    """Return the optimizer that alone has the keys of a param_group; None if several have them."""
+    """Return the only optimizer with the keys of this param_group; None if several have them."""
     if "nesterov" in group and "dampening" in group and not group.get("use_muon"):
         return "SGD"
     if "initial_accumulator_value" in group:
@@ -67,7 +68,7 @@ def _by_config(config: Any) -> str | None:
         mode = params.get("adam_w_mode", True) if isinstance(params, Mapping) else True
         return "AdamW" if mode else "Adam"
     if kind and kind not in _CONFIGURED:
-        raise CheckpointError(f"DeepSpeed's optimizer {section['type']!r} has no counterpart in Infinity")
+        raise CheckpointError(f"DeepSpeed's optimizer {section['type']!r} has no counterpart in Infinity: {_WEIGHTS}")
     return _CONFIGURED.get(kind)
 
 
@@ -95,9 +96,9 @@ def groups_of(stored: StoredCheckpoint, kind: str, number: Number) -> list[dict[
         where = f"{stored.folder}: param_group {place}"
         for mode, value in {"amsgrad": False, "maximize": False, "bias_correction": True, "use_muon": False}.items():
             if bool(number(group.get(mode, value))) != value:
-                raise CheckpointError(f"{where} has {mode}={group[mode]!r}, which Infinity's {kind} does not have")
+                raise CheckpointError(f"{where} has {mode}={group[mode]!r}, which Infinity's {kind} lacks: {_WEIGHTS}")
         if "max_coeff" in group:
-            raise CheckpointError(f"{where} is LAMB's (max_coeff), which has no counterpart in Infinity")
+            raise CheckpointError(f"{where} is LAMB's (max_coeff), which has no counterpart in Infinity: {_WEIGHTS}")
         missing = [key for key in HYPER_KEYS[rule] if key not in group]
         if missing:
             raise CheckpointError(f"{where} lacks {', '.join(missing)}, which {kind} has: {_CHOOSE}")
@@ -110,7 +111,8 @@ def groups_of(stored: StoredCheckpoint, kind: str, number: Number) -> list[dict[
         groups.append({key: getattr(hyper, key) for key in HYPER_KEYS[rule]})
     if not groups:
         raise CheckpointError(
-            f"{stored.folder} holds no param_groups, as with zero_optimization.elastic_checkpoint: save it without"
+            f"{stored.folder} holds no param_groups, as with zero_optimization.elastic_checkpoint: set that to "
+            "false and save again"
         )
     return groups
 
@@ -118,7 +120,7 @@ def groups_of(stored: StoredCheckpoint, kind: str, number: Number) -> list[dict[
 def scheduler_of(stored: StoredCheckpoint, groups: Sequence[Mapping[str, Any]], plain: Number) -> dict[str, Any] | None:
     """Return the state of the scheduler, which both DeepSpeed's and torch's schedulers load; None without one.
 
-    The next rate is the one that DeepSpeed would use: its schedulers count from -1, and lag one step behind.
+    The next rate is DeepSpeed's next one. Its schedulers count from -1, and lag one step behind.
     """
     saved = stored.progress.get("lr_scheduler")
     if not isinstance(saved, Mapping):
@@ -133,7 +135,7 @@ def scheduler_of(stored: StoredCheckpoint, groups: Sequence[Mapping[str, Any]], 
 def loss_scale_of(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """Return the state of the fp16 loss scale; None if no parameter computes in fp16.
 
-    DeepSpeed's first increase takes one step more than its window; so it does after the import.
+    In DeepSpeed the first increase takes one step more than its window. The imported state preserves this.
     """
     if not any(parameter.dtype == torch.float16 and parameter.trained for parameter in stored.parameters.values()):
         return None
@@ -141,7 +143,7 @@ def loss_scale_of(stored: StoredCheckpoint) -> dict[str, Any] | None:
     numbers = {key: value for key, value in saved.items() if isinstance(value, (int, float))}
     if numbers.get("cur_scale", 0) <= 0:
         raise CheckpointError(
-            f"{stored.folder}: fp16 was trained, and no loss scale is saved: the checkpoint is damaged"
+            f"{stored.folder} has parameters in fp16, and no loss scale: the checkpoint is damaged, use another one"
         )
     window, good = int(numbers.get("scale_window", 0)), 0
     if window > 0:

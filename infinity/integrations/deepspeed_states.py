@@ -157,16 +157,18 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
             "save_checkpoint, or the tag"
         )
     if tag in ("", ".", "..") or Path(tag).name != tag or "\\" in tag or "\0" in tag:
-        raise CheckpointError(f"{directory}: the tag {tag!r} is no name of a folder in it: pass the tag to read")
+        raise CheckpointError(
+            f"{directory}: the tag {tag!r} is not the name of a folder in it: pass the tag of a checkpoint"
+        )
     folder = inside(directory, tag)
     if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}: pass the tag of an existing one")
     return folder
 
 
 @contextmanager
 def damage_named(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError in place of errors that odd values in a checkpoint cause in the block."""
+    """Turn errors that invalid values in a checkpoint cause in the block into CheckpointError."""
     try:
         yield
     except InfinityError:
@@ -196,7 +198,7 @@ def shape_of(value: Any, name: str, path: Path) -> tuple[int, ...]:
     """Return a saved shape as a tuple of ints."""
     if isinstance(value, Sequence) and all(isinstance(size, int) and size >= 0 for size in value):
         return tuple(value)
-    raise CheckpointError(f"{path}: the shape of {name} is {value!r}: {DAMAGED}")
+    raise CheckpointError(f"{path}: the shape of {name} is {value!r}, and a list of sizes is expected: {DAMAGED}")
 
 
 def shapes_of(content: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
@@ -205,7 +207,7 @@ def shapes_of(content: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
     seen: set[str] = set()
     for group in groups:
         if not isinstance(group, dict) or seen & group.keys() or not all(isinstance(name, str) for name in group):
-            raise CheckpointError(f"{path}: param_shapes names a parameter twice, or none: {DAMAGED}")
+            raise CheckpointError(f"{path}: param_shapes lists a parameter twice, or is of another type: {DAMAGED}")
         seen |= group.keys()
     return [{name: shape_of(shape, name, path) for name, shape in group.items()} for group in groups]
 

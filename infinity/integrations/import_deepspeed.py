@@ -79,9 +79,9 @@ def import_deepspeed(
 ) -> Path:
     """Write a DeepSpeed checkpoint to the new folder `out`, and return out/tag. `load_checkpoint(out)` loads it.
 
-    directory: given to DeepSpeed's `save_checkpoint`, read at `tag` or at the last tag; or one checkpoint's folder. Of
-    ZeRO stages 0 to 3, saved by any number of ranks, or universal. optimizer: its type as in a config, needed only if
-    the checkpoint does not show it.
+    Reads ZeRO stages 0 to 3, saved by any number of ranks, and universal checkpoints. directory: the one given to
+    DeepSpeed's `save_checkpoint`, or one checkpoint in it. tag: by default the last one. optimizer: its type as in a
+    config, needed only if the checkpoint does not show it.
 
     Masters, moments, step counts, buffers, learning rates, loss scale and client_state are imported bit for bit. Runs
     no code of the checkpoint. Raises CheckpointError, UsageError or OutOfSpaceError, and leaves nothing at `out`.
@@ -172,7 +172,9 @@ def _tensors(stored: StoredCheckpoint, kind: str, moments: MomentFormat) -> dict
             tensors[name] = {key("param", name): Spec(parameter.dtype, parameter.shape)}
             continue
         if parameter.states["master"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(f"{stored.folder}: the master of {name} is in {parameter.states['master'].dtype}")
+            raise CheckpointError(
+                f"{stored.folder}: the master of {name} is in {parameter.states['master'].dtype}: {DAMAGED}"
+            )
         # SGD without momentum has no buffer, and a parameter without a gradient so far has no moments.
         absent = set(names) - parameter.states.keys()
         if absent and kind != "SGD" and (parameter.step or (parameter.step is None and updates)):
@@ -180,7 +182,9 @@ def _tensors(stored: StoredCheckpoint, kind: str, moments: MomentFormat) -> dict
         tensors[name] = {key("master", name): Spec(torch.float32, parameter.shape)}
         tensors[name] |= {key(moment, name): Spec(dtype, parameter.shape) for moment in names}
     if not any(parameter.trained for parameter in stored.parameters.values()):
-        raise CheckpointError(f"{stored.folder} holds no trained parameter")
+        raise CheckpointError(
+            f"{stored.folder} has no trained parameter: read its weights with infinity.integrations.zero_to_fp32"
+        )
     return tensors
 
 
@@ -254,7 +258,9 @@ class _Plain:
         try:
             return {name: self(value) for name, value in stored.progress.items() if name not in _OF_DEEPSPEED}
         except RecursionError:
-            raise CheckpointError(f"{stored.folder}: client_state is nested too deeply, or holds itself") from None
+            raise CheckpointError(
+                f"{stored.folder}: client_state is nested too deeply, or contains itself: save it without that"
+            ) from None
 
     def _convert(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

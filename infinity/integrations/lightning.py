@@ -40,7 +40,7 @@ class EnginePrecision(Precision):  # type: ignore[misc]
 
     dtype: torch.dtype | None = None
     clipping: float = 0.0
-    """The norm to which the engine clips in every step; 0: none."""
+    """The norm to which the engine clips in every step; 0: no clipping."""
     _asked = False
 
     def convert_input(self, data: Any) -> Any:
@@ -83,7 +83,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
     the values to the module when the Trainer is done, which needs host memory for all of them. Other arguments are
     those of DDPStrategy.
 
-    Raises ConfigError for clipping by value, for precisions that need a GradScaler, and for several optimizers.
+    Raises ConfigError for clipping by value, for a precision of the Trainer, and for several optimizers.
     """
 
     strategy_name = "infinity"
@@ -109,7 +109,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def precision_plugin(self) -> EnginePrecision:
-        """The engine's own, which leaves the dtype to the config."""
+        """The strategy's own plugin, which leaves the dtype to the config."""
         return self._precision
 
     @precision_plugin.setter
@@ -146,7 +146,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self._precision.dtype = next(iter(dtypes), None)
 
     def _redirect_forward(self) -> None:
-        """Let the module's forward run one of its steps, so that the engine sees a step as a forward of the model."""
+        """Make the module's forward run one of its steps, so that a step is a forward of the model for the engine."""
         module = self.lightning_module
         own = module.forward
         self._own_forward = module.__dict__.get("forward")
@@ -246,7 +246,7 @@ def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Tra
             )
         asked["gradient_clipping"] = trainer.gradient_clip_val
     if not trainer.lightning_module.automatic_optimization:
-        asked = {}  # the module's own loop decides
+        asked = {}  # manual optimization: the config sets both
     for name, value in asked.items():
         if content.setdefault(name, value) != value:
             raise ConfigError(
@@ -258,7 +258,7 @@ def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Tra
 
 
 def _content(source: Config | Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Return the keys of a config as they were written, but for those that are "auto" or null at the top level."""
+    """Return the keys of a config as written, without top-level keys that are "auto" or null."""
     if isinstance(source, Config):
         return source.model_dump(exclude_unset=True)
     content = dict(source) if isinstance(source, Mapping) else read_content(Path(source))

@@ -1,7 +1,7 @@
 """Finds every parameter's states in a DeepSpeed checkpoint of stage 0, where one file holds everything.
 
 Its optimizer's state names no parameter: states are in the order of the optimizer's parameters. They are matched with
-the model's parameters in order, which is unambiguous for one param_group of all parameters. Anything else is refused.
+the model's parameters in order, which is unambiguous for one param_group of all parameters. Others raise an error.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _masters(optimizer: Any, tensors: dict[str, FileTensor], file: PickleFile) -
     for name, tensor in tensors.items():
         if found[name].numel != tensor.numel or not _rounds_to(found[name], Computed(name, tensor)):
             raise CheckpointError(
-                f"{path}: the masters are in another order than the model's parameters, from {name} on"
+                f"{path}: from {name} on, the masters are in another order than the model's parameters: save it with "
+                "ZeRO stage 1 or higher"
             )
     return found
 

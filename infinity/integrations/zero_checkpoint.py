@@ -38,8 +38,8 @@ _MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}
 def read_zero(folder: Path) -> StoredCheckpoint:
     """Return the checkpoint in `folder`, of stages 0 to 3. Reads no values of parameters.
 
-    Raises CheckpointError if a file is missing, sizes do not add up, or a part of DeepSpeed wrote it that is not
-    supported here.
+    Raises CheckpointError if a file is missing, sizes do not add up, or the checkpoint uses an unsupported
+    feature of DeepSpeed.
     """
     models = read_model_states(folder)
     files = _optimizer_files(folder)
@@ -51,7 +51,7 @@ def read_zero(folder: Path) -> StoredCheckpoint:
     if sharded != models[0].by_rank or (sharded and len(models) != len(states)):
         raise CheckpointError(
             f"{folder} holds {len(states)} files of the optimizer in stage {states[0].stage} and {len(models)} of the "
-            "model: files of ranks are missing, or two checkpoints are mixed"
+            "model: copy the files of all ranks of one checkpoint into an empty folder"
         )
     trained = dict((_of_stage3 if sharded else _of_flat_groups)(models[0], states))
     return models[0].checkpoint(
@@ -77,7 +77,7 @@ class _State:
         if any(count != ranks for count in counts):
             raise CheckpointError(
                 f"{file.path} was saved by {' or '.join(map(str, dict.fromkeys(counts)))} ranks, and there are files "
-                f"of {ranks}: files are missing or from another run, or experts are sharded over fewer ranks"
+                f"of {ranks}: copy all files of one run (experts over fewer ranks cannot be imported)"
             )
         self.masters = [
             file.place(value, f"master of group {number}")
@@ -138,9 +138,10 @@ def _optimizer_files(folder: Path) -> list[Path]:
         rank, model_rank = int(matched[1]), int(matched[2])
         if model_rank or rank in found:
             raise CheckpointError(
-                f"{path}: "
-                + (f"rank {rank} has another file too" if not model_rank else "tensor parallel ranks")
-                + " cannot be read: convert the checkpoint with DeepSpeed's ds_to_universal, or remove stale files"
+                f"{path} belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with "
+                "one tensor parallel rank first"
+                if model_rank
+                else f"{path}: rank {rank} has another file, {found[rank].name}: remove the stale one"
             )
         found[rank] = inside(folder, path.name)
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
@@ -157,8 +158,8 @@ def _check_alike(states: Sequence[_State]) -> None:
         own = (state.stage, len(state.masters), state.steps, [sorted(moments) for moments in state.moments])
         if own != (first.stage, len(first.masters), first.steps, [sorted(moments) for moments in first.moments]):
             raise CheckpointError(
-                f"{state.file.path} differs from {first.file.path.name} in stage, groups, steps or moments: files of "
-                "several checkpoints are mixed, use another one"
+                f"{state.file.path} differs from {first.file.path.name} in stage, groups, steps or moments: copy one "
+                "checkpoint's files into an empty folder"
             )
         for what, mine, theirs in (
             ("constants of param_groups", _plain(state.param_groups), _plain(first.param_groups)),

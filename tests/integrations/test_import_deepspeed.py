@@ -137,7 +137,7 @@ def test_files_of_a_missing_rank_are_named(tmp_path: Path) -> None:
             import_deepspeed(copy, tmp_path / "out")
     copy = copied("stage3-frozen", tmp_path / "stage3")
     (copy / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="files of ranks are missing"):
+    with pytest.raises(CheckpointError, match="2 files of the optimizer in stage 3 and 1 of the model"):
         import_deepspeed(copy, tmp_path / "out")
     copy = copied("universal-stage2", tmp_path / "universal")
     shutil.rmtree(copy / "global_step3_universal" / "zero" / "head.weight")
@@ -274,7 +274,7 @@ def test_optimizer_is_found_or_asked_for(group: dict[str, Any], config: Any, exp
     stored = checkpoint({"w": state}, [group], {"ds_config": {"optimizer": config}})
     if expected in ADAM:
         assert optimizer_of(stored, None) == optimizer_of(stored, expected) == expected
-        with pytest.raises(CheckpointError, match="was chosen"):
+        with pytest.raises(CheckpointError, match="leave --optimizer out"):
             optimizer_of(checkpoint({"w": state}, [{"weight_decay": 0.1, **group}], stored.progress), "Lion")
     else:
         with pytest.raises(CheckpointError, match=expected):

@@ -1,4 +1,4 @@
-"""Sizes and ranks of the parallel groups: all ranks are data-parallel, and other groups have one rank."""
+"""Sizes and ranks of parallel groups. All ranks are data-parallel; every other group has one rank."""
 
 from __future__ import annotations
 

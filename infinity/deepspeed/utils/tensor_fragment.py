@@ -1,8 +1,8 @@
 """Reads and edits single parameters, gradients and optimizer states under DeepSpeed's names. All are collective.
 
 A parameter that is frozen or belongs to no open engine has no fp32 copy: the functions return None or change nothing,
-as DeepSpeed's do. Values are on the device that the model computes on. The local functions read and edit the part of
-this rank, as DeepSpeed lays it out in stage 3: the flat parameter in equal parts, the last one padded with zeros.
+as DeepSpeed's do. Values are on the device that the model computes on. The local functions read and edit this
+rank's part in DeepSpeed's layout of stage 3: the flat parameter in equal parts, the last one padded with zeros.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def _engine_of(param: nn.Parameter) -> BaseEngine | None:
 
 
 def _stage3(param: nn.Parameter) -> TrainingEngine | None:
-    """Return `_trained`. Raises UsageError below stage 3, where DeepSpeed has no local part either."""
+    """Return `_trained(param)`. Raises UsageError below stage 3, where DeepSpeed has no local parts either."""
     engine = _trained(param)
     if engine is not None and engine.config.zero_optimization.stage < 3:
         raise UsageError(
-            f"a local part exists in stage 3, and this is stage {int(engine.config.zero_optimization.stage)}: use the "
-            "function with full in its name"
+            "local parts exist only in stage 3, and zero_optimization.stage is "
+            f"{int(engine.config.zero_optimization.stage)}: call the function with full in its name instead of local"
         )
     return engine
 

@@ -1,4 +1,4 @@
-"""Leaf modules: marks that have no effect, since units on data-dependent paths are fetched when they are used."""
+"""Leaf modules. Marks have no effect, since units on data-dependent paths are fetched when they are used."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads the fp32 weights of a checkpoint without an engine, under the names of DeepSpeed's `zero_to_fp32`.
 
-A checkpoint that DeepSpeed wrote is read as well as one of an engine.
+Reads checkpoints of engines and of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """Return the masters and buffers of a checkpoint: fp32, unsharded, in host memory.
 
-    tag: by default the last. A shared parameter has one entry, under its first name. lazy_mode is refused; `export`
-    writes a checkpoint that is larger than memory.
+    tag: by default the last. A shared parameter has one entry, under its first name. Raises UsageError for
+    lazy_mode; `convert_zero_checkpoint_to_fp32_state_dict` converts checkpoints larger than memory.
     """
     if lazy_mode:
-        raise UsageError("lazy_mode=True is not supported: `infinity export` converts in the memory of a parameter")
+        raise UsageError(
+            "lazy_mode=True is not supported: use convert_zero_checkpoint_to_fp32_state_dict(safe_serialization=True), "
+            "which needs memory for a part of one parameter"
+        )
     if _is_deepspeeds(checkpoint_dir, tag):
         return theirs.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = find(Path(checkpoint_dir), tag)
@@ -52,7 +55,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the masters of a checkpoint into `model`, which no engine may own, and return it on the CPU."""
+    """Move `model` to the CPU, load a checkpoint's masters into it, and return it. Not for the model of an engine."""
     if _is_deepspeeds(checkpoint_dir, tag):
         return theirs.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
     states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
@@ -87,7 +90,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         return
     if safe_serialization:
         if exclude_frozen_parameters:
-            raise UsageError("safe_serialization needs all parameters: leave exclude_frozen_parameters out")
+            raise UsageError("safe_serialization=True writes all parameters: leave exclude_frozen_parameters out")
         export(checkpoint_dir, output_dir, tag=tag, dtype="fp32", max_shard_size=max_shard_size)
         return
     states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
