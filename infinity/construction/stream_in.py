@@ -17,6 +17,7 @@ from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
+from infinity.units.remote import is_remote, plain
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit
 
@@ -40,13 +41,18 @@ def stream_in(
     for members, layout in zip(found, layouts, strict=True):
         sources = [source_of(parameter) for parameter in members.parameters]
         parameters = values.materialize(members.root, members.parameters)
-        held = [None if source is not None else local(p).data for p, source in zip(parameters, sources, strict=True)]
+        held = [
+            None if source is not None or is_remote(p) else local(p).data
+            for p, source in zip(parameters, sources, strict=True)
+        ]
         flats = initial_states(layout, held)
         for flat in flats.values():
             if None in sources:
                 ranks.broadcast(flat)
             read_shard(layout, flat, sources, ranks.shard_rank)
         states.write(layout, flats)
+        for parameter in parameters:
+            plain(parameter)
         units.append(Unit(layout, list(parameters), device))
         unbind(units[-1])
         del held, flats

@@ -28,6 +28,7 @@ from infinity.tiers.memory import storage_users
 from infinity.units.hooks import UnitParameters
 from infinity.units.referrers import describe_holder, find_paths, refresh_locals
 from infinity.units.released import is_released
+from infinity.units.remote import is_remote
 
 _NAMED = 3
 """Largest number of problems listed in one error."""
@@ -76,8 +77,8 @@ def check_aliases(model: nn.Module) -> None:
 def _held(model: nn.Module) -> Iterator[_Held]:
     """Yield parameters and buffers that have memory: each Parameter once, each buffer once."""
     for order, (name, tensor) in enumerate(chain(model.named_parameters(), model.named_buffers())):
-        if is_released(tensor):
-            continue  # its engine was closed: `check_values` raises
+        if is_released(tensor) or is_remote(tensor):
+            continue  # its engine was closed: `check_values` raises; or its values are on rank 0, which checks them
         values = local(tensor)
         if is_lazy(tensor) or not has_storage(values) or not values.numel():
             continue

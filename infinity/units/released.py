@@ -90,7 +90,7 @@ def _metadata() -> Iterator[Any]:
     yield from (torch.is_floating_point, torch.is_complex, torch.numel)
 
 
-_METADATA = frozenset(_metadata())
+METADATA = frozenset(_metadata())
 _grad: Any = torch.Tensor.grad
 _GRAD = (_grad.__get__, _grad.__set__, _grad.__delete__)
 _data: Any = torch.Tensor.data
@@ -115,7 +115,7 @@ class Released:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _GRAD:

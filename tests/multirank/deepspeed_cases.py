@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.runtime.zero import GatheredParameters
+from infinity.errors import InfinityError, UsageError
 from multirank.cases import SAMPLES, global_batches, part
 from support.models import Stack, seeded
 
@@ -54,3 +59,96 @@ def trained(rank: int, *, stage: int, folder: str) -> dict[str, Any]:
 def values_of(engine: Any) -> dict[str, torch.Tensor]:
     """Return the model's values, unsharded."""
     return dict(engine.training_engine.stream_state_dict())
+
+
+USES: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.zero_,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    lambda weight: weight.sum().item(),
+    lambda weight: float(weight.T[0].mean()),
+    lambda weight: bool((weight * 2 == 0).any()),
+    lambda weight: weight.clone().tolist(),
+    lambda weight: copy.deepcopy(weight).tolist(),
+    lambda weight: weight.data.mul_(2),
+    lambda weight: weight.detach().fill_(2),
+    lambda weight: weight.__setitem__(0, 2.0),
+    lambda weight: nn.functional.linear(torch.ones(1, weight.shape[1]), weight),
+    lambda weight: torch.equal(weight, weight.detach()),
+    lambda weight: torch.zeros_like(weight).copy_(weight),
+    lambda weight: torch.add(weight, weight, out=torch.zeros_like(weight)),
+    lambda weight: weight.set_(torch.zeros_like(weight)),
+    pickle.dumps,
+)
+"""Uses of a parameter's values."""
+
+
+def error_of(use: Callable[[torch.Tensor], Any], parameter: torch.Tensor) -> str:
+    """Return the text of the UsageError that a use of the parameter's values raises; "" if it raises none."""
+    try:
+        use(parameter)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def resident(model: nn.Module) -> int:
+    """Return the bytes of memory behind the model's parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
+def built(rank: int, *, zero: dict[str, Any]) -> dict[str, Any]:
+    """Build a model under zero.Init with another seed on each rank; return what is observed up to a trained engine."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "steps_per_print": 0,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, **zero},
+        "infinity": {"unit_size": 20_000},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = seeded(Stack, seed=rank)
+    head, norms = model.head, [block.norm for block in model.blocks]
+    shown = {name: (tuple(value.shape), value.dtype, value.device.type) for name, value in model.state_dict().items()}
+    model.double().float()
+    seen: dict[str, Any] = {"shown": shown, "memory": resident(model)}
+    norms[0].weight.data = nn.functional.pad(norms[0].weight.data, (0, 0))
+    seen["refused"] = [error_of(use, head.weight) for use in USES] if rank else []
+    with GatheredParameters(head.weight, modifier_rank=0), torch.no_grad():
+        seen["gathered"] = head.weight.clone()
+        if rank == 0:
+            head.weight[0] = head.weight[1] = 7.0
+    with GatheredParameters([norms[1].bias, head.weight], modifier_rank=1), torch.no_grad():
+        seen["edited"] = head.weight.clone()
+        if rank == 1:
+            norms[1].bias.fill_(3.0)
+    with GatheredParameters({norms[number].bias for number in range(3)}):
+        pass
+    seen["equal"] = [torch.equal(norms[0].bias, norm.bias) for norm in norms[1:3]]
+    with GatheredParameters(model.parameters()):
+        seen["before"] = {name: value.clone() for name, value in model.state_dict().items()}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    seen["states"] = values_of(engine)
+    (batch,) = global_batches(1, SAMPLES * 2)
+    engine.backward(engine(*part(batch, rank)))
+    engine.step()
+    seen["trained"] = values_of(engine)
+    engine.destroy()
+    return seen
+
+
+def built_apart(rank: int) -> str:
+    """Build a model that is tied on rank 1 only; return the text of the error of `initialize`."""
+    config = {"train_micro_batch_size_per_gpu": SAMPLES, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = seeded(lambda: Stack(tied=rank == 1))
+    try:
+        deepspeed.initialize(model=model, config=config)
+    except InfinityError as error:
+        return str(error)
+    return ""

@@ -46,3 +46,41 @@ def test_two_ranks_train_as_one_loop(pair: Group, stage: int, tmp_path: Path) ->
         for seen in ranks:
             assert seen["local"].shape == (length,)
             assert (seen["set"].flatten()[:length] == 0).all() and (seen["set"].flatten()[length:] == 1).all()
+
+
+@pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
+def test_a_model_built_under_init_has_rank_0s_values(pair: Group, nvme: bool, tmp_path: Path) -> None:
+    """Rank 1 has no memory and no values for it before `initialize`, except in GatheredParameters."""
+    model = seeded(Stack)
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    ranks = pair.run(deepspeed_cases.built, zero={"offload_param": place, "offload_optimizer": place} if nvme else {})
+    weight = model.head.weight.detach()
+    edited = weight.clone()
+    edited[:2] = 7.0
+    expected = model.state_dict() | {"head.weight": edited, "blocks.1.norm.bias": torch.full((32,), 3.0)}
+    for rank, seen in enumerate(ranks):
+        shown = {name: (tuple(value.shape), value.dtype, "cpu") for name, value in model.state_dict().items()}
+        assert seen["shown"] == shown
+        assert (seen["memory"] < 1000) == (rank == 1)
+        assert torch.equal(seen["gathered"], weight)
+        assert torch.equal(seen["edited"], edited)
+        assert seen["equal"] == [False, True]
+        for values in (seen["before"], seen["states"]):
+            assert values.keys() == expected.keys()
+            assert all(torch.equal(values[name], value) for name, value in expected.items())
+    assert len(ranks[1]["refused"]) == len(deepspeed_cases.USES)
+    for text in ranks[1]["refused"]:
+        assert "parameter weight of a Linear, of shape [61, 32]" in text and "zero.GatheredParameters" in text, text
+    model.load_state_dict(expected)
+    (batch,) = global_batches(1, SAMPLES * 2)
+    model(*batch).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for seen in ranks:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(seen["trained"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_whose_models_differ_under_init_raise(pair: Group) -> None:
+    """A model that rank 1 alone ties is refused by `initialize` on both ranks."""
+    for text in pair.run(deepspeed_cases.built_apart):
+        assert "ranks" in text, text

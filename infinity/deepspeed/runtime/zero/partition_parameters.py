@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import infinity.construction.init_context as init_context
 import infinity.engine.gather as gather
 from infinity.config import Config
+from infinity.deepspeed.built import building, gathered
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
@@ -41,6 +43,9 @@ def set_status(model: nn.Module) -> None:
 
 class Init:
     """Build a model in the memory of a few units: `with zero.Init(config_dict_or_path=config): model = Model(...)`.
+
+    On several ranks `initialize` broadcasts rank 0's values, so the other ranks drop theirs at the end of the block:
+    until `initialize` they have values in `GatheredParameters` only, and elsewhere a use of one raises UsageError.
 
     config_dict_or_path, config: the config that `initialize` gets; states without nvme stay in memory while the model
     is built. dtype: default dtype in the block, by default float16 or bfloat16 if the config enables them, as in
@@ -86,6 +91,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             init_distributed()  # as DeepSpeed; transformers asks for the rank when it fills in the weights
+            self._stack.enter_context(building())
             self._stack.enter_context(init_context.Init(self._config))
             if self._dtype is not None:
                 self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -107,8 +113,8 @@ def _init_config(settings: dict[str, Any]) -> Config:
 class GatheredParameters:
     """Gather parameters unsharded until the block ends: `with zero.GatheredParameters(params, modifier_rank=0):`.
 
-    params: one or more parameters. Those of no open engine are ignored, since their values are there already.
-    modifier_rank: rank whose edits are broadcast. None: the block reads, or all ranks make the same edits.
+    params: one or more parameters, of an engine or built under `Init`. Others are ignored, since every rank has their
+    values. modifier_rank: rank whose edits are broadcast. None: the block reads, or all ranks make the same edits.
     fwd_module: accepted without effect. enabled: False makes a block without effect.
     """
 
@@ -119,13 +125,21 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self._gathered = gather.GatheredParameters(params if enabled else [], modifier_rank)
+        listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        listed = listed if enabled else []
+        self._blocks = (gather.GatheredParameters(listed, modifier_rank), gathered(listed, modifier_rank))
+        self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._gathered.__enter__()
+        with ExitStack() as stack:
+            for block in self._blocks:
+                stack.enter_context(block)
+            self._stack = stack.pop_all()
 
-    def __exit__(self, *error: object) -> None:
-        self._gathered.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
