@@ -41,9 +41,10 @@ def test_the_linear_tutorial_trains(ranks: int, tmp_path: Path) -> None:
     assert fell[-1] < 0.2 * fell[0]
 
 
-def test_the_cifar_tutorial_learns_made_images(tmp_path: Path) -> None:
-    """A network learns ten colours; the test set's accuracy is that of most images."""
-    output = run(CIFAR, tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_cifar_tutorial_learns_made_images(ranks: int, tmp_path: Path) -> None:
+    """A network learns ten colours; the test set's accuracy is that of most images. Rank 0 alone prints."""
+    output = run(CIFAR, tmp_path, ranks)
     assert len(losses(output)) == 3
     assert int(re.findall(r"accuracy (\d+) %", output)[-1]) > 60
 

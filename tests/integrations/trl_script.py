@@ -77,11 +77,24 @@ def accumulation(folder: Path) -> Any:
     return [run(folder, deepspeed, **options) for deepspeed in (None, config(2), config(3))]
 
 
-def lora(folder: Path) -> Any:
+def adapter() -> Any:
     from peft import LoraConfig
 
-    adapter = LoraConfig(r=4, lora_alpha=64, target_modules=["c_attn"], fan_in_fan_out=True)
-    return [run(folder, deepspeed, peft_config=adapter) for deepspeed in (None, config(2), config(3))]
+    return LoraConfig(r=4, lora_alpha=64, target_modules=["c_attn"], fan_in_fan_out=True)
+
+
+def lora(folder: Path) -> Any:
+    return [run(folder, deepspeed, peft_config=adapter()) for deepspeed in (None, config(2), config(3))]
+
+
+def wide(folder: Path) -> Any:
+    return [run(folder, None, per_device_train_batch_size=8, peft_config=peft) for peft in (None, adapter())]
+
+
+def ranks(folder: Path) -> Any:
+    """Full and LoRA runs of stages 2 and 3 on the ranks that this was started with."""
+    assert os.environ["WORLD_SIZE"] == "2"
+    return [[run(folder, config(stage), peft_config=peft) for stage in (2, 3)] for peft in (None, adapter())]
 
 
 if __name__ == "__main__":
