@@ -8,13 +8,12 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from hugging_face import run_cases
 from trainer_script import auto, on_nvme, trained, trainer
 from transformers import TrainingArguments, set_seed
-
-import deepspeed
 
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
