@@ -1,7 +1,7 @@
 """Trains all weights of a model whose states exceed a limit of memory: transformers' Trainer, every state on NVMe.
 
     infinity run examples/huggingface/larger_than_memory.py --nvme-path /local_nvme \\
-        --limit-gib 3 --layers 18 --width 1536
+        --limit-gib 3 --layers 18 --width 1536 --lr 1e-4
 
 The script measures the peak of its resident memory, mapped files included, and fails if it is above --limit-gib. The
 defaults are small. Nothing here is Infinity's: `infinity run` puts it in place of deepspeed. Nothing is downloaded: the
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64, help="a multiple of 64")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--local_rank", type=int, help="passed by the launcher")
@@ -54,7 +55,7 @@ def main() -> None:
         deepspeed=config(str(args.nvme_path)),
         per_device_train_batch_size=args.batch,
         max_steps=args.steps,
-        learning_rate=1e-3,
+        learning_rate=args.lr,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
