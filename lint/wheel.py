@@ -44,7 +44,7 @@ IN_SDIST = (
 )
 _FOREIGN = re.compile(r"(?!infinity/|infinity-[^/]+\.dist-info/)")
 _UNWANTED = re.compile(r"\.(cpp|h|cu|cuh|o|pyc)$|(^|/)(tests|__pycache__)/|(^|/)bench/results/")
-_EXTRAS = {"docs", "integrations", "lint", "plots", "test"}
+_EXTRAS = {"docs", "hjson", "integrations", "lint", "plots", "test"}
 
 
 def wheel_problems(names: Sequence[str], metadata: Message) -> Iterator[str]:

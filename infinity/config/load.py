@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +73,8 @@ def read_content(path: Path) -> dict[str, Any]:
                 f"{path}: is YAML, and a configuration is JSON: pass yaml.safe_load(open({str(path)!r})), which is a "
                 "dict, or convert the file"
             ) from None
-        hint = ". To read Hjson, pip install hjson" if path.suffix.lower() == ".hjson" else ""
+        is_hjson = path.suffix.lower() == ".hjson" or _COMMENTS.search(text) is not None
+        hint = ". To read Hjson, pip install hjson" if is_hjson and not find_spec("hjson") else ""
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}{hint}"
         ) from None

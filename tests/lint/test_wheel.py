@@ -23,7 +23,7 @@ def metadata(**changes: str) -> Message:
     message = Message()
     for key, value in {"License-Expression": "Apache-2.0", "Requires-Python": ">=3.10", **changes}.items():
         message[key] = value
-    for extra in ("docs", "integrations", "lint", "plots", "test"):
+    for extra in ("docs", "hjson", "integrations", "lint", "plots", "test"):
         message["Provides-Extra"] = extra
     message["Classifier"] = "Typing :: Typed"
     message.set_payload("# Infinity\n")
@@ -75,7 +75,7 @@ def test_make_installs_the_extra_docs() -> None:
     assert listed.replace("'", "").split() == extra.replace('"', "").split(", ")
 
 
-@pytest.mark.parametrize("extra", ["docs", "integrations", "lint", "plots", "test"])
+@pytest.mark.parametrize("extra", ["docs", "hjson", "integrations", "lint", "plots", "test"])
 def test_packages_of_extras_are_pinned(extra: str) -> None:
     (listed,) = re.findall(rf"^{extra} = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
