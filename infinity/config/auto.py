@@ -91,10 +91,7 @@ def resolve_auto(
             continue
         drop(content, dotted)
         if dotted in _REQUIRED:
-            problems.append(
-                f'{dotted}: is "auto", which only the training script knows: pass Config.load(…, '
-                f"fill=Fill({dotted.rpartition('.')[2]}=…)), or set a number"
-            )
+            problems.append(f'{dotted}: is "auto", which only a trainer such as Hugging Face\'s fills in: set a number')
         elif in_schema(dotted):
             unresolved.append(dotted)
     return unresolved, problems

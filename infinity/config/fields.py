@@ -19,9 +19,13 @@ _LONGEST_SHOWN = 60
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, instances are frozen, docstrings under fields document them."""
+    """Base of all sections: unknown keys are errors, instances are frozen, docstrings under fields document them.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    The first use of a section as a validator builds it, which takes time, so the import builds none. Defaults that are
+    sections are therefore made by `model_construct`, which validates nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
 
 def show(value: object) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import types
 import typing
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
 from typing import Annotated, Any, NamedTuple, Union
 
 from pydantic import BaseModel
@@ -21,6 +26,25 @@ class Key(NamedTuple):
     @property
     def name(self) -> str:
         return self.dotted.rpartition(".")[2]
+
+    @property
+    def description(self) -> str:
+        """The docstring under the field, read from the source of the class that declares it; "" without one."""
+        declared_in = next(cls for cls in self.model.__mro__ if self.name in inspect.get_annotations(cls))
+        return _docstrings(declared_in).get(self.name, "")
+
+
+@cache
+def _docstrings(model: type) -> dict[str, str]:
+    """Return field → the docstring under it, for the fields that `model` itself declares."""
+    (definition,) = ast.parse(dedent(inspect.getsource(model))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, below in pairwise(definition.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -108,7 +108,7 @@ class AdamW(_Optimizer):
     type: Literal["AdamW"] = "AdamW"
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
-    params: AdamWParams = AdamWParams()
+    params: AdamWParams = AdamWParams.model_construct()
     """The optimizer's constants."""
 
 
@@ -118,7 +118,7 @@ class Adam(_Optimizer):
     type: Literal["Adam"] = "Adam"
     """Adam (Kingma & Ba 2015)."""
 
-    params: AdamParams = AdamParams()
+    params: AdamParams = AdamParams.model_construct()
     """The optimizer's constants."""
 
 
@@ -128,7 +128,7 @@ class Adagrad(_Optimizer):
     type: Literal["Adagrad"] = "Adagrad"
     """Adagrad (Duchi, Hazan & Singer 2011)."""
 
-    params: AdagradParams = AdagradParams()
+    params: AdagradParams = AdagradParams.model_construct()
     """The optimizer's constants."""
 
 
@@ -138,7 +138,7 @@ class Lion(_Optimizer):
     type: Literal["Lion"] = "Lion"
     """Lion (Chen et al. 2023)."""
 
-    params: LionParams = LionParams()
+    params: LionParams = LionParams.model_construct()
     """The optimizer's constants."""
 
 
@@ -148,7 +148,7 @@ class SGD(_Optimizer):
     type: Literal["SGD"] = "SGD"
     """Stochastic gradient descent with momentum."""
 
-    params: SGDParams = SGDParams()
+    params: SGDParams = SGDParams.model_construct()
     """The optimizer's constants."""
 
 
@@ -222,7 +222,7 @@ class WarmupLR(Section):
     type: Literal["WarmupLR"]
     """Warm up to the highest learning rate, then keep it."""
 
-    params: WarmupLRParams = WarmupLRParams()
+    params: WarmupLRParams = WarmupLRParams.model_construct()
     """The schedule's constants."""
 
 
@@ -268,7 +268,7 @@ class LRRangeTest(Section):
     type: Literal["LRRangeTest"]
     """Learning rates to find the largest one that trains (Smith 2018)."""
 
-    params: LRRangeTestParams = LRRangeTestParams()
+    params: LRRangeTestParams = LRRangeTestParams.model_construct()
     """The schedule's constants."""
 
 

@@ -180,47 +180,47 @@ class Config(Section):
     wall_clock_breakdown: Switch = False
     """Log the seconds of forward, backward and step, every `steps_per_print` steps, or every step if that is 0."""
 
-    bf16: BF16 = BF16()
+    bf16: BF16 = BF16.model_construct()
     """Training in bfloat16."""
 
-    fp16: FP16 = FP16()
+    fp16: FP16 = FP16.model_construct()
     """Training in float16, with a loss scale."""
 
-    torch_autocast: TorchAutocast = TorchAutocast()
+    torch_autocast: TorchAutocast = TorchAutocast.model_construct()
     """PyTorch's autocast around the forward pass."""
 
     communication_data_type: DType | None = None
     """Dtype in which gradients are reduced over ranks. By default fp32 on gloo, and the parameters' dtype on NCCL.
     `fp16` requires fp16 training, for its loss scale. torch's names (`float16` and so on) are accepted, too."""
 
-    data_types: DataTypes = DataTypes()
+    data_types: DataTypes = DataTypes.model_construct()
     """Dtypes in which values are stored and accumulated."""
 
-    optimizer: Optimizer = AdamW()
+    optimizer: Optimizer = AdamW.model_construct()
     """The optimizer and its constants."""
 
     scheduler: Scheduler | None = None
     """The learning rate's schedule; by default the rate is constant."""
 
-    zero_optimization: ZeroOptimization = ZeroOptimization()
+    zero_optimization: ZeroOptimization = ZeroOptimization.model_construct()
     """Sharding and tiers of states."""
 
-    aio: Aio = Aio()
+    aio: Aio = Aio.model_construct()
     """File I/O."""
 
-    tensorboard: TensorBoard = TensorBoard()
+    tensorboard: TensorBoard = TensorBoard.model_construct()
     """TensorBoard."""
 
-    wandb: WandB = WandB()
+    wandb: WandB = WandB.model_construct()
     """Weights & Biases."""
 
-    csv_monitor: CSVMonitor = CSVMonitor()
+    csv_monitor: CSVMonitor = CSVMonitor.model_construct()
     """Files of comma-separated values."""
 
-    flops_profiler: FlopsProfiler = FlopsProfiler()
+    flops_profiler: FlopsProfiler = FlopsProfiler.model_construct()
     """Count of the operations of one forward."""
 
-    infinity: Infinity = Infinity()
+    infinity: Infinity = Infinity.model_construct()
     """Keys that DeepSpeed does not have."""
 
     _notes: Notes = PrivateAttr(default_factory=Notes)
@@ -254,7 +254,11 @@ class Config(Section):
     def resolve_batch(self, world_size: int) -> Batch:
         """Return the batch sizes for `world_size` ranks; see `infinity.config.batch.resolve_batch`."""
         return resolve_batch(
-            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            world_size,
+            auto=self.notes.defaults,
         )
 
     @property

@@ -41,10 +41,10 @@ class ZeroOptimization(Section):
     """ZeRO stage, the states sharded over ranks. 0: none; 1: optimizer states; 2: and gradients; 3: and parameters.
     Parameters may be offloaded in stage 3 only; below it, they stay on the device that computes."""
 
-    offload_param: Offload = Offload()
+    offload_param: Offload = Offload.model_construct()
     """Tier of the parameters."""
 
-    offload_optimizer: Offload = Offload()
+    offload_optimizer: Offload = Offload.model_construct()
     """Tier of the optimizer states, and of gradients until their update."""
 
     @property

@@ -395,8 +395,8 @@ def test_two_batch_sizes_or_one_give_the_rest(
         ((3, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 3"),
         ((1, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 1"),
         ((2, 4, None), 1, "4 × 1 × 1 = 4, and train_batch_size is 2"),
-        ((None, None, 3), 1, "set train_micro_batch_size_per_gpu"),
-        ((None, None, None), 1, "set train_micro_batch_size_per_gpu"),
+        ((None, None, 3), 1, "neither train_micro_batch_size_per_gpu nor"),
+        ((None, None, None), 1, "neither train_micro_batch_size_per_gpu nor"),
     ],
 )
 def test_batch_sizes_that_do_not_multiply_are_shown(
@@ -425,7 +425,7 @@ def test_any_two_batch_sizes_that_multiply_give_the_third(micro: int, accumulati
 
 
 def test_every_key_is_documented() -> None:
-    assert [key.dotted for key in walk(Config) if not key.field.description] == []
+    assert [key.dotted for key in walk(Config) if not key.description] == []
     assert [key.dotted for key in walk(Config) for model in models_in(key.field.annotation) if not model.__doc__] == []
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,12 +238,17 @@ def test_auto_without_a_value_is_the_default_and_is_said() -> None:
     assert '"auto" without a value, so default: gradient_clipping, zero_optimization.stage' in config.notes.line()
 
 
-def test_auto_without_a_default_says_what_to_pass() -> None:
+def test_auto_without_a_default_says_what_to_set() -> None:
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
-    assert "pass Config.load(…, fill=Fill(total_num_steps=…))" in refusal({"scheduler": schedule})
-    config = Config.load({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"})
-    with pytest.raises(ConfigError, match=r"If they are \"auto\", pass Config.load\(…, fill=Fill"):
-        config.resolve_batch(1)
+    text = refusal({"scheduler": schedule})
+    assert 'scheduler.params.total_num_steps: is "auto", which only a trainer' in text and text.endswith("set a number")
+    both = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    for content, missing in (
+        (both, 'train_micro_batch_size_per_gpu and train_batch_size are "auto", which only a trainer'),
+        ({"train_batch_size": "auto"}, 'train_batch_size is "auto", which only a trainer'),
+    ):
+        with pytest.raises(ConfigError, match=f"^no batch size: {missing}"):
+            Config.load(content).resolve_batch(1)
     one = Config.load({"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto"})
     assert one.resolve_batch(2).micro == 4
 
@@ -351,7 +357,6 @@ def test_an_incomplete_batch_is_kept_on_request() -> None:
 
 
 def test_hjson_is_read(tmp_path: Path) -> None:
-    pytest.importorskip("hjson")
     path = tmp_path / "ds_config.json"
     path.write_text('{\n  # a comment\n  "train_batch_size": 8, // one\n  "bf16": {"enabled": true,},\n}\n')
     assert Config.load(path).train_batch_size == 8 and Config.load(path).bf16.enabled
@@ -359,10 +364,20 @@ def test_hjson_is_read(tmp_path: Path) -> None:
     assert "the key train_batch_size is duplicated" in refusal(path)
 
 
-def test_hjson_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "hjson", None)
-    path = tmp_path / "ds_config.hjson"
-    path.write_text("{\n  # a comment\n  train_batch_size: 8\n}\n")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ds_config.hjson", "{\n  train_batch_size: 8\n}\n"),
+        ("ds_config.json", '{\n  "train_batch_size": 8 // one\n}\n'),
+    ],
+)
+def test_hjson_without_its_library_says_what_to_install(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert Config.load(path).train_batch_size == 8
+    monkeypatch.setitem(sys.modules, "hjson", None)
     assert refusal(path).endswith("To read Hjson, pip install hjson")
 
 

@@ -154,7 +154,7 @@ def test_a_config_object_resolves_the_batch() -> None:
     assert (config.zero_enabled, config.gradient_clipping, config.optimizer_name) == (False, 1.0, "AdamW")
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="unknown"):
         deepspeed.DeepSpeedConfig({"train_batch": 3})
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match="no batch size"):
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r'no batch size: .*Set "train_micro_batch_size_per_gpu"'):
         deepspeed.DeepSpeedConfig({"zero_optimization": {"stage": 1}})
 
 

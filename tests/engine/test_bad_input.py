@@ -243,7 +243,8 @@ def test_batch_sizes_that_do_not_multiply(leaves_nothing: Path) -> None:
 def test_no_batch_size(leaves_nothing: Path) -> None:
     config = raw(leaves_nothing)
     del config["train_micro_batch_size_per_gpu"]
-    refused(ConfigError, "no batch size", seeded(Stack), config)
+    missing = "neither train_micro_batch_size_per_gpu nor train_batch_size. Set "
+    refused(ConfigError, f"^no batch size: the configuration has {missing}", seeded(Stack), config)
 
 
 def test_an_unknown_key(leaves_nothing: Path) -> None:
