@@ -13,6 +13,17 @@ import infinity
 EXTRAS = {"accelerate", "lightning", "matplotlib", "peft", "transformers", "trl"}
 COMMAND_LINE = {"psutil._common", "rich", "typer"}
 COMPILERS = {"torch._dynamo", "torch._inductor", "triton"}
+HEAVY = {
+    "pydantic",
+    "tensorboard",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.onnx",
+    "torch.testing",
+    "torch.utils.tensorboard",
+}
+"""Modules that take tens of milliseconds or more."""
 
 
 def imported_by(code: str) -> set[str]:
@@ -34,6 +45,34 @@ def test_import_adds_one_module() -> None:
     added = imported_by("import infinity") - imported_by("")
     assert {name for name in added if name.startswith("infinity")} == {"infinity"}
     assert not {name.partition(".")[0] for name in added} & {"numpy", "pydantic", "torch"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import infinity; infinity.initialize, infinity.Init, infinity.load_pretrained, infinity.Engine",
+        "import infinity.deepspeed as deepspeed; deepspeed.initialize, deepspeed.zero.Init, deepspeed.DeepSpeedEngine",
+    ],
+)
+def test_the_engine_adds_only_its_own_modules_to_torch(code: str) -> None:
+    """pydantic is imported when a configuration is read, the other modules when they are used."""
+    added = imported_by(f"import torch\n{code}") - imported_by("import torch")
+    assert "infinity.engine.training" in added
+    assert not added & (HEAVY | COMPILERS)
+    assert not {module.partition(".")[0] for module in added} & EXTRAS
+
+
+def test_importing_the_configuration_builds_no_validator() -> None:
+    """The first validation builds one for all sections, instead of one for each section at import."""
+    code = """
+from infinity.config import Config
+from infinity.config.fields import Section
+def sections(kind):
+    return [kind, *(inner for below in kind.__subclasses__() for inner in sections(below))]
+assert len(sections(Section)) > 20 and not any(each.__pydantic_complete__ for each in sections(Section))
+assert Config.load({"train_batch_size": 4}).zero_optimization.stage == 3
+"""
+    assert "pydantic" in imported_by(code)
 
 
 def test_public_names_import_no_compiler_and_no_extra() -> None:

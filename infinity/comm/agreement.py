@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.config import Config
 from infinity.plan.layout import UnitLayout
 from infinity.rules import HYPER_KEYS
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 MAY_DIFFER = (
     "steps_per_print",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.config import Config
 from infinity.construction.spill import Spill, notice
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 _UNITS = 4
 """Parameters of as many units may be in memory."""
@@ -34,7 +36,9 @@ class Init:
     """
 
     def __init__(self, config: Config | dict[str, Any] | str | Path) -> None:
-        config = config if isinstance(config, Config) else Config.load(config)
+        from infinity.config import Config  # here, since pydantic takes as long to import as the engine
+
+        config = Config.load(config)
         self._folders = config.zero_optimization.nvme_paths
         self._budget = _UNITS * config.infinity.unit_size
         self._hooks: list[Any] = []

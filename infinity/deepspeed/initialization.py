@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 import infinity.engine.initialize as engines
-from infinity.config import Config, Scheduler
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.module import EngineModule
@@ -23,6 +22,9 @@ from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.optimizer import ParamGroups
 from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger
+
+if TYPE_CHECKING:
+    from infinity.config import Config, Scheduler
 
 __all__ = ["add_config_arguments", "init_inference", "initialize"]
 

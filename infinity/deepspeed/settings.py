@@ -6,12 +6,14 @@ import copy
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from infinity.config import Config, Fill, hidden_size_of, read_content
 from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 def read_settings(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -20,6 +22,8 @@ def read_settings(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         return copy.deepcopy(dict(source))
     if not isinstance(source, (str, Path)):
         raise ConfigError(f"a DeepSpeed config is a dict or the path of a JSON file, not a {type(source).__name__}")
+    from infinity.config import read_content
+
     return read_content(Path(source))
 
 
@@ -29,6 +33,8 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     In stages 0 to 2 parameters hold their values between steps: units stay in memory, and `step` returns after all
     updates. Keys of the section `infinity` override both.
     """
+    from infinity.config import Config, Fill, hidden_size_of  # here, since pydantic takes long to import
+
     settings = dict(settings)
     if settings.get("steps_per_print") == math.inf:  # as Accelerate switches the lines off
         settings["steps_per_print"] = 0

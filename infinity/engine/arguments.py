@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from infinity.config import Config
 from infinity.errors import ConfigError
 
-ConfigSource = Config | dict[str, Any] | str | Path
+if TYPE_CHECKING:
+    from infinity.config import Config
+
+    ConfigSource = Config | dict[str, Any] | str | Path
 
 _MODEL_PARALLEL = (
     "get_model_parallel_world_size",
@@ -60,6 +62,13 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     if any(other != first for other in others):
         raise ConfigError(f"{' and '.join(passed)} are different configs: pass only one")
     return first
+
+
+def load_config(source: ConfigSource) -> Config:
+    """Return the configuration in `source`. Raises ConfigError."""
+    from infinity.config import Config  # here, since pydantic takes as long to import as the engine
+
+    return Config.load(source)
 
 
 def check_mpu(mpu: Any) -> None:

@@ -8,14 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.communicator import Communicator
-from infinity.config import Config
 from infinity.engine.buffers import cast_buffers
 from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
@@ -29,6 +28,9 @@ from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
 from infinity.units.hooks import ModelHooks
 from infinity.units.released import is_released
 from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 _Engine = TypeVar("_Engine", bound="BaseEngine")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from infinity.config import Config
 from infinity.plan.policy import DTYPES, compute_dtype
 from infinity.units.compiled import own_name
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 def cast_buffers(model: nn.Module, config: Config) -> None:

@@ -10,25 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from infinity.config import Config
-from infinity.config.optimization import (
-    SGD,
-    Adagrad,
-    AdagradParams,
-    Adam,
-    AdamParams,
-    AdamW,
-    AdamWParams,
-    Lion,
-    LionParams,
-    Optimizer,
-    SGDParams,
-)
 from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.optimizer import ParamGroups
 from infinity.engine.optimizer_state import check_state_dict, hyper_of, torch_keys
@@ -39,6 +25,10 @@ from infinity.optim.cpu_optimizer import CPUAdam
 from infinity.optim.moments import moment_to_fp32
 from infinity.rules import HYPER_KEYS, MOMENT_NAMES, ROOTS, MomentFormat, Rule
 from infinity.units.compiled import own_name, uncompiled
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+    from infinity.config.optimization import Optimizer
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
@@ -204,6 +194,19 @@ def _check_options(optimizer: torch.optim.Optimizer, rule: Rule, moments: Moment
 
 def _section(rule: Rule, values: dict[str, Any]) -> Optimizer:
     """Return the config's section. `values` are in `Hyper`'s range, which is wider than the config's (eps of 0)."""
+    from infinity.config.optimization import (  # here, since pydantic takes as long to import as the engine
+        SGD,
+        Adagrad,
+        AdagradParams,
+        Adam,
+        AdamParams,
+        AdamW,
+        AdamWParams,
+        Lion,
+        LionParams,
+        SGDParams,
+    )
+
     if rule == "adamw":
         return AdamW(params=AdamWParams.model_construct(**values))
     if rule == "adam":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from infinity.checkpoint.agree import folder_of
 from infinity.checkpoint.load import load_parameters
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
-from infinity.config import Config
 from infinity.engine.base import BaseEngine
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
@@ -21,6 +20,9 @@ from infinity.plan.policy import compute_dtype
 from infinity.plan.stage import Sharding
 from infinity.tiers.device import Device, default_device
 from infinity.units.compiled import uncompiled
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 class InferenceEngine(BaseEngine):

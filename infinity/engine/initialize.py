@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from infinity.comm.communicator import refuse
 from infinity.comm.groups import Group
 from infinity.comm.join import join_process_group
-from infinity.config import Config
-from infinity.engine.arguments import ConfigSource, check_mpu, config_source, set_port
+from infinity.engine.arguments import check_mpu, config_source, load_config, set_port
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_optimizer import ClientOptimizer, MakeOptimizer, construct_optimizer
 from infinity.engine.client_scheduler import (
@@ -35,6 +34,10 @@ from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, InfinityError, ModelError, UsageError
 from infinity.observe.log import logger
 from infinity.tiers.device import Device
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+    from infinity.engine.arguments import ConfigSource
 
 
 def initialize(
@@ -84,7 +87,7 @@ def initialize(
     set_port(distributed_port)
     join_process_group(dist_init_required, device)
     with _reporting_errors(process_group):
-        given = Config.load(config_source(args, config, config_params))
+        given = load_config(config_source(args, config, config_params))
         check_mpu(mpu)
         _check(model, "infinity.initialize")
         model_parameters = _parameters(model_parameters)
@@ -143,7 +146,7 @@ def init_inference(
     _check_device(device)
     join_process_group(dist_init_required, device)
     with _reporting_errors(process_group):
-        config = Config.load(config if config is not None else {})
+        config = load_config(config if config is not None else {})
         _check(model, "infinity.init_inference")
     with _host():
         return InferenceEngine(model, config, dtype=dtype, device=device, process_group=process_group)

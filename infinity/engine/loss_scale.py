@@ -7,12 +7,14 @@ gradients overflowed is skipped.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infinity.config import Config
 from infinity.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 _FACTOR = 2.0
 _AUTOCAST_START, _AUTOCAST_WINDOW = 2.0**16, 2000

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from infinity.config import LRRangeTest, OneCycle, Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from infinity.engine import lr_schedules
 from infinity.engine.client_scheduler import RateScheduler
 
+if TYPE_CHECKING:
+    from infinity.config import Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+    Warmup = WarmupLR | WarmupDecayLR | WarmupCosineLR
+
 Factor = Callable[[int], float]
-Warmup = WarmupLR | WarmupDecayLR | WarmupCosineLR
 
 _CLASSES: dict[str, Callable[..., RateScheduler]] = {
     "LRRangeTest": lr_schedules.LRRangeTest,
@@ -41,7 +45,7 @@ def factor(schedule: Warmup, highest: float) -> Factor:
     """Return step → fraction of the highest learning rate. highest: that rate."""
     params = schedule.params
     rise = _rise(params.warmup_num_steps, params.warmup_type)
-    if isinstance(schedule, WarmupCosineLR):
+    if schedule.type == "WarmupCosineLR":
         start, end = schedule.params.warmup_min_ratio, schedule.params.cos_min_ratio
     else:
         start, end = schedule.params.warmup_min_lr / highest if highest else 0.0, 0.0
@@ -49,10 +53,10 @@ def factor(schedule: Warmup, highest: float) -> Factor:
     def warm(step: int) -> float:
         return start + (1.0 - start) * rise(step)
 
-    if not isinstance(schedule, (WarmupCosineLR, WarmupDecayLR)):
+    if schedule.type == "WarmupLR":
         return warm
     first, last = schedule.params.warmup_num_steps, schedule.params.total_num_steps
-    cosine = isinstance(schedule, WarmupCosineLR)
+    cosine = schedule.type == "WarmupCosineLR"
 
     def whole(step: int) -> float:
         if step < first:
@@ -72,7 +76,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None,
     """
     if schedule is None:
         return None
-    if isinstance(schedule, (LRRangeTest, OneCycle)):
+    if schedule.type == "LRRangeTest" or schedule.type == "OneCycle":
         return _CLASSES[schedule.type](optimizer, **schedule.params.model_dump())
     highest = getattr(schedule.params, "warmup_max_lr", None)
     if highest is not None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infinity.config import Config
 from infinity.plan.policy import DTYPES
 from infinity.units.compiled import breaks_graphs
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 @dataclass(frozen=True)

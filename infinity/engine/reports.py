@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from infinity.config import Config
 from infinity.observe.clock import ClockLog, Phase, StepClock
 from infinity.observe.flops import count_flops, waiter
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger
 from infinity.observe.monitor import CSVFiles, Event, Monitor, TensorBoardFiles, WandBRun, Writer, open_monitor
 from infinity.units.compiled import breaks_graphs, is_compiled
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 Forward: TypeAlias = Callable[..., Any]
 Losses: TypeAlias = Sequence[tuple[torch.Tensor, int]]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
-from infinity.config import Config
 from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_dict, digest
 from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError
@@ -19,6 +18,9 @@ from infinity.rules import MOMENT_NAMES
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 _HALF = 1 << 16
 

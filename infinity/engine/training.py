@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch import nn
 from infinity.comm.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
-from infinity.config import Config
 from infinity.engine.checkpointing import CheckpointingEngine
 from infinity.engine.client_scheduler import RateScheduler, ScheduleArguments
 from infinity.engine.grad_norm import GradNorm
@@ -42,6 +41,9 @@ from infinity.rules import HYPER_KEYS, Hyper
 from infinity.tiers.device import Device, default_device
 from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 class TrainingEngine(CheckpointingEngine):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from torch import nn
 from infinity.comm.agreement import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
-from infinity.config import Config
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
 from infinity.engine.parts import EngineParts, UpdateParts
@@ -42,6 +42,9 @@ from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 from infinity.update.kernels import check_on_device, update_run
 from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from infinity.config import Config
 from infinity.plan.placement import Placement, checksum_block
 from infinity.plan.stripe import shares, stripe_chunk
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 @dataclass(frozen=True)

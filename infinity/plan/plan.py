@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from infinity.config import Config
 from infinity.plan.discovered import Discovered, DiscoveredUnit
 from infinity.plan.io import IoPlan, plan_io
 from infinity.plan.layout import UnitLayout, layout_unit
@@ -35,6 +35,9 @@ from infinity.plan.pools import (
     unit_pool,
     update_pools,
 )
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from infinity.config import Config
 from infinity.errors import ModelError
 from infinity.plan.formats import MasterFormat, StateFormat, state_format
 from infinity.plan.grad_dtypes import GradDtypes, grad_dtypes
@@ -16,6 +15,9 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Policy
 from infinity.plan.stage import Sharding
 from infinity.rules import MomentFormat, Rule
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 UpdateSchedule = Literal["during_backward", "next_forward", "after_backward"]
 

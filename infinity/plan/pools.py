@@ -9,12 +9,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from infinity.config import Config
 from infinity.plan.discovered import Discovered
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Policy
 from infinity.plan.policy import DeviceInfo, RankInfo
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 UNITS = "units"
 GRADIENTS = "gradients"

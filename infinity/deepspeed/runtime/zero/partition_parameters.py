@@ -7,18 +7,20 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import infinity.construction.init_context as init_context
 import infinity.engine.gather as gather
-from infinity.config import Config
 from infinity.deepspeed.built import building, gathered
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 class ZeroParamStatus(Enum):
