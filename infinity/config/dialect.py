@@ -21,6 +21,8 @@ OF_OPTIMIZER: Mapping[str, Mapping[str, object]] = {
 }
 """Name of an optimizer → parameter → DeepSpeed's default."""
 
+_IN_16_BITS = ("bf16.enabled", "fp16.enabled")
+
 OF_SCHEDULER: Mapping[str, Mapping[str, object]] = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}}
 """Name of a schedule → parameter → DeepSpeed's default."""
 
@@ -29,6 +31,8 @@ def add_defaults(draft: Draft) -> None:
     """Set every absent key whose default differs in DeepSpeed."""
     for dotted, value in DEFAULTS.items():
         draft.default(dotted, value)
+    if look(draft.content, "zero_optimization.stage") != 0 or any(map(draft.is_true, _IN_16_BITS)):
+        draft.default("infinity.norm_of", "optimizer")
     for section, defaults in (("optimizer", OF_OPTIMIZER), ("scheduler", OF_SCHEDULER)):
         kind = look(draft.content, f"{section}.type")
         if kind is ABSENT and section == "optimizer" and draft.has(section):

@@ -125,6 +125,11 @@ class Infinity(Section):
     adam_threads: CountOrZero = Field(default=0, le=1024)
     """Threads of the update on the CPU; 0: one per core that the process may use."""
 
+    norm_of: Literal["model", "optimizer"] = "model"
+    """Gradients in the norm of `gradient_clipping`, if some trainable parameters are in no group of the optimizer.
+    `model`: of all trainable parameters, as `clip_grad_norm_(model.parameters())`; `optimizer`: of those in its groups,
+    as DeepSpeed does in stages 1 to 3 and with 16-bit parameters, and Lightning."""
+
     check_nan: Switch = True
     """Stop with an error if the loss, the gradient norm or a gradient is NaN or infinite, before it is used."""
 

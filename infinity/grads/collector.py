@@ -46,14 +46,15 @@ class _Open:
     squares: dict[int, float | None] = field(default_factory=dict)
     """arrived slot → its sum of squares; None if it is computed later."""
 
-    def total(self) -> float | None:
-        """Return the sum of squares over all slots, in order; None if any is missing."""
+    def total(self, slots: Sequence[Slot]) -> float | None:
+        """Return the sum of squares over those of `slots` that are in the norm, in order; None if any is missing."""
         total = 0.0
         for slot in sorted(self.squares):
             square = self.squares[slot]
             if square is None:
                 return None
-            total += square
+            if slots[slot].in_norm:
+                total += square
         return total
 
 
@@ -265,7 +266,7 @@ class GradCollector:
         lease, flat = self._as_reduced(unit, collecting)
         reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
         reached = self._places.device.compute_reached()
-        sent = Sent(unit, flat, lease, reduced, reached, present, collecting.total())
+        sent = Sent(unit, flat, lease, reduced, reached, present, collecting.total(unit.layout.slots))
         if complete and self._step.is_last_micro_step and self._updater and self._updater.can_update_now(unit):
             self._step.add_updated([unit.index])
             self._updater.update_now(unit, self._store.land(sent))

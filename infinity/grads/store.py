@@ -187,12 +187,13 @@ class GradStore:
             return squares
 
     def _receive(self, unit: Unit, target: torch.Tensor, source: torch.Tensor, *, add: bool) -> float:
-        """Copy a shard to `target`, or add it, in any dtypes. Zeroes padding. Returns the sum of squares."""
+        """Copy a shard to `target`, or add it, in any dtypes. Zeroes padding. Returns the norm's part of the sum."""
         squares, end = 0.0, 0
         for part in unit.layout.parts(self._ranks.shard_rank):
             target[end : part.start].zero_()
             place, end = slice(part.start, part.stop), part.stop
-            squares += receive(target[place], source[place], add=add, threads=self._places.threads) / part.copies
+            received = receive(target[place], source[place], add=add, threads=self._places.threads)
+            squares += received / part.copies if part.in_norm else 0.0
         target[end:].zero_()
         return squares
 

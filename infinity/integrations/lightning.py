@@ -245,6 +245,7 @@ def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Tra
                 'gradient: use "norm"'
             )
         asked["gradient_clipping"] = trainer.gradient_clip_val
+        content["infinity"] = {"norm_of": "optimizer", **(content.get("infinity") or {})}  # as Lightning clips
     if not trainer.lightning_module.automatic_optimization:
         asked = {}  # manual optimization: the config sets both
     for name, value in asked.items():

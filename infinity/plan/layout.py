@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from infinity.plan.discovered import Member
 SLOT_ALIGNMENT = 256
 # A shard of any state (2 or 4 bytes an element) is then a whole number of 4096-byte disk blocks.
 SHARD_ALIGNMENT = 2048
+
+
+NormOf = Literal["model", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Slot:
     group: int
     copies: int = 1
     """Number of tensor-parallel ranks that hold the same values: 1 unless the parameter is replicated."""
+    in_norm: bool = True
+    """Its gradient counts in the norm of all gradients."""
 
     @cached_property
     def numel(self) -> int:
@@ -48,6 +53,7 @@ class Part(NamedTuple):
     start: int
     stop: int
     copies: int = 1
+    in_norm: bool = True
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,10 @@ class UnitLayout:
 
     def _parts_of(self, rank: int) -> list[Part]:
         low, high = self.shard_range(rank)
-        found = (Part(max(slot.offset, low) - low, min(slot.stop, high) - low, slot.copies) for slot in self.slots)
+        found = (
+            Part(max(slot.offset, low) - low, min(slot.stop, high) - low, slot.copies, slot.in_norm)
+            for slot in self.slots
+        )
         return [part for part in found if part.start < part.stop]
 
     @cached_property
@@ -170,15 +179,18 @@ def layout_unit(
     trainable: bool,
     world_size: int,
     first: int = 0,
+    *,
+    norm_of: NormOf = "model",
 ) -> UnitLayout:
     """Lay out `members` in order of param_group, so that a shard has few runs.
 
-    first: `end` of the previous unit.
+    first: `end` of the previous unit. norm_of: "optimizer" leaves members of no group out of the gradient norm.
     """
     slots = []
     offset = 0
     for member in sorted(members, key=lambda member: member.group):
-        slots.append(Slot(member.name, member.shape, offset, member.group, member.copies))
+        in_norm = norm_of == "model" or member.group >= 0
+        slots.append(Slot(member.name, member.shape, offset, member.group, member.copies, in_norm))
         offset = round_up(offset + prod(member.shape), SLOT_ALIGNMENT)
     numel = round_up(max(offset, 1), SHARD_ALIGNMENT * world_size)
     return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first)

@@ -13,7 +13,7 @@ import torch
 
 from infinity.plan.discovered import Discovered, DiscoveredUnit
 from infinity.plan.io import IoPlan, plan_io
-from infinity.plan.layout import UnitLayout, layout_unit
+from infinity.plan.layout import NormOf, UnitLayout, layout_unit
 from infinity.plan.placement import Placement, Policy, place
 from infinity.plan.policy import (
     DeviceInfo,
@@ -109,7 +109,7 @@ def make_plan(
     train: plan gradients and updates; otherwise parameters only. dtype: dtype of all floating parameters, instead of
     the config's. Raises ModelError for dtypes that cannot be trained.
     """
-    layouts = lay_out(discovered, dtype or compute_dtype(config), ranks.shards)
+    layouts = lay_out(discovered, dtype or compute_dtype(config), ranks.shards, norm_of=config.infinity.norm_of)
     accumulation = config.resolve_batch(ranks.size).accumulation if train else 1
     rules = policy(config, accumulation, ranks)
     placement = place(layouts, rules)
@@ -150,12 +150,18 @@ def make_plan(
     )
 
 
-def lay_out(discovered: Discovered, dtype: torch.dtype | None, shards: int) -> tuple[UnitLayout, ...]:
-    """Return the layout of each unit, with `shards` shards. dtype: of floating parameters; None: their own."""
+def lay_out(
+    discovered: Discovered, dtype: torch.dtype | None, shards: int, *, norm_of: NormOf = "model"
+) -> tuple[UnitLayout, ...]:
+    """Return the layout of each unit, with `shards` shards. dtype: of floating parameters; None: their own.
+
+    norm_of: as in `layout_unit`.
+    """
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(discovered.units):
         first = layouts[-1].end if layouts else 0
-        layouts.append(layout_unit(index, unit.name, unit.members, _dtype(unit, dtype), unit.trainable, shards, first))
+        own = _dtype(unit, dtype)
+        layouts.append(layout_unit(index, unit.name, unit.members, own, unit.trainable, shards, first, norm_of=norm_of))
     return tuple(layouts)
 
 

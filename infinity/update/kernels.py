@@ -119,14 +119,14 @@ _NORM_TILE = 1 << 22
 
 
 def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -> float:
-    """Return the sum of squares of a gradient shard (n,), over the `parts` of its parameters; inf and NaN propagate.
+    """Return the sum of squares of a gradient shard (n,), over the `parts` in the norm; inf and NaN propagate.
 
     Replicated parameters are divided by their number of copies, so that each counts once in the sum over ranks.
 
     Each part is summed in fp64 over fixed tiles, and parts are added in order, so the result has the same bits as sums
     taken on arrival (`receive`).
     """
-    return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts), 0.0)
+    return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts if part.in_norm), 0.0)
 
 
 def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, at: int | None = None, threads: int = 0) -> float:

@@ -169,6 +169,9 @@ def test_absent_keys_have_the_defaults_of_the_dialect() -> None:
     assert (ours.gradient_clipping, theirs.gradient_clipping) == (0.0, 1.0)
     assert (ours.dataloader_drop_last, theirs.dataloader_drop_last) == (True, False)
     assert (ours.steps_per_print, theirs.steps_per_print) == (10, 0)
+    assert (ours.infinity.norm_of, theirs.infinity.norm_of) == ("model", "model")
+    for content in ({"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}):
+        assert Config.load(content, dialect="deepspeed").infinity.norm_of == "optimizer"
     assert theirs.notes.line() == ""
     given = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 2}, "steps_per_print": 7}
     kept = Config.load(given, dialect="deepspeed")

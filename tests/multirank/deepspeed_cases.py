@@ -56,6 +56,38 @@ def trained(rank: int, *, stage: int, folder: str) -> dict[str, Any]:
     return seen
 
 
+def trained_in_part(rank: int, *, stage: int) -> dict[str, Any]:
+    """Train the matrices of the blocks for two steps with clipping; return the norm and the values."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": stage},
+        "infinity": {"unit_size": 20_000},
+    }
+    model = seeded(Stack)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of_matrices(model), config=config)
+    for batch in global_batches(2, SAMPLES * 2):
+        engine.backward(engine(*part(batch, rank)))
+        engine.step()
+    seen = {"norm": engine.get_global_grad_norm(), "states": values_of(engine)}
+    engine.destroy()
+    return seen
+
+
+def optimizer_of_matrices(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.get_submodule("blocks").parameters() if parameter.dim() > 1]
+    return torch.optim.SGD(matrices, lr=0.1)  # its update is proportional to the clipped gradient
+
+
+def gathered(rank: int) -> dict[str, Any]:
+    """Edit parameters of no engine on one rank, in blocks of `GatheredParameters`; return the values after them."""
+    plain, tensor = nn.Linear(2, 2), torch.zeros(2)
+    with deepspeed.zero.GatheredParameters([*plain.parameters(), tensor], modifier_rank=0):
+        nn.init.constant_(plain.weight, float(rank))
+        tensor.fill_(rank)
+    return {"plain": plain.weight.detach(), "tensor": tensor}
+
+
 def values_of(engine: Any) -> dict[str, torch.Tensor]:
     """Return the model's values, unsharded."""
     return dict(engine.training_engine.stream_state_dict())

@@ -84,3 +84,28 @@ def test_ranks_whose_models_differ_under_init_raise(pair: Group) -> None:
     """A model that rank 1 alone ties is refused by `initialize` on both ranks."""
     for text in pair.run(deepspeed_cases.built_apart):
         assert "ranks" in text, text
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("stage", [0, 3])
+def test_clipping_covers_the_optimizers_parameters(pair: Group, stage: int) -> None:
+    """DeepSpeed's norm is that of the optimizer's parameters; in stage 0 with fp32, that of the model's."""
+    model = seeded(Stack)
+    optimizer = deepspeed_cases.optimizer_of_matrices(model)
+    counted = list(model.parameters()) if stage == 0 else optimizer.param_groups[0]["params"]
+    for batch in global_batches(2, SAMPLES * 2):
+        model(*batch).backward()
+        norm = nn.utils.clip_grad_norm_(counted, 0.3).item()
+        assert norm > 0.3
+        optimizer.step()
+        model.zero_grad()
+    for seen in pair.run(deepspeed_cases.trained_in_part, stage=stage):
+        assert seen["norm"] == pytest.approx(norm, rel=1e-5)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(seen["states"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_gathering_parameters_of_no_engine_changes_nothing(pair: Group) -> None:
+    """Each rank keeps its own values of tensors that DeepSpeed does not partition."""
+    for rank, seen in enumerate(pair.run(deepspeed_cases.gathered)):
+        assert (seen["plain"] == rank).all() and (seen["tensor"] == rank).all()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.engine.training import TrainingEngine
 from infinity.tiers.device import CpuDevice, Device
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -61,6 +62,30 @@ def test_it_is_that_of_torch(tmp_path: Path) -> None:
     model(*batch).backward()
     expected = nn.utils.get_total_norm([p.grad.double() for p in model.parameters() if p.grad is not None])
     assert norm == pytest.approx(float(expected), rel=1e-6)
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return part of the parameters of most units."""
+    return [parameter for parameter in model.get_submodule("blocks").parameters() if parameter.dim() > 1]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("norm_of", ["model", "optimizer"])
+def test_it_covers_the_model_or_the_optimizers_groups(norm_of: str, accumulation: int, tmp_path: Path) -> None:
+    """Trainable parameters in no group count with "model" only, wherever the norm is computed."""
+    plain = seeded(Stack)
+    for batch in token_batches(accumulation):
+        (plain(*batch) / accumulation).backward()
+    counted = matrices(plain) if norm_of == "optimizer" else list(plain.parameters())
+    expected = float(nn.utils.get_total_norm([p.grad.double() for p in counted if p.grad is not None]))
+    found = set()
+    for device, optim in ((CpuDevice(), "none"), (CpuDevice(), "nvme"), (LateDevice(), "none"), (LateDevice(), "cpu")):
+        model = seeded(Stack)
+        config = engine_config(optim=optim, folder=tmp_path, accumulation=accumulation, clip=1e9, norm_of=norm_of)
+        with TrainingEngine(model, config, matrices(model), device=device) as engine:
+            train(engine, token_batches(accumulation))
+            found.add(engine.get_global_grad_norm())
+    assert len(found) == 1 and found.pop() == pytest.approx(expected, rel=1e-6)
 
 
 class Crossed(nn.Module):

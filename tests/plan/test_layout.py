@@ -103,9 +103,9 @@ def test_parts_are_the_slots_of_every_shard(layout: UnitLayout) -> None:
     for rank in range(layout.world_size):
         low, _ = layout.shard_range(rank)
         parts = layout.parts(rank)
-        assert parts == sorted(parts) and all(0 <= start < stop <= layout.shard_numel for start, stop, _ in parts)
-        for start, stop, _ in parts:
-            for element in range(low + start, low + stop):
+        assert parts == sorted(parts) and all(0 <= part.start < part.stop <= layout.shard_numel for part in parts)
+        for part in parts:
+            for element in range(low + part.start, low + part.stop):
                 found[element] += 1
     wanted = [0] * layout.numel
     for slot in layout.slots:
