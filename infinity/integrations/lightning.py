@@ -236,6 +236,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
 def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Trainer) -> Config:
     """Return the config with the accumulation and clipping of `trainer`. Raises ConfigError if they differ."""
     content = _content(source)
+    content["infinity"] = {"norm_of": "optimizer", **(content.get("infinity") or {})}  # as Lightning clips
     asked = {"gradient_accumulation_steps": trainer.accumulate_grad_batches}
     if trainer.gradient_clip_val:
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
@@ -245,7 +246,6 @@ def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Tra
                 'gradient: use "norm"'
             )
         asked["gradient_clipping"] = trainer.gradient_clip_val
-        content["infinity"] = {"norm_of": "optimizer", **(content.get("infinity") or {})}  # as Lightning clips
     if not trainer.lightning_module.automatic_optimization:
         asked = {}  # manual optimization: the config sets both
     for name, value in asked.items():

@@ -133,6 +133,23 @@ def test_manual_clipping_to_the_engines_norm(tmp_path: Path) -> None:
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
+class InPart(Regression):
+    """Trains the blocks, and not the head."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.5)
+
+
+def test_clipping_covers_the_optimizers_parameters(tmp_path: Path) -> None:
+    losses = []
+    for strategy in ("auto", InfinityStrategy(config(tmp_path))):
+        torch.manual_seed(0)
+        model = InPart()
+        trainer(tmp_path, strategy, gradient_clip_val=0.1).fit(model, loader())
+        losses.append(model.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_validation_before_training(tmp_path: Path) -> None:
     """A Trainer that only runs the module leaves its parameters as trainable as they were."""
     losses = []
