@@ -21,6 +21,9 @@ from pathlib import Path
 IN_WHEEL = (
     "infinity/__init__.py",
     "infinity/__init__.pyi",
+    "infinity/deepspeed/shim/deepspeed/__init__.py",
+    "infinity/deepspeed/shim/deepspeed-*.egg-info/PKG-INFO",
+    "infinity/deepspeed/shim/deepspeed-*.egg-info/top_level.txt",
     "infinity/py.typed",
     "infinity/native/_adam.*.so",
     "infinity/native/_adam.pyi",

@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -83,15 +84,21 @@ def test_public_names_import_no_compiler_and_no_extra() -> None:
     assert not {module for module in added if module.startswith(("infinity.cli", "infinity.gpt2"))}
 
 
-def test_a_source_distribution_has_the_metadata_that_stands_in_for_deepspeed(tmp_path: Path) -> None:
-    """Building tools leave folders *.dist-info out of sources and wheels unless they are named."""
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_a_distribution_has_the_metadata_that_stands_in_for_deepspeed(kind: str, tmp_path: Path) -> None:
+    """Building tools leave folders *.dist-info out, and without metadata libraries do not find deepspeed."""
     pytest.importorskip("scikit_build_core")
     root = Path(__file__).parents[1]
-    code = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
+    options = "" if kind == "sdist" else ", {'wheel.cmake': 'false'}"  # without compiled modules
+    code = f"from scikit_build_core.build import build_{kind} as b; b({str(tmp_path)!r}{options})"
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, timeout=120)
-    (built,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(built) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
+    (built,) = tmp_path.iterdir()
+    if kind == "sdist":
+        with tarfile.open(built) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+    else:
+        with zipfile.ZipFile(built) as wheel:
+            names = set(wheel.namelist())
     shim = {str(file.relative_to(root)) for file in (root / "infinity/deepspeed/shim").rglob("*") if file.is_file()}
     expected = {name for name in shim if "__pycache__" not in name}
-    assert expected <= names and {name.rpartition("/")[2] for name in expected} >= {"METADATA", "top_level.txt"}
+    assert expected <= names and {name.rpartition("/")[2] for name in expected} >= {"PKG-INFO", "top_level.txt"}
