@@ -148,7 +148,9 @@ def test_a_loss_scale_of_another_step_is_refused(tmp_path: Path) -> None:
 def test_a_missing_rank_of_stage_3_is_refused(kind: str, rank: int, tmp_path: Path) -> None:
     folder = copied("stage3-bf16", tmp_path)
     rank_files(folder, kind)[rank].unlink()
-    check_refused(folder, tmp_path, "was saved by 2 ranks|lacks the optimizer's file of rank 0|lacks a model's file")
+    check_refused(
+        folder, tmp_path, "was saved by 2 ranks|lacks the optimizer's file of rank 0|lacks a rank's model states"
+    )
 
 
 def test_mixed_universal_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_other_metadata_are_named() -> None:
     assert faults == ["Requires-Python is '>=3.9', not '>=3.10'"]
 
 
+@pytest.mark.campaign  # builds a distribution
 def test_the_sdist_of_this_tree_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = pytest.importorskip("scikit_build_core.build")
     monkeypatch.chdir(ROOT)

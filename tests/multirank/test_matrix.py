@@ -66,7 +66,10 @@ def matrix() -> Iterator[Any]:
     for family in FAMILIES:
         stage, precision, accumulation, clip, ranks = family
         name = f"stage {stage}, {precision}, accumulation {accumulation}, clip {clip}, {ranks} ranks"
-        yield pytest.param(*family, id=name, marks=[] if family in COVER else [pytest.mark.slow])
+        marks = [] if family in COVER else [pytest.mark.slow]
+        if ranks == 4:
+            marks.append(pytest.mark.campaign)
+        yield pytest.param(*family, id=name, marks=marks)
 
 
 @cache

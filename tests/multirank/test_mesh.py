@@ -91,6 +91,7 @@ def test_groups_that_do_not_go_with_the_model(four: Group, tmp_path: Path) -> No
         assert 'process_group=mesh["dp"]' in said["no group"] and said["the wrong group"] == said["no group"]
 
 
+@pytest.mark.campaign  # four jobs of four ranks
 @pytest.mark.parametrize(("stage", "moments"), [(3, "fp32"), pytest.param(0, "bf16", marks=pytest.mark.slow)])
 def test_checkpoints_hold_whole_parameters(four: Group, stage: int, moments: str, tmp_path: Path) -> None:
     """Saved by two times two ranks in the foreground or the background, loaded by them and by one, and the other way
