@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -301,15 +302,11 @@ def version_of(parameter: nn.Parameter) -> int:
         return parameter._version
 
 
-_types: dict[type, type] = {}
-
-
-def _released_type(kind: type) -> type:
-    made = _types.get(kind)
-    if made is None:
-        body = {"__slots__": (), "_kind": kind, "__module__": __name__}
-        made = _types[kind] = type(kind)(f"Released{kind.__name__}", (Released, kind), body)
-    return made
+@cache
+def derived_type(base: type, kind: type) -> type:
+    """Return the class of both `base`, which intercepts uses, and `kind`, the own class of a parameter."""
+    body = {"__slots__": (), "_kind": kind, "__module__": base.__module__}
+    return type(kind)(f"{base.__name__}{kind.__name__}", (base, kind), body)
 
 
 def is_released(parameter: object) -> bool:
@@ -328,7 +325,7 @@ def release(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         kind = type(parameter)
         if not issubclass(kind, Released):
-            parameter.__class__ = _released_type(kind)
+            parameter.__class__ = derived_type(Released, kind)
 
 
 def restore(parameters: Iterable[nn.Parameter]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import UsageError
-from infinity.units.released import METADATA
+from infinity.units.released import METADATA, derived_type
 from infinity.units.unit import placeholder
 
 _tensor: Any = torch.Tensor
@@ -112,20 +112,10 @@ def is_remote(parameter: object) -> bool:
     return isinstance(parameter, Remote)
 
 
-_types: dict[type, type] = {}
-
-
-def _remote_type(kind: type) -> type:
-    made = _types.get(kind)
-    if made is None:
-        body = {"__slots__": (), "_kind": kind, "__module__": __name__}
-        made = _types[kind] = type(kind)(f"Remote{kind.__name__}", (Remote, kind), body)
-    return made
-
-
 def _as_remote(tensor: Any, label: str, digest: bytes | None) -> Any:
     if not is_remote(tensor):
-        tensor.__class__ = _remote_type(type(tensor))
+        kind: type = type(tensor)
+        tensor.__class__ = derived_type(Remote, kind)
     tensor._label, tensor._digest = label, digest
     return tensor
 
