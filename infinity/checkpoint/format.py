@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -29,6 +31,8 @@ INDEX = "checkpoint.json"
 LATEST = "latest"
 CLIENT_STATE = "client_state.pt"
 BUFFERS = "buffers.safetensors"
+_SHOWN = 8
+"""Largest number of folders that an error lists; the last ones are shown."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +157,16 @@ def read_index(folder: Path) -> Index:
 
 
 def find(directory: Path, tag: str | None) -> Path:
-    """Return the folder of the checkpoint `tag`; None selects the tag in `latest`."""
+    """Return the folder of the checkpoint `tag`; None selects the tag in `latest`.
+
+    Raises CheckpointError if `directory` or the checkpoint is missing.
+    """
+    check_folder(directory, "pass the folder given to save_checkpoint")
     if tag is None:
         try:
             tag = (directory / LATEST).read_text(encoding="utf-8").strip()
         except OSError:
-            fix = "nothing was saved there, or pass the tag to load"
+            fix = candidates(directory, INDEX, (LATEST,)) or "no checkpoint was saved there; pass another folder"
             if (directory / INDEX).is_file():
                 fix = f"it is a checkpoint itself: pass {str(directory.parent)!r} and tag={directory.name!r}"
             raise CheckpointError(f"{directory} has no file {LATEST!r}: {fix}") from None
@@ -167,8 +175,45 @@ def find(directory: Path, tag: str | None) -> Path:
         # A save of the same tag was killed between its two renames. The checkpoint it was replacing is intact.
         for former in sorted(directory.glob(f".{tag}.replaced-*")):
             return former
-        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}")
+        fix = candidates(directory, INDEX, (LATEST,)) or "it holds no checkpoint; pass another folder"
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}: {fix}")
     return folder
+
+
+def check_folder(directory: Path, fix: str) -> None:
+    """Raise CheckpointError, which ends with `fix`, unless `directory` is a folder."""
+    try:
+        if stat.S_ISDIR(directory.stat().st_mode):
+            return
+        problem = "is not a folder"
+    except FileNotFoundError:
+        problem = "does not exist"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    raise CheckpointError(f"{directory} {problem}: {fix}")
+
+
+def candidates(directory: Path, content: str, latest: Sequence[str]) -> str:
+    """Return a text that lists the checkpoints in `directory`, or else the folders of runs in it; empty without any.
+
+    content: pattern of a file of each checkpoint. latest: names of files that hold the tag of a run's last checkpoint.
+    """
+    if tags := _folders_with(directory, content):
+        return f"it holds the checkpoints {_listed(tags)}; pass one as the tag"
+    if runs := sorted({name for file in latest for name in _folders_with(directory, file)}):
+        return f"the checkpoints are in its folders {_listed(runs)}; pass one of these folders"
+    return ""
+
+
+def _folders_with(directory: Path, pattern: str) -> list[str]:
+    """Return the visible folders in `directory` that hold a file like `pattern`, "step9" before "step10"."""
+    names = {path.parent.name for path in directory.glob(f"*/{pattern}")}
+    return sorted((name for name in names if not name.startswith(".")), key=lambda name: (len(name), name))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[-_SHOWN:]))
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} others"
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -131,7 +131,7 @@ _REPLACED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file: its values are at `at`, counted in bytes, and are read when asked for."""
+    """A tensor in a file, whose values start at byte `at`. `read` reads them."""
 
     file: Path
     at: int
@@ -183,14 +183,17 @@ class PickleFile:
     _storages: dict[int, tuple[torch.UntypedStorage, int, int]] = field(default_factory=dict)
     """Address of a storage's C++ object → the storage, which keeps it alive, its place in the file and its bytes there.
 
-    A meta storage grows with the tensors on it, so its own size says nothing.
+    A meta storage grows with the tensors on it, so its own size may exceed that of the record.
     """
 
     def add(self, storage: torch.UntypedStorage, start: int) -> None:
         self._storages[storage._cdata] = storage, start, storage.nbytes()
 
     def place(self, tensor: object, name: str) -> FileTensor:
-        """Return the place of a tensor. name: for the error. Raises CheckpointError if it is none, or overruns."""
+        """Return the place of a tensor, called `name` in errors.
+
+        Raises CheckpointError if it is no tensor, or exceeds its storage.
+        """
         if not isinstance(tensor, torch.Tensor):
             shown = "missing" if tensor is None else f"a {type(tensor).__name__}"
             raise CheckpointError(f"{self.path}: {name} is {shown}, and a tensor is expected: use another checkpoint")
@@ -350,7 +353,7 @@ def _unpickle(content: bytes, path: Path, stored: dict[str, tuple[int, int]]) ->
 
 @contextmanager
 def _only(classes: list[Any]) -> Iterator[None]:
-    """Replace torch's list of further safe globals by `classes`: the application may have added real classes."""
+    """Replace torch's list of safe globals by `classes` in the block: the application may have added real classes."""
     former = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     serialization.add_safe_globals(classes)

@@ -78,7 +78,9 @@ class ModelStates:
         found = {name: self.place(name) for name in self.module if name not in others}
         if self.frozen_shapes and self.frozen_shapes.keys() != found.keys():
             odd = sorted(self.frozen_shapes.keys() ^ found.keys())
-            raise CheckpointError(f"{self.file.path}: {odd[0]} is either frozen or has values, not both: {DAMAGED}")
+            raise CheckpointError(
+                f"{self.file.path}: {odd[0]} is frozen but has no values, or is neither trained nor frozen: {DAMAGED}"
+            )
         return found
 
     def fragment(self, name: str) -> FileTensor:
@@ -136,7 +138,7 @@ def read_model_states(folder: Path) -> list[ModelStates]:
         found[matched[1] is not None, int(matched[1] or 0)] = inside(folder, path.name)
     kinds, ranks = {by_rank for by_rank, _ in found}, sorted(rank for _, rank in found)
     if not found:
-        raise CheckpointError(f"{folder} holds no *_model_states.pt: pass the folder given to save_checkpoint")
+        raise CheckpointError(f"{folder} holds no *_model_states.pt: copy all files of the checkpoint")
     if len(kinds) > 1 or ranks != list(range(len(ranks))):
         raise CheckpointError(
             f"{folder} holds files of two checkpoints, or lacks a rank's model states: copy one checkpoint's files "

@@ -23,7 +23,7 @@ _CONFIGURED = {
 }
 
 Number = Callable[[Any], Any]
-"""Value of a param_group → the same with tensors as numbers."""
+"""Function of a param_group's value that returns it with numbers in place of tensors."""
 
 
 def optimizer_of(stored: StoredCheckpoint, chosen: str | None) -> str:
@@ -42,7 +42,7 @@ def optimizer_of(stored: StoredCheckpoint, chosen: str | None) -> str:
         raise CheckpointError(f"{stored.folder} was saved with {own}, not with {chosen}: leave --optimizer out")
     kind = chosen or own
     if kind is None:
-        raise CheckpointError(f"{stored.folder} does not say which optimizer saved it: {_CHOOSE}")
+        raise CheckpointError(f"{stored.folder} does not record the optimizer: {_CHOOSE}")
     _check_moments(stored, kind)
     return kind
 

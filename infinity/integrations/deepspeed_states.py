@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.format import candidates, check_folder
 from infinity.checkpoint.tensors import PART
 from infinity.errors import CheckpointError, InfinityError
 from infinity.integrations.deepspeed_files import FileTensor, PickleFile
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+_CONTENT = "*_model_states.pt"
+"""Files of every checkpoint, of all stages and universal ones."""
 DAMAGED = "the checkpoint is damaged or incomplete, use another one"
 
 
@@ -30,9 +33,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Computed:
-    """A parameter as the model computes with it, which is its master rounded to nearest, with ties to even.
+    """The parameter that the model computes with: its master rounded to nearest, with ties to even.
 
-    That holds after every step and every skipped step of DeepSpeed, since it copies the masters to the model.
+    They agree after every step of DeepSpeed, which copies masters to the model, and after a skipped step, which changes
+    neither.
     """
 
     name: str
@@ -61,7 +65,7 @@ class StoredState:
     ranges: tuple[Range, ...]
     shape: tuple[int, ...]
     computed: Computed | None = None
-    """For masters in stages 1 and 2: what they are compared with when they are read."""
+    """For masters in stages 1 and 2: the parameter that they are compared with when they are read."""
 
     @classmethod
     def whole(
@@ -105,7 +109,7 @@ class StoredParameter:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """The one that it computes in."""
+    """Dtype of the parameter in the forward."""
     states: Mapping[str, StoredState]
     step: int | None = None
     """Number of its updates; None if its optimizer does not count them."""
@@ -142,19 +146,19 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
 
     tag: None selects the tag in `latest`, or in `latest_universal`.
     """
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder: pass the one given to DeepSpeed's save_checkpoint")
+    check_folder(directory, "pass the folder given to DeepSpeed's save_checkpoint")
     if tag is None:
         for name in (LATEST, LATEST_UNIVERSAL):
             if (directory / name).is_file():
                 tag = inside(directory, name).read_text(encoding="utf-8", errors="replace")[:1000].strip()
                 break
     if tag is None:
-        if any(directory.glob("*_model_states.pt")):
+        if any(directory.glob(_CONTENT)):
             return directory
+        found = candidates(directory, _CONTENT, (LATEST, LATEST_UNIVERSAL))
         raise CheckpointError(
-            f"{directory} has no file {LATEST!r} and no *_model_states.pt: pass the folder given to DeepSpeed's "
-            "save_checkpoint, or the tag"
+            f"{directory} has no file {LATEST!r} and no {_CONTENT}: "
+            + (found or "pass the folder given to DeepSpeed's save_checkpoint")
         )
     if tag in ("", ".", "..") or Path(tag).name != tag or "\\" in tag or "\0" in tag:
         raise CheckpointError(
@@ -162,7 +166,11 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
         )
     folder = inside(directory, tag)
     if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}: pass the tag of an existing one")
+        found = candidates(directory, _CONTENT, (LATEST, LATEST_UNIVERSAL))
+        raise CheckpointError(
+            f"there is no checkpoint {tag!r} in {directory}: "
+            + (found or "it holds none; pass the folder given to DeepSpeed's save_checkpoint")
+        )
     return folder
 
 

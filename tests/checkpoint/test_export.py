@@ -181,7 +181,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     commands.refused(1, "not an empty folder", "export", tmp_path / "saved", tmp_path / "out")
-    commands.refused(1, "nothing was saved there", "export", tmp_path, tmp_path / "new")
+    commands.refused(1, "its folders 'saved'; pass one", "export", tmp_path, tmp_path / "new")
+    commands.refused(1, "absent does not exist: pass the folder", "export", tmp_path / "absent", tmp_path / "new")
     commands.refused(2, "--dtype must be one of", "export", tmp_path / "saved", tmp_path / "new", "--dtype", "int4")
     commands.refused(2, "--max-shard-size", "export", tmp_path / "saved", tmp_path / "new", "--max-shard-size", "0")
 

@@ -578,3 +578,34 @@ def test_a_checkpoint_named_by_its_own_folder(leaves_nothing: Path, tmp_path_fac
         with pytest.raises(CheckpointError, match=rf"is a checkpoint itself: pass '{folder}' and tag='global_step0'"):
             engine.load_checkpoint(saved)
         engine.load_checkpoint(folder, tag="global_step0")
+
+
+def test_a_missing_checkpoint_is_named_with_the_existing_ones(
+    leaves_nothing: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A wrong tag, a folder of runs, an empty folder, a file and an absent folder each have their own fix."""
+    runs = tmp_path_factory.mktemp("runs")
+    (runs / "empty").mkdir()
+    with make(seeded(Stack), raw(leaves_nothing)) as engine:
+        for tag in ("step10", "step9"):
+            saved = engine.save_checkpoint(runs / "first", tag, save_latest=False)
+        engine.save_checkpoint(runs / "second", "step1")
+        for folder, wrong, said in (
+            (
+                runs / "first",
+                "step8",
+                r"no checkpoint 'step8' in .*: it holds the checkpoints 'step9', 'step10'; pass",
+            ),
+            (
+                runs / "first",
+                None,
+                r"no file 'latest': it holds the checkpoints 'step9', 'step10'; pass one as the tag",
+            ),
+            (runs, None, r"has no file 'latest': the checkpoints are in its folders 'second'; pass one of these"),
+            (runs / "empty", None, r"has no file 'latest': no checkpoint was saved there; pass another folder"),
+            (runs / "empty", "step1", r"there is no checkpoint 'step1' in .*: it holds no checkpoint"),
+            (saved / "checkpoint.json", None, r"checkpoint\.json is not a folder: pass the folder given to"),
+            (runs / "absent", None, r"absent does not exist: pass the folder given to save_checkpoint"),
+        ):
+            with pytest.raises(CheckpointError, match=said):
+                engine.load_checkpoint(folder, wrong)

@@ -125,6 +125,23 @@ def test_one_checkpoints_folder_is_read_without_latest(tmp_path: Path) -> None:
         import_deepspeed(CHECKPOINTS / "stage2-adam", tmp_path / "out")
 
 
+def test_a_folder_of_several_checkpoints_or_runs_lists_them(tmp_path: Path) -> None:
+    """Without `latest`, the error lists the tags in the folder, or else the folders of runs."""
+    run = copied("stage2-adam", tmp_path / "run")
+    shutil.copytree(run / "global_step3", run / "global_step12")
+    said = r"the checkpoints are in its folders 'run'; pass one of these folders"
+    with pytest.raises(CheckpointError, match=said):
+        import_deepspeed(tmp_path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'x' in .*'global_step3', 'global_step12'; pass"):
+        import_deepspeed(run, tmp_path / "out", tag="x")
+    (run / "latest").unlink()
+    said = r"no \*_model_states.pt: it holds the checkpoints 'global_step3', 'global_step12'; pass one as the tag"
+    with pytest.raises(CheckpointError, match=said):
+        import_deepspeed(run, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="absent does not exist: pass the folder given to DeepSpeed's"):
+        import_deepspeed(tmp_path / "absent", tmp_path / "out")
+
+
 def test_files_of_a_missing_rank_are_named(tmp_path: Path) -> None:
     for missing, message in {
         "zero_pp_rank_0_mp_rank_00_optim_states.pt": "lacks the optimizer's file of rank 0",
@@ -264,7 +281,7 @@ def test_a_client_state_of_unsafe_kinds_becomes_plain(tmp_path: Path) -> None:
         ({"bias_correction": True, "weight_decay": 0.1}, {"type": "Adam"}, "AdamW"),
         ({"bias_correction": True, "weight_decay": 0.1}, {"type": "Adam", "params": {"adam_w_mode": False}}, "Adam"),
         ({"bias_correction": True, "weight_decay": 0.1}, {"type": "adamw"}, "AdamW"),
-        ({"bias_correction": True, "weight_decay": 0.1}, None, "does not say which optimizer"),
+        ({"bias_correction": True, "weight_decay": 0.1}, None, "does not record the optimizer"),
         ({"bias_correction": True, "weight_decay": 0.1}, {"type": "OneBitAdam"}, "has no counterpart"),
         ({"nesterov": False, "dampening": 0, "momentum": 0.9}, None, "SGD has momentum_buffer"),
     ],
