@@ -145,7 +145,11 @@ class BaseEngine(ABC):
         return self.parts.units
 
     def describe(self) -> str:
-        """Return a table of units and the tier of each state."""
+        """Return a table of units, with the tier and bytes of each state, and this rank's bytes in each tier.
+
+        "-" stands for states that a frozen unit lacks, and "on arrival" for gradients that the update consumes during
+        backward instead of storing them.
+        """
         return describe(self.parts.plan)
 
     # -- values ------------------------------------------------------------------------------------------------------

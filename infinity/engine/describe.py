@@ -18,7 +18,13 @@ _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+)
 
 
 def describe(plan: Plan) -> str:
-    """Return a table of units and their states, and the bytes in each tier. Equal consecutive blocks share a line."""
+    """Return a table of units and their states, and the bytes in each tier. Equal consecutive blocks share a line.
+
+    The cells of states have the tier and the bytes of this rank's part. Two cells have neither:
+    "-"             a frozen unit has no gradient, master and moments
+    "on arrival"    backward passes the gradient to the update; its tier stores it only while the update has to wait, as
+                    in the first step. The totals include the space for it.
+    """
     rows = [_HEAD, *_rows(plan)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -122,7 +128,7 @@ def _kind(plan: Plan, layout: UnitLayout) -> _Kind:
     tiers = []
     for state in State:
         if _passes(plan, layout, state):
-            tiers.append("as it comes")
+            tiers.append("on arrival")
         elif plan.placement.holds(layout.index, state):
             tiers.append(plan.placement.of(layout.index, state).tier)
         else:
@@ -131,5 +137,10 @@ def _kind(plan: Plan, layout: UnitLayout) -> _Kind:
 
 
 def _passes(plan: Plan, layout: UnitLayout, state: State) -> bool:
-    """Return True for gradients that the update consumes as they arrive, so that their extent is rarely used."""
-    return state is State.GRAD and layout.trainable and plan.update == "during_backward"
+    """Return True for gradients that the update consumes as they arrive, so that their extent is rarely used.
+
+    Gradients of several micro-batches add up in their extent, unless they add up in device buffers.
+    """
+    if state is not State.GRAD or not layout.trainable or plan.update != "during_backward":
+        return False
+    return plan.managed_accumulation and (plan.accumulation == 1 or plan.policy.grads_whole)

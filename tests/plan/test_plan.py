@@ -167,6 +167,37 @@ def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
     assert len(lines) <= 8
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, "on arrival"),
+        ({"update": "next_forward"}, "nvme 16.38 kB"),
+        ({"accumulation": 2}, "nvme 16.38 kB"),
+        ({"managed": False}, "nvme 16.38 kB"),
+        ({"accumulation": 2, "stage": 1}, "on arrival"),
+    ],
+    ids=str,
+)
+def test_a_gradient_is_shown_where_it_is_stored(options: dict[str, Any], shown: str, tmp_path: Path) -> None:
+    """A gradient that waits has a tier: for its update, or for further micro-batches unless buffers hold their sum."""
+    model = nn.Sequential(nn.Linear(32, 61), nn.Linear(61, 32).requires_grad_(False))
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = Config.load(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": options.get("accumulation", 1),
+            "managed_gradient_accumulation": options.get("managed", True),
+            "zero_optimization": {"stage": options.get("stage", 3), "offload_optimizer": nvme},
+            "infinity": {"update": options.get("update", "auto"), "unit_size": 8192},
+        }
+    )
+    device = CpuDevice()
+    plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
+    trained, frozen = (next(line for line in describe(plan).splitlines() if line.startswith(unit)) for unit in "01")
+    assert shown in trained
+    assert "float32, frozen" in frozen and frozen.split()[-2:] == ["-", "-"]
+
+
 @pytest.mark.parametrize(("asked", "units"), [(0, 0), (1, 1), ("auto", 4)])
 def test_any_prefetch_holds_a_unit(tmp_path: Path, asked: int | str, units: int) -> None:
     """A budget below one unit takes the buffer of a unit, so it fetches one ahead."""
