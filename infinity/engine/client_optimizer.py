@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.engine.gather import set_full_fp32_param
-from infinity.engine.optimizer import ParamGroups
+from infinity.engine.optimizer import HandedOver, ParamGroups
 from infinity.engine.optimizer_state import check_state_dict, hyper_of, torch_keys
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, UsageError
@@ -94,7 +94,7 @@ class ClientOptimizer:
 
         Both optimizers share their param_groups from then on, so that a scheduler on the client's sets the engine's
         rates, and the client's hooks run in each step, with the engine's optimizer as argument. The client's states are
-        released, and uses of it that have no effect any more raise UsageError.
+        released, and uses of the client that would have no effect, such as `step`, raise UsageError.
         """
         if self.state_dict["state"]:
             engine.optimizer.load_state_dict(self.state_dict)
@@ -103,7 +103,7 @@ class ClientOptimizer:
         client = self.optimizer
         engine.optimizer.share_groups(client.param_groups)
         engine.optimizer.share_hooks(client)
-        client.state = _HandedOver()  # type: ignore[assignment]
+        client.state = HandedOver()  # type: ignore[assignment]
         client.register_load_state_dict_pre_hook(_refuse_loading)
         # torch's schedulers warn if the optimizer that they were constructed with was never stepped.
         engine.optimizer.register_step_post_hook(lambda *_: setattr(client, "_opt_called", True))
@@ -242,19 +242,6 @@ def _decode(
             masters[param] = master
         state_dict["state"][number] = state
     return masters
-
-
-class _HandedOver(dict[Any, Any]):
-    """The `state` of a client's optimizer after an engine has taken it over. Refuses reads and writes."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError(
-            "a state of the optimizer passed to infinity.initialize() was used, but the engine has taken its states: "
-            "use the optimizer that initialize() returned, such as its state_dict()"
-        )
-
-    __contains__ = __delitem__ = __getitem__ = __iter__ = __setitem__ = _refuse
-    clear = get = items = keys = pop = popitem = setdefault = update = values = _refuse
 
 
 def _refuse_loading(*_: Any) -> NoReturn:

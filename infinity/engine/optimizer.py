@@ -45,6 +45,19 @@ class _NoStates(dict[Any, Any]):
     clear = get = pop = popitem = setdefault = update = _refuse
 
 
+class HandedOver(dict[Any, Any]):
+    """The `state` of an optimizer that the script passed to `initialize`. Refuses reads and writes."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "a state of the optimizer passed to infinity.initialize() was used, but the engine has taken its states: "
+            "use the optimizer that initialize() returned, such as its state_dict()"
+        )
+
+    __contains__ = __delitem__ = __getitem__ = __iter__ = __setitem__ = _refuse
+    clear = get = items = keys = pop = popitem = setdefault = update = values = _refuse
+
+
 class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
     """The optimizer of an engine. Its states live in tiers: `state` is empty, and `state_dict` reads the tiers.
 
@@ -232,6 +245,12 @@ def _refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for parameter in (param for group in optimizer.param_groups for param in group["params"]):
         owner = owner_of(parameter)
         if owner is not None and owner.unit.layout.trainable and parameter.requires_grad:
+            if isinstance(optimizer.state, HandedOver):
+                raise UsageError(
+                    f"step() was called on the {type(optimizer).__name__} passed to infinity.initialize(), whose "
+                    "states the engine has taken: call engine.step(), or step() of the optimizer that initialize() "
+                    "returned"
+                )
             raise UsageError(
                 f"a separate {type(optimizer).__name__} was called to update "
                 f"{owner.unit.layout.slots[owner.slot].name}, whose gradients an engine collects, so the call would "

@@ -316,8 +316,10 @@ def test_uses_of_the_clients_optimizer_afterwards(tmp_path: Path) -> None:
         optimizer.param_groups[1]["lr"] = 0.0
         before = parameters_of(engine)
         engine.backward(engine(*AFTER[0]))
-        with pytest.raises(UsageError, match="a separate AdamW was called"):
+        with pytest.raises(UsageError, match=r"step\(\) was called on the AdamW passed to infinity\.initialize\(\)"):
             optimizer.step()
+        with pytest.raises(UsageError, match="a separate SGD was called to update"):
+            torch.optim.SGD(model.parameters()).step()
         with pytest.raises(UsageError, match=r"grad was read between backward and engine\.step"):
             optimizer.zero_grad()
         engine.step()
