@@ -8,10 +8,10 @@ from __future__ import annotations
 from infinity.config.deepspeed_zero_keys import ZERO_KEYS
 from infinity.config.verdicts import Entry, mapped, no_effect, refused
 
-_WATCH = "no such report: the progress lines and engine.ledger show times and bytes"
-_MODEL = "{} is not here: implement it in the model or the training loop"
+_WATCH = "the progress lines and engine.ledger show times and bytes instead"
+_MODEL = "implement {} in the model or the training loop"
 _ADAM = "one implementation of each optimizer per device, chosen by the tier of its states"
-_COMPRESSED = "it belongs to optimizers with compressed communication, which are not here"
+_COMPRESSED = "it belongs to optimizers with compressed communication, which are not supported"
 _MASTER = "the master of 16-bit parameters keeps fp32's precision; infinity.master and infinity.moments set the formats"
 _MEAN = "the mean over ranks is the same with and without it"
 _DIVIDED = "use torch.distributed.tensor.parallel, and pass process_group to initialize"
@@ -19,7 +19,7 @@ _RESHARD = "every checkpoint holds unsharded parameters by name and loads on any
 _RANGE = "bfloat16 has the range of fp32 and needs no loss scale"
 
 _TOP_LEVEL: dict[str, Entry] = {
-    "amp": refused('NVIDIA Apex is not here: use "bf16": {"enabled": true}', whole=True),
+    "amp": refused('use "bf16": {"enabled": true} instead of NVIDIA Apex', whole=True),
     "sparse_gradients": no_effect("gradients are reduced dense, with the same result"),
     "prescale_gradients": no_effect(_MEAN),
     "gradient_predivide_factor": no_effect(_MEAN, 1.0),
@@ -61,10 +61,10 @@ _TOP_LEVEL: dict[str, Entry] = {
     "compile": no_effect("pass torch.compile(model) to initialize", whole=True),
     "graph_harvesting": no_effect("no CUDA graphs are captured"),
     "hybrid_engine": no_effect("engine.generate runs on the training engine", whole=True),
-    "autotuning": refused("there is no tuner of batch sizes; `infinity tune` measures disks", whole=True),
+    "autotuning": refused("there is no tuner of batch sizes: remove it; `infinity tune` measures disks", whole=True),
     "elasticity": refused("set the batch sizes, and restart on another number of ranks from a checkpoint", whole=True),
     "curriculum_learning": refused(_MODEL.format("curriculum learning"), whole=True),
-    "data_efficiency": refused(_MODEL.format("data efficiency"), whole=True),
+    "data_efficiency": refused(_MODEL.format("the sampling of data"), whole=True),
     "progressive_layer_drop": refused(_MODEL.format("progressive layer dropping"), whole=True),
     "sparse_attention": refused(_MODEL.format("sparse attention"), whole=True),
     "quantize_training": refused(_MODEL.format("quantised training"), whole=True),
@@ -76,7 +76,7 @@ _TOP_LEVEL: dict[str, Entry] = {
 _PRECISION: dict[str, Entry] = {
     "fp16.fp16_master_weights_and_grads": refused(_MASTER),
     "bfloat16": mapped("bf16"),
-    "bf16.immediate_grad_update": no_effect("gradients leave unit by unit during backward"),
+    "bf16.immediate_grad_update": no_effect("gradients are reduced unit by unit during backward"),
     "bf16.check_grad_overflow": mapped("infinity.check_nan", True)._replace(false_is_off=False),
     "bf16.check_overflow": mapped("infinity.check_nan", True)._replace(false_is_off=False),
     "bf16.bf16_master_weights_and_grads": refused(_MASTER),
@@ -101,7 +101,7 @@ _OPTIMIZER: dict[str, Entry] = {
     "optimizer.params.set_grad_none": no_effect("gradients are cleared when they are collected", True),
     "optimizer.params.adam_w_mode": mapped("optimizer.type")._replace(false_is_off=False),
     "optimizer.params.bias_correction": refused("the bias is always corrected: remove it", True, false_is_off=False),
-    "optimizer.params.amsgrad": refused("AMSGrad is not here: remove it"),
+    "optimizer.params.amsgrad": refused("AMSGrad has no counterpart: remove it"),
     "optimizer.params.maximize": refused("negate the loss instead"),
     "optimizer.params.initial_accumulator_value": refused("the sum of squares starts at 0: remove it", 0),
     "optimizer.params.fp32_optimizer_states": refused(
@@ -124,7 +124,7 @@ TABLE: dict[str, Entry] = {**_TOP_LEVEL, **_PRECISION, **_OPTIMIZER, **ZERO_KEYS
 """Full dotted name of a key of DeepSpeed that the schema lacks → its verdict."""
 
 VALUES: dict[str, str] = {
-    "optimizer.type": "OneBitAdam, ZeroOneAdam, Lamb, Muon and others are not here, and AdamW is the nearest",
+    "optimizer.type": "OneBitAdam, ZeroOneAdam, Lamb, Muon and others are not supported; AdamW is the nearest",
     "scheduler.type": "for any other schedule, pass the optimizer that initialize() returns to a scheduler of torch",
 }
 """Full dotted name of a key → text appended to the error about an unsupported value."""

@@ -28,7 +28,9 @@ _ZERO: dict[str, Entry] = {
     "allgather_bucket_size": no_effect(_BUCKETS, 5e8),
     "overlap_comm": no_effect(_OVERLAP, True),
     "compute_grad_norm": no_effect("the norm comes from sums that the update needs anyway", True),
-    "load_from_fp32_weights": refused("a checkpoint always restores the exact master", True, false_is_off=False),
+    "load_from_fp32_weights": refused(
+        "a checkpoint always restores the exact master: remove it", True, false_is_off=False
+    ),
     "elastic_checkpoint": no_effect(_EXPORT),
     "zenflow": refused("gradients are applied whole and in their own step: remove it", whole=True, presence_is_on=True),
     "sub_group_size": mapped("infinity.tile_size", 1e9),
@@ -57,7 +59,7 @@ _ZERO: dict[str, Entry] = {
     "stage3_allgather_sequential": no_effect(_BUCKETS),
     "ignore_unused_parameters": no_effect("a parameter without a gradient is always allowed", True),
     "find_unused_parameters": no_effect("a parameter without a gradient is always allowed"),
-    "legacy_stage1": no_effect("all stages are one engine"),
+    "legacy_stage1": no_effect("one implementation serves all stages"),
     "round_robin_gradients": no_effect("every rank offloads its own shards"),
     "parameter_alignment": no_effect("parameters are always aligned in their unit"),
     "zero_hpz_partition_size": no_effect(_ONE_GROUP, 0, 1),

@@ -173,7 +173,7 @@ class WarmupParams(Section):
     """Optimizer steps until the highest learning rate is reached; 0 starts there."""
 
     warmup_type: Literal["log", "linear"] = "log"
-    """How the rate rises: `log` as log(step + 1) / log(warmup_num_steps), fast at first; `linear` in equal steps."""
+    """Shape of the rise. `log`: log(step + 1) / log(warmup_num_steps), fast at first; `linear`: equal steps."""
 
 
 class WarmupLRParams(WarmupParams):
@@ -282,7 +282,7 @@ class OneCycleParams(Section):
     """Learning rate in the middle of the cycle."""
 
     decay_lr_rate: Number = 0.0
-    """After the cycle, `cycle_min_lr` is divided by 1 + this per `decay_step_size` steps."""
+    """After the cycle, the rate is `cycle_min_lr` / (1 + this × steps since the cycle / `decay_step_size`)."""
 
     cycle_first_step_size: Count = 2000
     """Optimizer steps of the rising half."""
@@ -297,7 +297,7 @@ class OneCycleParams(Section):
     """Stairs of the falling half; by default those of the first."""
 
     decay_step_size: CountOrZero = 0
-    """Optimizer steps of one decay after the cycle; 0: no decay."""
+    """Optimizer steps of one interval of the decay after the cycle; 0: no decay."""
 
     cycle_momentum: Switch = True
     """The first of `betas` falls and rises against the rate."""
@@ -309,7 +309,7 @@ class OneCycleParams(Section):
     """Momentum at both ends of the cycle."""
 
     decay_mom_rate: Number = 0.0
-    """After the cycle, `cycle_max_mom` is multiplied by 1 + this per `decay_step_size` steps."""
+    """After the cycle, the momentum is `cycle_max_mom` × (1 + this × steps since the cycle / `decay_step_size`)."""
 
 
 class OneCycle(Section):

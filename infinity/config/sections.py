@@ -166,12 +166,12 @@ class Config(Section):
 
     managed_gradient_accumulation: Switch = True
     """`step()` updates after `gradient_accumulation_steps` backward passes. false: every `step()` updates, with the
-    gradients of all backward passes since the last one; `engine.backward` divides by `gradient_accumulation_steps` as
-    before."""
+    gradients of all backward passes since the last one. `engine.backward` divides by `gradient_accumulation_steps` in
+    either case."""
 
     dataloader_drop_last: Switch = True
-    """The dataloader of `training_data` drops the last batch if it is incomplete. false: it is a smaller batch, and
-    ranks repeat samples to draw equally many. DeepSpeed's default is false."""
+    """The dataloader of `training_data` drops the last batch if it is incomplete. false: the last batch is smaller,
+    and ranks repeat samples so that all have equally many. DeepSpeed's default is false."""
 
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Reduction of gradients over ranks. Clipping and the gradient norm see its result."""

@@ -38,8 +38,8 @@ class ZeroOptimization(Section):
     """Sharding and tiers of states."""
 
     stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage, the states sharded over ranks. 0: none; 1: optimizer states; 2: and gradients; 3: and parameters.
-    Parameters may be offloaded in stage 3 only; below it, they stay on the device that computes."""
+    """ZeRO stage: which states are sharded over ranks. 0: none; 1: optimizer states; 2: also gradients; 3: also
+    parameters. Parameters may be offloaded in stage 3 only; below it, they stay on the device that computes."""
 
     offload_param: Offload = Offload.model_construct()
     """Tier of the parameters."""
