@@ -1,10 +1,10 @@
-"""DeepSpeed's names over the engine: `import infinity.deepspeed as deepspeed`.
+"""DeepSpeed's interface to Infinity's engine: `import infinity.deepspeed as deepspeed`.
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(args=args, model=model, training_data=data)
     loss = engine(batch); engine.backward(loss); engine.step()
 
-`__version__` is the version of DeepSpeed whose surface this is; `__infinity_version__` is Infinity's. Submodules are
-imported when they are used. docs/deepspeed.md lists the differences.
+`__version__` begins with the version of DeepSpeed whose interface this is; `__infinity_version__` is Infinity's own.
+Submodules are imported when they are used. docs/deepspeed.md lists the differences.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _HOMES = {
     "log_dist": "utils.logging.log_dist",
     "logger": "utils.logging.logger",
 }
-"""Name → its home below this package."""
+"""Name → its module and name below this package."""
 _MODULES = {
     **{name: name for name in ("accelerator", "checkpoint", "comm", "ops", "runtime", "utils")},
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
     "zero": "runtime.zero",
 }
-"""Name of a module → its home below this package."""
+"""Name of a module → its path below this package."""
 _ABSENT = {
-    "PipelineModule": "pipeline parallelism: use torch.distributed.pipelining",
-    "PipelineEngine": "pipeline parallelism: use torch.distributed.pipelining",
-    "pipe": "pipeline parallelism: use torch.distributed.pipelining",
-    "moe": "expert parallelism: experts are parameters of their block, which is a unit",
-    "DeepSpeedHybridEngine": "the hybrid engine: engine.generate() runs the model that is being trained",
-    "DeepSpeedTransformerLayer": "its transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
-    "DeepSpeedTransformerConfig": "its transformer kernels: use torch.nn.functional.scaled_dot_product_attention",
-    "tp_model_init": "its tensor parallelism: use torch.distributed.tensor.parallel",
-    "replace_transformer_layer": "kernel injection: use the model as it is",
-    "compression": "compression: use torchao",
-    "OnDevice": "OnDevice: use `with torch.device('meta')`, or zero.Init",
+    "PipelineModule": "use torch.distributed.pipelining",
+    "PipelineEngine": "use torch.distributed.pipelining",
+    "pipe": "use torch.distributed.pipelining",
+    "moe": "experts are trained as parameters of their block, without expert parallelism",
+    "DeepSpeedHybridEngine": "engine.generate() runs the model that is being trained",
+    "DeepSpeedTransformerLayer": "use torch.nn.functional.scaled_dot_product_attention",
+    "DeepSpeedTransformerConfig": "use torch.nn.functional.scaled_dot_product_attention",
+    "tp_model_init": "use torch.distributed.tensor.parallel",
+    "replace_transformer_layer": "pass the model unchanged, since no kernels are injected",
+    "compression": "use torchao",
+    "OnDevice": "use `with torch.device('meta')`, or zero.Init",
 }
-"""DeepSpeed's names that have no counterpart → the reason and the fix."""
+"""DeepSpeed's names that have no counterpart → what to use instead."""
 
 __all__ = [*_HOMES, *_MODULES]
 
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{_ROOT}.{_MODULES[name]}")
     if name in _ABSENT:
-        raise AttributeError(f"deepspeed.{name} has no counterpart here, as Infinity has no {_ABSENT[name]}")
+        raise AttributeError(f"deepspeed.{name} has no counterpart in Infinity: {_ABSENT[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {_ROOT!r} has no attribute {name!r}")
     home, _, attribute = _HOMES[name].rpartition(".")

@@ -22,7 +22,7 @@ from infinity.errors import InfinityError
 _MODULE = "infinity.deepspeed"
 _USAGE, _NOT_EXECUTABLE = 2, 126
 _RANK_VARIABLES = {"LOCAL_SIZE": "LOCAL_WORLD_SIZE", "CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"}
-"""Variables of DeepSpeed's launcher, and those of torchrun that hold the same."""
+"""Variable of DeepSpeed's launcher → torchrun's variable with the same value."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if arguments[0] == "--no_python":
         command = list(arguments[1:])
         if not command:
-            _fail("--no_python needs a program")
+            _fail("--no_python needs a program: pass its name after it")
     else:
         _check_shadow(arguments[0])
         before = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]

@@ -1,8 +1,8 @@
 """Parameters built under `zero.Init` on several ranks: rank 0 holds their values until `initialize`.
 
 Each rank runs the model's constructor. At the end of the block the other ranks drop their values
-(`infinity.units.remote`), since `initialize` broadcasts rank 0's. `zero.GatheredParameters` broadcasts them before, for
-the time of its block.
+(`infinity.units.remote`), since `initialize` broadcasts rank 0's. Until then, `zero.GatheredParameters` broadcasts them
+for the duration of its block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _open_blocks = 0
 def building() -> Iterator[None]:
     """Register the parameters that modules get in the block. At its end, drop the values of ranks other than 0.
 
-    Of nested blocks, the outermost counts. Has no effect on a single rank.
+    Nested blocks drop values at the end of the outermost one. No-op on a single rank.
     """
     global _open_blocks
     if not _several_ranks():
@@ -75,10 +75,10 @@ def building() -> Iterator[None]:
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
-    """Give all ranks rank 0's values of `parameters` in the block; at its end rank 0 takes those of `modifier_rank`.
+    """Broadcast rank 0's values of `parameters` for the block; at its end, send those of `modifier_rank` to rank 0.
 
-    modifier_rank: None: all ranks make the same edits, or none. Collective if one of the parameters was built in
-    `building` and has no engine. Other parameters are ignored.
+    modifier_rank: None: all ranks make the same edits, or none. Collective if a parameter was built in a block of
+    `building` and has no engine yet. Other parameters are ignored.
     """
     found = {id(p): p for p in parameters if p in _built and not is_released(p)}
     ours = sorted(found.values(), key=lambda p: _built[p].order)

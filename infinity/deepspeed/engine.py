@@ -1,6 +1,6 @@
 """`DeepSpeedEngine`: the public names of DeepSpeed's engine over a `TrainingEngine` or an `InferenceEngine`.
 
-Its base classes have the names that report the config (`reports`) and those that save and load (`states`).
+Its base classes report the config (`reports`), and save and load (`states`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeepSpeedEngine(SavingEngine):
     """Trains a model in DeepSpeed's loop. Constructed by `infinity.deepspeed.initialize`.
 
     `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. Without an optimizer it only runs the model, and
-    `optimizer` is None. `training_engine` is the engine below, with the rest of Infinity's surface.
+    `optimizer` is None. `training_engine` is Infinity's engine, with the rest of its interface.
     """
 
     enable_backward_allreduce = True
@@ -83,7 +83,7 @@ class DeepSpeedEngine(SavingEngine):
         return self.training_engine.backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Update the parameters and advance the lr scheduler, if the micro-batch is at a boundary.
+        """Update the parameters and advance the lr scheduler, if this micro-batch is the last of its step.
 
         lr_kwargs: arguments of the scheduler's `step`.
         """
@@ -98,7 +98,7 @@ class DeepSpeedEngine(SavingEngine):
             self.global_samples += samples
 
     def _samples_of_step(self) -> int:
-        """Return the number of samples of a step; without managed_gradient_accumulation, that of those collected."""
+        """Return the samples of a step; without managed_gradient_accumulation, those of its micro-batches so far."""
         engine = self.training_engine
         if engine.config.managed_gradient_accumulation:
             return self.train_batch_size()
@@ -107,7 +107,7 @@ class DeepSpeedEngine(SavingEngine):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` with the fp16 loss scale, divided by gradient_accumulation_steps; for plain backwards.
 
-        A plain `loss.backward()` without it is divided as well, and lacks only the loss scale, which fp16 requires.
+        A plain `loss.backward()` is divided as well; it lacks only the loss scale, which fp16 requires.
         """
         return self.training_engine.scale(loss)
 
@@ -243,7 +243,7 @@ class DeepSpeedEngine(SavingEngine):
 
     @property
     def is_compiled(self) -> bool:
-        """True if the model's own `compile` was called. `torch.compile(model)` is no part of DeepSpeed's surface."""
+        """True if the model's own method `compile` was called. A model from `torch.compile(model)` does not count."""
         return self.module._compiled_call_impl is not None
 
     def is_deepcompile_active(self) -> bool:

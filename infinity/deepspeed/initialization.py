@@ -48,11 +48,11 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Construct an engine that trains `model`, and return (engine, optimizer, dataloader, lr scheduler).
 
-    The last three are None without an optimizer, `training_data` and a scheduler. Without an optimizer the engine only
-    runs the model.
+    Without an optimizer, `training_data` or a scheduler, the respective result is None. Without an optimizer the engine
+    only runs the model.
 
     args: an object with `deepspeed_config`, the path of a config, as `add_config_arguments` parses it. config,
-    config_params: the config as a dict or a path, in place of it. distributed_port: port of rank 0 if MASTER_PORT is
+    config_params: the config as a dict or a path, instead of `args`. distributed_port: port of rank 0 if MASTER_PORT is
     not set. mpu: must have one model-parallel rank. dist_init_required: False: the script has called
     init_process_group; by default it is called if needed, and for one rank too.
 
@@ -113,7 +113,7 @@ def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateSch
 def init_inference(
     model: nn.Module, config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any
 ) -> EngineModule:
-    """Construct an engine that runs `model`, in float16 unless `dtype` says otherwise, as in DeepSpeed.
+    """Construct an engine that runs `model` in `dtype`, by default in float16, as in DeepSpeed.
 
     config, kwargs: DeepSpeed's inference config, of which `dtype` and `zero` are used. Tensor parallelism and
     quantisation are refused; kernel injection has no effect.
@@ -132,11 +132,14 @@ def init_inference(
     }
     for name, size in sizes.items():
         if size != 1:
-            raise ConfigError(f"{name} is {size}: tensor parallelism is torch's own; see infinity.init_inference()")
+            raise ConfigError(
+                f"{name} is {size}: set it to 1, or use torch.distributed.tensor.parallel and pass process_group to "
+                "infinity.init_inference()"
+            )
     unused = [name for name in options if name in _NO_EFFECT]
     refused = sorted(set(options) - set(unused))
     if refused:
-        raise ConfigError([f"{name}: not a key here of an inference config: remove it" for name in refused])
+        raise ConfigError([f"{name} is not supported in an inference config: remove it" for name in refused])
     if unused:
         logger.info("init_inference: no effect here: %s", ", ".join(sorted(unused)))
     return EngineModule(engines.init_inference(model, make_config(content, model), dtype=dtype))

@@ -48,8 +48,8 @@ class EngineModule(nn.Module):
     def destroy(self) -> None:
         """Close the engine, and release its threads, memory and files. Idempotent, and collective.
 
-        Values that are in memory return to the model, so that another engine may take it. Values on nvme are
-        discarded; `engine.training_engine.close(restore=True)` returns them.
+        Values in memory return to the model, so that another engine may take it. Values on nvme are discarded; to keep
+        them, call `engine.training_engine.close(restore=True)` instead.
         """
         if self._destroyed:
             return
@@ -57,7 +57,7 @@ class EngineModule(nn.Module):
         try:
             self._engine.close(restore=self._engine.parts.plan.policy.param_tier != "nvme")
         except OutOfMemoryError as error:
-            logger.warning("the destroyed engine kept its values: %s", error)
+            logger.warning("engine.destroy() discarded the parameters' values: %s", error)
 
     # -- conversions -------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,10 @@ class EngineModule(nn.Module):
         return self.to(torch.float64)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
-        raise UsageError("an engine's model cannot be converted: its parameters live in tiers, in fixed dtypes")
+        raise UsageError(
+            "an engine's model cannot be moved or converted: set bf16 or fp16 in the config, or convert it before "
+            "initialize()"
+        )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self._refuse_copy()

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states are offloaded to."""
+    """Destination of offloaded states."""
 
     none = "none"
     cpu = "cpu"
@@ -14,7 +14,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """States that `engine.offload_states` names: `lp` is the model's dtype, `hp` fp32."""
+    """Names of states for `engine.offload_states`. lp: in the model's dtype; hp: in fp32."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -20,7 +20,7 @@ _SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.
 
 
 class ReportingEngine(EngineModule):
-    """Reports the config of `engine`. Its methods of DeepSpeed's names that have no counterpart raise UsageError."""
+    """Reports the config of `engine`. Methods of DeepSpeed's engine that have no counterpart raise UsageError."""
 
     def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
         """settings: the config in DeepSpeed's keys."""

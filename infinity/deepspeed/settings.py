@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_settings(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Return the config as a dict of DeepSpeed's keys. Raises ConfigError if it is no dict and no JSON file."""
+    """Return the config as a dict of DeepSpeed's keys. Raises ConfigError if it is neither a dict nor a JSON file."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     if not isinstance(source, (str, Path)):

@@ -31,10 +31,11 @@ class SavingEngine(ReportingEngine):
 
     @property
     def training_engine(self) -> TrainingEngine:
-        """The engine below. Raises UsageError if the engine was constructed without an optimizer."""
+        """Infinity's engine. Raises UsageError if it was constructed without an optimizer."""
         if self._trainer is None:
             raise UsageError(
-                "the engine has no optimizer, so it only runs the model: add an optimizer section to the config"
+                "the engine has no optimizer, so it only runs the model: add an optimizer section to the config, or "
+                "pass optimizer to initialize()"
             )
         return self._trainer
 
@@ -68,9 +69,9 @@ class SavingEngine(ReportingEngine):
         """Load `checkpoint["module"]` into the parameters, their masters and the buffers. Collective, between steps.
 
         strict: raise UsageError, before any change, for missing and unexpected names. custom_load_fn: called instead,
-        as `custom_load_fn(src=checkpoint["module"], dst=model)`; it edits parameters, or calls `load_state_dict` of the
-        model or its parts, equally on all ranks; masters of changed 16-bit elements get their values. fetch_z3_params
-        has no effect.
+        as `custom_load_fn(src=checkpoint["module"], dst=model)`. It edits parameters, or calls `load_state_dict` of the
+        model or its parts; all ranks must make the same changes. Masters of changed 16-bit elements get the new values.
+        fetch_z3_params has no effect.
         """
         if allowed_missing_keys is not None:
             raise UsageError("load_module_state_dict(allowed_missing_keys=…) is not supported: pass strict=False")
@@ -83,8 +84,8 @@ class SavingEngine(ReportingEngine):
         missing, unexpected = {*parameters, *buffers} - set(states), set(states) - {*parameters, *buffers}
         if strict and (missing or unexpected):
             raise UsageError(
-                f"the state dict lacks {_listed(missing)}, and has {_listed(unexpected)}, which the model lacks: pass "
-                "that of the same model, or strict=False"
+                f"the state dict does not fit the model (missing: {_listed(missing)}; unexpected: "
+                f"{_listed(unexpected)}): pass the state dict of the same model, or strict=False"
             )
         for name, value in states.items():
             if name in parameters:
@@ -163,7 +164,7 @@ class SavingEngine(ReportingEngine):
         return save_weights(self._engine, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
-        """Call `save_16bit_model`, whose old name this is."""
+        """Old name of `save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def _may_gather(self) -> bool:
@@ -195,7 +196,7 @@ class SavingEngine(ReportingEngine):
     ) -> None:
         """Move the states on the device to host memory until `reload_states`. Collective, between two steps.
 
-        include: names of `OffloadStateTypeEnum`. All states move, whatever it names, so that uses of the model raise
+        include: names of `OffloadStateTypeEnum`. All states move regardless of it, so uses of the model raise
         UsageError meanwhile. device: cpu, or none for no effect. pin_memory and non_blocking have no effect: memory is
         pinned where the engine pins its own, and the call returns when the device's memory is free.
         """
@@ -223,4 +224,4 @@ class SavingEngine(ReportingEngine):
 
 
 def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+    return ", ".join(sorted(names)) or "none"

@@ -69,7 +69,7 @@ def alias_modules() -> None:
 def find_shadow(folder: Path) -> Path | None:
     """Return the package or module deepspeed in `folder`, which a script there would import instead of the shim's.
 
-    A folder deepspeed without `__init__.py`, such as one of configs, hides nothing.
+    A folder deepspeed without `__init__.py`, such as one of configs, does not hide the shim.
     """
     spec = importlib.machinery.PathFinder.find_spec(_NAME, [str(folder)])
     if spec is None or spec.origin is None or folder.resolve() == SHIM.resolve():
