@@ -14,25 +14,28 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 _UNITS = 4
-"""Parameters of as many units may be in memory."""
+"""Number of units whose parameters may be in memory."""
 
 
 class Init:
     """Build a model in the memory of a few units: `with infinity.Init(config): model = Model(...)`.
 
-    config: what `infinity.initialize` will be given: a dict, a path of a JSON file, or a Config. The model is built on
-    the cpu by its own code and has, bit for bit, the values that it has without Init; any code may look
-    at them and change them, in the block and after it. What exceeds four times `infinity.unit_size` is kept in an
-    anonymous file in `nvme_path` by every rank, 4 bytes for each fp32 parameter. `infinity.initialize` moves the values
-    (those of rank 0) to their tiers unit by unit, and gives the file's space back as it goes; without it the file is
-    gone with the model. Buffers stay in memory, as do parameters that share their memory with other tensors. Where the
-    config puts nothing on nvme, everything stays in memory.
+    config: the config that `infinity.initialize` gets: a dict, the path of a JSON file, or a Config.
+
+    The model's own code builds the model on the CPU. The result is bit-identical to a model built without Init. Any
+    code may read and edit its parameters, in the block and after it.
+
+    Memory holds parameters of four times `infinity.unit_size` bytes. Each rank keeps the others in an anonymous file in
+    `nvme_path`, in their own dtype. `infinity.initialize` moves rank 0's values to their tiers unit by unit, and frees
+    the file's space meanwhile. Without `initialize`, the file is deleted with the model. Buffers stay in memory, and so
+    do parameters that share memory with other tensors. If the config puts no states on nvme, all parameters stay in
+    memory.
 
     Parameters built on the meta device are left to `infinity.initialize` and `infinity.load_pretrained`. Of nested
-    ones, the outermost counts.
+    blocks, the outermost with states on nvme counts.
 
-    Raises StorageError where the block is entered, for a folder that takes no file; in the block OutOfSpaceError, for
-    one that is too small, and ModelError, for a parameter on another device than the cpu and meta.
+    Raises StorageError on entry, if the folder accepts no file. In the block, raises OutOfSpaceError if the folder's
+    file system is full, and ModelError for a parameter on another device than the CPU and meta.
     """
 
     def __init__(self, config: Config | dict[str, Any] | str | Path) -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def cast_buffers(model: nn.Module, config: Config) -> None:
-    """Cast the floating-point buffers of `model` as configured, as DeepSpeed does: none without `bf16` or `fp16`.
+    """Cast the floating-point buffers of `model` as `data_types` of the config sets. No-op without `bf16` or `fp16`.
 
-    Buffers keep their identity.
+    Buffers stay the same objects.
     """
     dtype, section = compute_dtype(config), config.data_types
     if dtype is None:

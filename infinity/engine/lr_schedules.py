@@ -71,7 +71,7 @@ class _Schedule(ABC):
         self.last_batch_iteration = sd["last_batch_iteration"]
 
     def _begin(self) -> None:
-        """Set the first rates, except when resuming, where the optimizer's own state holds them."""
+        """Set the first rates, unless the scheduler resumes: then the loaded param_groups hold them."""
         if self.last_batch_iteration == -1:
             self._set_rates()
 
@@ -87,7 +87,7 @@ class _Schedule(ABC):
 class WarmupLR(_Schedule):
     """Raises the rate from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then keeps it.
 
-    warmup_max_lr: by default the present rate of each group. warmup_type: "log" or "linear".
+    warmup_max_lr: by default the rate of each group at construction. warmup_type: "log" or "linear".
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class OneCycle(_Schedule):
     """Raises the rate from `cycle_min_lr` to `cycle_max_lr` and lowers it again, then decays it (Smith 2018).
 
     cycle_first_step_size, cycle_second_step_size: steps of the rise and of the fall, by default equal. The stair counts
-    divide them into steps of constant rate; 0 for none. The decay divides the rate by 1 + `decay_lr_rate` every
-    `decay_step_size` steps, linearly; 0 for none.
+    divide them into stairs of constant rate; 0 for none. After the cycle, the rate is `cycle_min_lr` / (1 +
+    `decay_lr_rate` × steps since the cycle / `decay_step_size`); a `decay_step_size` of 0 keeps it at `cycle_min_lr`.
 
     cycle_momentum: also change the first of `betas`, from `cycle_max_mom` to `cycle_min_mom` and back, and set the
     second to 0.99. Without effect if the optimizer has no betas. The first update uses `cycle_min_mom`, as in
@@ -316,7 +316,7 @@ def _checked_warmup(num_steps: Any, kind: str) -> tuple[int, str]:
 def _warn_of_a_long_warmup(warmup: int, total: int) -> None:
     if total < warmup:
         logger.warning(
-            "total_num_steps (%d) is less than warmup_num_steps (%d), at least 2: the rate drops to its lowest value "
+            "total_num_steps (%d) is less than warmup_num_steps (%d): the rate drops to its lowest value "
             "after the warm-up",
             total,
             warmup,

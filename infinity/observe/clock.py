@@ -31,7 +31,7 @@ class StepClock:
         self._spans: list[tuple[Phase, Mark, Mark]] = []
 
     def begin(self, phase: Phase) -> None:
-        """Start `phase`, in place of one whose end an exception prevented. No-op for a backward inside a phase."""
+        """Start `phase`. Replaces a phase that an exception left open. No-op for a backward inside a phase."""
         if phase is not Phase.BACKWARD or self._open is None:
             self._open = phase, self._mark()
 
@@ -66,8 +66,8 @@ def _between(first: Mark, last: Mark) -> float:
 
 
 class ClockLog:
-    """A line every `every` steps with the seconds of a step by phase, and those that its phases waited for units and
-    gradients.
+    """Logs a line every `every` steps: the seconds of a step and of its phases, and those in which the model waited
+    for units and gradients.
     """
 
     def __init__(self, ledger: Ledger, every: int) -> None:

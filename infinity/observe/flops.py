@@ -43,7 +43,7 @@ class FlopCount:
     def largest(self, depth: int, top: int) -> Iterator[str]:
         """Yield a line for each depth of the module tree: the `top` classes with the most operations.
 
-        depth: the last one; -1: all.
+        depth: the largest depth; -1: all depths.
         """
         kinds: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         modules = dict(self.model.named_modules(remove_duplicate=False))

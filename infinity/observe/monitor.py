@@ -107,7 +107,7 @@ class Monitor:
             except Exception as error:  # noqa: BLE001 - each library raises classes of its own
                 del self._writers[section]
                 logger.warning(
-                    "%s writes nothing from now on, and training continues: %s: %s",
+                    "%s failed and writes nothing more; training continues: %s: %s",
                     section,
                     type(error).__name__,
                     error,
@@ -151,7 +151,7 @@ def open_monitor(makers: Mapping[str, Callable[[], Writer]]) -> Monitor:
         except Exception as error:
             monitor.close()
             raise ConfigError(
-                f"{section}.enabled is true, but it cannot write ({type(error).__name__}: {error}): fix that, or set "
-                f"{section}.enabled to false"
+                f"{section}.enabled is true, but it cannot write ({type(error).__name__}: {error}): fix the cause, or "
+                f"set {section}.enabled to false"
             ) from error
     return monitor

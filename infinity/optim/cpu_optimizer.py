@@ -171,7 +171,7 @@ class CPUAdam(torch.optim.Optimizer):
         grad = param.grad
         assert grad is not None
         if grad.layout != torch.strided:
-            raise ModelError("CPUAdam does not take sparse gradients: make embeddings with sparse=False")
+            raise ModelError("CPUAdam does not take sparse gradients: construct embeddings with sparse=False")
         state = self.state[param]
         if not state:
             state.update(self._first_state(param))
@@ -286,7 +286,8 @@ def _check(param: Tensor) -> None:
         )
     if param.device.type != "cpu":
         raise ModelError(
-            f"a parameter of shape {tuple(param.shape)} is on {param.device}: CPUAdam works in host memory"
+            f"a parameter of shape {tuple(param.shape)} is on {param.device}: CPUAdam works in host memory; move the "
+            "model to the CPU, or use torch.optim.AdamW"
         )
     if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ModelError(

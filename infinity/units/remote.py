@@ -1,9 +1,9 @@
 """Parameters whose values only rank 0 holds until an engine is constructed, which then broadcasts them.
 
-The other ranks need no memory for such a model. There a parameter keeps its shape, dtype and device. Results of
-operations on it are of the same kind. An operation that needs the values, or writes them, raises UsageError, since
-nothing in the process has them. PyTorch changes the type of a parameter in the same way
-(`UninitializedParameter.materialize`).
+The other ranks need no memory for such a model. There a parameter keeps its shape, dtype and device, and results of
+operations on it have no values either. An operation that needs the values, or writes them, raises UsageError.
+
+PyTorch changes the type of a parameter in the same way (`UninitializedParameter.materialize`).
 """
 
 from __future__ import annotations
