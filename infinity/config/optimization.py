@@ -300,7 +300,7 @@ class OneCycleParams(Section):
     """Optimizer steps of one interval of the decay after the cycle; 0: no decay."""
 
     cycle_momentum: Switch = True
-    """The first of `betas` falls and rises against the rate."""
+    """Set `betas`: the first falls while the rate rises, and rises while it falls; the second is 0.99."""
 
     cycle_min_mom: Fraction = 0.8
     """Momentum in the middle of the cycle."""

@@ -99,9 +99,9 @@ class Infinity(Section):
     """Elements that the update reads, computes and writes at a time, a multiple of 4096."""
 
     update: Literal["auto", "during_backward", "after_backward", "next_forward"] = "auto"
-    """When units are updated. `during_backward`: each unit once its gradient is complete (not with clipping);
-    `after_backward`: all units before `step()` returns; `next_forward`: each unit before its next use. All give the
-    same results. `auto`: `during_backward`, or `next_forward` with clipping."""
+    """When units are updated. `during_backward`: each unit once its gradient is complete (an error with clipping or a
+    loss scale); `after_backward`: all units before `step()` returns; `next_forward`: each unit before its next use. All
+    give the same results. `auto`: `during_backward`, or `next_forward` with clipping or a loss scale."""
 
     accumulation_buffers: Switch = False
     """Allocate buffers for the sum of several micro-batches' gradients although `gradient_accumulation_steps` is 1, so
@@ -131,7 +131,8 @@ class Infinity(Section):
     as DeepSpeed does in stages 1 to 3 and with 16-bit parameters, and Lightning."""
 
     check_nan: Switch = True
-    """Stop with an error if the loss, the gradient norm or a gradient is NaN or infinite, before it is used."""
+    """Stop with an error if the loss, the gradient norm or a gradient is NaN or infinite, before it is used. With a
+    loss scale the step is skipped instead."""
 
     strict: Switch = False
     """Refuse keys of DeepSpeed that have no effect here. By default a line of the log lists them."""

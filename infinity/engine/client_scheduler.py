@@ -31,7 +31,7 @@ def constructs_schedulers(scheduler: Any) -> bool:
 
 
 def check_scheduler(scheduler: Any, *optimizers: torch.optim.Optimizer | None) -> None:
-    """Raise ConfigError if `scheduler` is none, or sets rates of none of `optimizers`."""
+    """Raise ConfigError if `scheduler` is no scheduler, or sets the rates of another optimizer than `optimizers`."""
     kind = type(scheduler).__name__
     lacks = [name for name in _METHODS if not callable(getattr(scheduler, name, None))]
     if lacks:

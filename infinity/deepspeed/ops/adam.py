@@ -46,7 +46,8 @@ class DeepSpeedCPUAdam(CPUAdam):
 class FusedAdam(torch.optim.AdamW):
     """AdamW on the parameters' device, or Adam if adam_w_mode is False, with DeepSpeed's arguments and defaults.
 
-    bias_correction: must be True. amsgrad: must be False. set_grad_none: what `zero_grad` does. Raises ConfigError.
+    bias_correction: must be True. amsgrad: must be False. set_grad_none: `zero_grad` sets gradients to None by
+    default; False: to zeros. Raises ConfigError.
     """
 
     def __init__(

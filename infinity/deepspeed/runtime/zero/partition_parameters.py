@@ -35,7 +35,7 @@ class ZeroParamStatus(Enum):
 
 
 def set_status(model: nn.Module) -> None:
-    """Set the status of the parameters of `model`, which a stage 3 engine shards from now on."""
+    """Set the status of the parameters of `model`, which a stage 3 engine shards."""
     # Autograd gives a backward of Python a tensor in place of a parameter that was saved, without its attributes. TRL
     # reads the status there, so it is an attribute of the class.
     torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
