@@ -174,6 +174,6 @@ def _remotes(values: Any) -> Iterator[Any]:
 
 def _refusal(label: str) -> UsageError:
     return UsageError(
-        f"the values of {label} were used before initialize(), and only rank 0 has them: use them on all ranks in "
-        "`with deepspeed.zero.GatheredParameters(parameters):`, or after initialize()"
+        f"the values of {label} were used before initialize(), and only rank 0 has them: use and copy them on all "
+        "ranks in `with deepspeed.zero.GatheredParameters(parameters):`, or after initialize()"
     )

@@ -174,6 +174,33 @@ def built(rank: int, *, zero: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+def copied(rank: int) -> dict[str, Any]:
+    """Copy a module of a model built under zero.Init, as PEFT's modules_to_save does, and train both."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "steps_per_print": 0,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = seeded(Stack, seed=rank)
+    model.blocks[1] = copy.deepcopy(model.blocks[0])
+    with GatheredParameters(model.blocks[0].parameters()):
+        model.blocks[2] = copy.deepcopy(model.blocks[0])
+    outside, inside = (model.blocks[number].norm.weight for number in (1, 2))
+    with GatheredParameters([outside, inside]):
+        errors = [error_of(torch.Tensor.tolist, weight) for weight in (outside, inside)]
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    states = values_of(engine)
+    (batch,) = global_batches(1, SAMPLES * 2)
+    engine.backward(engine(*part(batch, rank)))
+    engine.step()
+    seen = {"errors": errors, "states": states, "trained": values_of(engine)}
+    engine.destroy()
+    return seen
+
+
 def built_apart(rank: int) -> str:
     """Build a model that is tied on rank 1 only; return the text of the error of `initialize`."""
     config = {"train_micro_batch_size_per_gpu": SAMPLES, "zero_optimization": {"stage": 3}}

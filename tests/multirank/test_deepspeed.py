@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,23 @@ def test_a_model_built_under_init_has_rank_0s_values(pair: Group, nvme: bool, tm
     model(*batch).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     for seen in ranks:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(seen["trained"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_of_modules_built_under_init_train_from_rank_0s_values(pair: Group) -> None:
+    """Copies made outside of GatheredParameters have no values on rank 1 before `initialize`; an error says so."""
+    model = seeded(Stack)
+    model.blocks[1], model.blocks[2] = copy.deepcopy(model.blocks[0]), copy.deepcopy(model.blocks[0])
+    ranks = pair.run(deepspeed_cases.copied)
+    states = {name: value.clone() for name, value in model.state_dict().items()}
+    (batch,) = global_batches(1, SAMPLES * 2)
+    model(*batch).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for rank, seen in enumerate(ranks):
+        assert ["use and copy them on all ranks" in text for text in seen["errors"]] == [rank == 1, False]
+        assert seen["states"].keys() == states.keys()
+        assert all(torch.equal(seen["states"][name], value) for name, value in states.items())
         for name, value in model.state_dict().items():
             torch.testing.assert_close(seen["trained"][name], value, rtol=1e-5, atol=1e-6)
 
