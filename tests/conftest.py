@@ -48,7 +48,7 @@ _THINNED = ("multirank", "units", "checkpoint", "parity")
 """Folders whose cases take long: engines that train, often on several ranks."""
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # after -m: a case that it deselects covers no value
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selected = config.option.keyword or any("::" in argument for argument in config.args)
     if not config.getoption("all_cases") and not selected:

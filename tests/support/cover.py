@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Case = TypeVar("Case", bound=tuple[Hashable, ...])
 
@@ -15,7 +15,7 @@ def pairwise_cover(cases: Sequence[Case], cost: Callable[[Case], float] = lambda
 
     Greedy: the case with the most new pairs for its cost first.
     """
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    pairs = {case: _parts(case, 2) for case in cases}
     missing = set().union(*pairs.values())
     chosen = []
     while missing:
@@ -32,12 +32,17 @@ def value_cover(cases: Sequence[Case]) -> list[Case]:
     meet in turn: a×1, b×2, c×1.
     """
     uses: Counter[tuple[int, Hashable]] = Counter()
-    missing = {value for case in cases for value in enumerate(case)}
+    missing = {value for case in cases for value in _parts(case, 1)}
     left, chosen = list(cases), []
     while missing:
-        best = max(left, key=lambda case: (len(missing & {*enumerate(case)}), -sum(uses[v] for v in enumerate(case))))
+        best = max(left, key=lambda case: (len(missing & _parts(case, 1)), -sum(uses[v] for v in enumerate(case))))
         left.remove(best)
         chosen.append(best)
         uses.update(enumerate(best))
-        missing -= {*enumerate(best)}
+        missing -= _parts(best, 1)
     return chosen
+
+
+def _parts(case: Case, size: int) -> set[tuple[Any, ...]]:
+    """Return all `size` values together, with their factors; of a case with fewer factors, the whole case."""
+    return set(combinations(enumerate(case), min(size, len(case))))
