@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.tiers.device import Device
+from support import room
 from support.configs import engine_config
 from support.cover import pairwise_cover, value_cover
 from support.late_device import LateDevice
@@ -36,6 +36,8 @@ hypothesis.settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     """A suite started in the background is born with SIGINT ignored, and so would be the processes it starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput") and (config.option.basetemp or config.getoption("all_cases")):
+        os.environ[room.ON_DISK] = "1"  # xdist gives its workers a basetemp in any case
     if config.getoption("all_cases"):
         hypothesis.settings.load_profile("campaign")
 
@@ -123,37 +125,19 @@ def _one_thread() -> None:
 
 
 @pytest.fixture
-def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder on disk for tests of I/O, and with --all-cases or --basetemp. Otherwise in memory, if that has room and
-    takes direct I/O, since a shared disk makes other tests wait for seconds.
-    """
-    room = request.path.relative_to(Path(__file__).parent).parts[0]
-    chosen = request.config.option.basetemp or request.config.getoption("all_cases")
-    if room in _ON_DISK or chosen or not _takes_direct_io(_MEMORY) or not _has_room(_MEMORY):
-        yield tmp_path
+def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder on disk for tests of I/O, and with --all-cases or --basetemp; otherwise in memory, if `room` allows."""
+    on_disk = request.path.relative_to(Path(__file__).parent).parts[0] in _ON_DISK
+    memory = None if on_disk else room.in_memory()
+    if memory is None:
+        yield request.getfixturevalue("tmp_path")  # pytest's own
         return
-    folder = Path(tempfile.mkdtemp(prefix=f"{tmp_path.name}-", dir=_MEMORY))
+    folder = Path(tempfile.mkdtemp(prefix=f"{request.function.__name__}-", dir=memory))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
 _ON_DISK = ("cli", "native", "tiers")
-_MEMORY = Path("/dev/shm")
-
-
-@lru_cache
-def _takes_direct_io(folder: Path) -> bool:
-    """Return whether files in `folder` can be opened with O_DIRECT, which tmpfs allows since Linux 6.6."""
-    try:
-        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
-
-
-def _has_room(folder: Path) -> bool:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize > 4 << 30
 
 
 @pytest.fixture

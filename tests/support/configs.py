@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.config import Config
+from support import room
 
 DEVICES = ("none", "cpu", "nvme")
 PLACEMENTS = [(param, optim) for param in DEVICES for optim in DEVICES]
@@ -40,10 +41,10 @@ def engine_config(
 
     infinity: more keys of that section (update, prefetch_bytes, tile_size, master, ...).
 
-    folder: where nvme files lie, or several; the system's folder for temporary files by default. aio, fp16: these
-    sections. communication, accumulated_in: the dtypes of the sums of gradients.
+    folder: where nvme files lie, or several; in memory by default, if `room` allows. aio, fp16: these sections.
+    communication, accumulated_in: the dtypes of the sums of gradients.
     """
-    path = folder or tempfile.gettempdir()
+    path = folder or room.in_memory() or tempfile.gettempdir()
     params = {"lr": lr, "weight_decay": weight_decay, **({"eps": eps} if optimizer in ("Adam", "AdamW") else {})}
     section = {"unit_size": unit_size, "tile_size": 4096, "debug": debug, "adam_threads": 1, "cache_bytes": 0}
     section |= infinity
