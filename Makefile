@@ -21,6 +21,9 @@ ifneq ($(origin CXX), default)
 export CXX
 endif
 
+# Bytecode is written: pytest keeps the tests that it rewrote, and processes that tests start compile nothing.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install test test-campaign test-device test-integrations fuzz mutants sanitize lint format docs wheel run bench clean
