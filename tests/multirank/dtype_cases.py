@@ -89,12 +89,12 @@ def compared(rank: int, *, ranks: int, steps: int, folder: str, sums: Sums, opti
     config = engine_config(
         "none", optim, folder=folder, micro=SAMPLES, clip=1e9, update="next_forward", unit_size=2048, **sums.options
     )
-    model = seeded(lambda: Stack(depth=4, tied=True)).to(DTYPES[sums.model])
-    masters = {name: p.detach().float() for name, p in seeded(lambda: Stack(depth=4, tied=True)).named_parameters()}
+    model = seeded(lambda: Stack(depth=2, tied=True)).to(DTYPES[sums.model])
+    masters = {name: p.detach().float() for name, p in seeded(lambda: Stack(depth=2, tied=True)).named_parameters()}
     params = config.optimizer.params
     optimizer = torch.optim.AdamW(masters.values(), params.lr, params.betas, params.eps, params.weight_decay)
     outcome: dict[str, Any] = {"differ": [], "norms": [], "expected": []}
-    with open_engine(seeded(lambda: Stack(depth=4, tied=True)), config, device_of(rank, late)) as engine:
+    with open_engine(seeded(lambda: Stack(depth=2, tied=True)), config, device_of(rank, late)) as engine:
         divisor = ranks * engine.loss_scale.value
         for step, batch in enumerate(global_batches(steps, SAMPLES * sums.accumulation * ranks)):
             model.load_state_dict(engine.state_dict())
