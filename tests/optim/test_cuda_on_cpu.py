@@ -4,12 +4,16 @@ warps and blocks without a GPU; tests/gpu/test_cuda_adam.py checks them on a GPU
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -24,38 +28,58 @@ from support.adam_arrays import HYPER, make_problem
 from support.cuda_kernels import CudaKernels, check_halves, check_numbers_of_elements, check_sums, check_updates
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-SOURCE = Path(__file__).parents[2] / "csrc/adam/cuda/launch.cu"
+SOURCES = Path(__file__).parents[2] / "csrc"
+SOURCE = SOURCES / "adam/cuda/launch.cu"
+BUILT = SOURCES.parent / "build/cuda_on_cpu"
 SIZES = (0, 1, 3, 4, 5, 31, 33, 127, 129, 255, 256, 257, 1028, 4099)
 
 
 @pytest.fixture(scope="session")
-def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The module infinity.native._adam_cuda, with kernels that run on the CPU."""
+def module() -> ModuleType:
+    """The module infinity.native._adam_cuda, with kernels that run on the CPU; compiled where its sources are new."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile the kernels for the host")
     pybind11 = pytest.importorskip("pybind11", reason="pybind11, which the build needs, is not installed here")
-    folder = tmp_path_factory.mktemp("cuda_on_cpu")
     flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{HERE}"]
     python = sysconfig.get_path("include")
     host = ["-O0", f"-I{pybind11.get_include()}", f"-I{python}", '-DINFINITY_CUDA_ARCHITECTURES="80-real 90"']
     host += ['-DINFINITY_CUDA_TOOLKIT="none"', str(HERE / "host.cpp")]
     kernels = ["-O1", "-Werror=conversion-null", "-x", "c++", str(SOURCE)]
-    parts = [folder / "host.o", folder / "kernels.o"]
-    running = [
-        subprocess.Popen([compiler, *flags, *part, "-c", "-o", str(to)], stderr=subprocess.PIPE, text=True)
-        for part, to in zip((host, kernels), parts, strict=True)
-    ]
-    for process in running:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
-    file = folder / "_adam_cuda.so"
-    subprocess.run([compiler, "-shared", *map(str, parts), "-o", str(file)], check=True)
+    commands = [[compiler, *flags, *part, "-c"] for part in (host, kernels)]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    file = BUILT / fingerprint(version, sys.version, pybind11.__version__, *chain(*commands)) / "_adam_cuda.so"
+    if not file.exists():
+        compile_into(file, commands)
     spec = importlib.util.spec_from_file_location("_adam_cuda", file)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
+
+
+def fingerprint(*texts: str) -> str:
+    """Return a name for the module made of all C++ sources in the way that `texts` say."""
+    digest = hashlib.sha256("\0".join(texts).encode())
+    for path in sorted(path for folder in (HERE, SOURCES) for path in folder.rglob("*") if path.is_file()):
+        digest.update(str(path).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compile_into(file: Path, commands: list[list[str]]) -> None:
+    """Compile both parts side by side and link them; another run sees the whole module or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        parts = [f"{folder}/{number}.o" for number in range(len(commands))]
+        running = [
+            subprocess.Popen([*command, "-o", to], stderr=subprocess.PIPE, text=True)
+            for command, to in zip(commands, parts, strict=True)
+        ]
+        for process in running:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors
+        subprocess.run([commands[0][0], "-shared", *parts, "-o", f"{folder}/linked"], check=True)
+        os.replace(f"{folder}/linked", file)
 
 
 @pytest.fixture(scope="session")
