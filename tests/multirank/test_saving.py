@@ -67,8 +67,14 @@ def test_closed_right_after(pair: Group, background: list[bool], tmp_path: Path)
     assert (saved / "latest").read_text() == f"save {len(background) - 1}"
 
 
+@pytest.fixture(scope="module")
+def undisturbed(pair: Group, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Results of both ranks with enough space."""
+    return pair.run(cases.undisturbed, folder=str(tmp_path_factory.mktemp("undisturbed")))
+
+
 @pytest.mark.parametrize("where", ["wait", "step", "save", "wait on one"])
-def test_a_full_disk(pair: Group, where: str, tmp_path: Path) -> None:
+def test_a_full_disk(pair: Group, where: str, undisturbed: list[Any], tmp_path: Path) -> None:
     """All ranks are told, at the same point, once; nothing is left, and training goes on as if nothing had been."""
     small = tmp_path / "small"
     small.mkdir()
@@ -78,7 +84,7 @@ def test_a_full_disk(pair: Group, where: str, tmp_path: Path) -> None:
         assert list(small.iterdir()) == []
     finally:
         unmount()
-    for found, expected in zip(outcomes, pair.run(cases.undisturbed, folder=str(tmp_path)), strict=True):
+    for found, expected in zip(outcomes, undisturbed, strict=True):
         assert len(found["told"]) == 1
         point, _, text = found["told"][0].partition(": ")
         assert point == outcomes[0]["told"][0].partition(": ")[0]
