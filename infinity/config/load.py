@@ -42,7 +42,9 @@ def load_config(
     try:
         config = model.model_validate(translation.content)
     except ValidationError as error:
-        lines = [*problems(error, model, translation.content), *lines]
+        named = {line.partition(": ")[0] for line in lines}  # such as a required key that was "auto"
+        found = problems(error, model, translation.content)
+        lines = [*(line for line in found if line.partition(": ")[0] not in named), *lines]
     else:
         if not lines:
             return config, translation.notes
