@@ -196,13 +196,13 @@ def _without_replaced(config: Config, client: ClientOptimizer | None, lr_schedul
 
 
 def _log_replaced(config: Config, client: ClientOptimizer | None, scheduled: TrainingEngine | None) -> None:
-    """Log which optimizer and scheduler of the client are used. scheduled: the engine, if its scheduler is one."""
+    """Log which optimizer and scheduler the caller passed. scheduled: the engine, if its scheduler is one."""
     if client is not None:
         replaced = " in place of the config's optimizer" if "optimizer" in config.model_fields_set else ""
         logger.info("optimizer: the script's %s%s", type(client.optimizer).__name__, replaced)
     if scheduled is not None:
         replaced = " in place of the config's scheduler" if config.scheduler is not None else ""
-        logger.info("lr scheduler: the script's %s%s", type(scheduled.lr_scheduler).__name__, replaced)
+        logger.info("lr scheduler: %s%s", type(scheduled.lr_scheduler).__name__, replaced)
 
 
 def _parameters(parameters: ParamGroups | None) -> ParamGroups | None:

@@ -157,4 +157,4 @@ def test_what_is_replaced_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     )
     engine.close()
     assert "optimizer: the script's AdamW in place of the config's optimizer" in caplog.messages
-    assert "lr scheduler: the script's StepLR" in caplog.messages
+    assert "lr scheduler: StepLR" in caplog.messages
