@@ -119,9 +119,10 @@ def read_index(folder: Path) -> Index:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint ({INDEX} is missing): pass the folder given to save_checkpoint"
-        ) from None
+        fix = "pass the folder given to save_checkpoint"
+        if any(folder.glob("*_states.pt")):
+            fix = "it is DeepSpeed's, convert it with `infinity import-deepspeed`"
+        raise CheckpointError(f"{folder} holds no checkpoint ({INDEX} is missing): {fix}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged, use another one") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
