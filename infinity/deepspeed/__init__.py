@@ -39,20 +39,6 @@ _MODULES = {
     "zero": "runtime.zero",
 }
 """Name of a module → its path below this package."""
-_ABSENT = {
-    "PipelineModule": "use torch.distributed.pipelining",
-    "PipelineEngine": "use torch.distributed.pipelining",
-    "pipe": "use torch.distributed.pipelining",
-    "moe": "experts are trained as parameters of their block, without expert parallelism",
-    "DeepSpeedHybridEngine": "engine.generate() runs the model that is being trained",
-    "DeepSpeedTransformerLayer": "use torch.nn.functional.scaled_dot_product_attention",
-    "DeepSpeedTransformerConfig": "use torch.nn.functional.scaled_dot_product_attention",
-    "tp_model_init": "use torch.distributed.tensor.parallel",
-    "replace_transformer_layer": "pass the model unchanged, since no kernels are injected",
-    "compression": "use torchao",
-    "OnDevice": "use `with torch.device('meta')`, or zero.Init",
-}
-"""DeepSpeed's names that have no counterpart → what to use instead."""
 
 __all__ = [*_HOMES, *_MODULES]
 
@@ -62,10 +48,9 @@ def __getattr__(name: str) -> Any:
         return import_module(_ROOT.partition(".")[0]).__version__
     if name in _MODULES:
         return import_module(f"{_ROOT}.{_MODULES[name]}")
-    if name in _ABSENT:
-        raise AttributeError(f"deepspeed.{name} has no counterpart in Infinity: {_ABSENT[name]}")
     if name not in _HOMES:
-        raise AttributeError(f"module {_ROOT!r} has no attribute {name!r}")
+        alternative = import_module(f"{_ROOT}.absent").alternative(name)
+        raise AttributeError(alternative or f"module {_ROOT!r} has no attribute {name!r}")
     home, _, attribute = _HOMES[name].rpartition(".")
     return getattr(import_module(f"{_ROOT}.{home}"), attribute)
 

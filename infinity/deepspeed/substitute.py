@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from infinity.deepspeed.absent import alternative
 from infinity.errors import UsageError
 
 SHIM = Path(__file__).parent / "shim"
@@ -87,6 +88,9 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         found = importlib.util.find_spec(f"infinity.{fullname}")
         if found is None:
+            text = alternative(fullname.split(".")[1])
+            if text is not None:
+                raise ModuleNotFoundError(text, name=fullname)
             return None
         package = found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, _Loader(found), origin=found.origin, is_package=package)

@@ -104,6 +104,20 @@ runpy.run_module("deepspeed.fake_ops.program", run_name="__main__", alter_sys=Tr
     assert said == ["ops runs", "other runs infinity.deepspeed.fake_ops.other", "program runs __main__"]
 
 
+def test_packages_without_a_counterpart_say_the_alternative(tmp_path: Path) -> None:
+    text = """
+for name in ("deepspeed.moe.layer", "deepspeed.monitor.monitor", "deepspeed.pipe"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    lines = passes(python(script(tmp_path, text))).splitlines()
+    assert [line.partition(" has no counterpart here")[0] for line in lines] == [
+        "deepspeed.moe", "deepspeed.monitor", "deepspeed.pipe"
+    ]  # fmt: skip
+
+
 def test_children_have_it_too(tmp_path: Path) -> None:
     text = """
 import multiprocessing, subprocess, sys
