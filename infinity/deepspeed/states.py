@@ -11,6 +11,7 @@ import torch
 from infinity.checkpoint.format import LATEST, persistent_buffers
 from infinity.deepspeed.engine_names import Reads, read
 from infinity.deepspeed.offload_names import OffloadDeviceEnum, OffloadStateTypeEnum
+from infinity.deepspeed.recovery import write_script
 from infinity.deepspeed.reports import ReportingEngine
 from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
@@ -103,6 +104,8 @@ class SavingEngine(ReportingEngine):
     ) -> bool:
         """Save save_dir/tag (default: global_step and the number of steps), and return True. Collective.
 
+        As DeepSpeed, it also writes the script save_dir/zero_to_fp32.py, which reads the checkpoints there.
+
         save_latest: update the file `latest`, which `load_checkpoint` reads without a tag. exclude_frozen_parameters:
         leave out parameters that do not require gradients; load such a checkpoint with load_module_strict=False.
         """
@@ -110,6 +113,8 @@ class SavingEngine(ReportingEngine):
             raise UsageError(f"save_dir is {save_dir!r}: pass the path of a folder")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self.training_engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
+        if self._engine.ranks.is_main_rank:
+            write_script(Path(save_dir))
         return True
 
     def load_checkpoint(
@@ -208,7 +213,8 @@ class SavingEngine(ReportingEngine):
             raise UsageError(
                 f"offload_states(device={str(getattr(device, 'value', device))!r}) is not supported: pass device='cpu'"
             )
-        if include is not None and OffloadStateTypeEnum.lp_params not in include:
+        moves_more = include is not None and OffloadStateTypeEnum.lp_params not in include
+        if moves_more and self._engine.ranks.is_main_rank:
             logger.info(
                 "offload_states() moves the parameters, too, though include lacks lp_params: call reload_states() "
                 "before the model is used"

@@ -27,7 +27,7 @@ from infinity.deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from infinity.errors import ConfigError, ModelError, UsageError
+from infinity.errors import CheckpointError, ConfigError, ModelError, UsageError
 from support.deepspeed_model import TinyModel
 from support.models import Stack, seeded, token_batches
 
@@ -433,6 +433,27 @@ def test_fp32_weights_are_read_from_a_checkpoint(opens: Opens, tmp_path: Path) -
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "small", max_shard_size="1KB")
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
     assert (tmp_path / "safe" / "model.safetensors").is_file()
+
+
+def test_the_script_in_the_folder_of_checkpoints_writes_fp32_weights(opens: Opens, tmp_path: Path) -> None:
+    """save_checkpoint leaves zero_to_fp32.py, as DeepSpeed; `-m` runs it for DeepSpeed's own checkpoints, too."""
+    engine = opens(3)
+    engine.save_checkpoint(tmp_path)
+    states = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    command = [sys.executable, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path / "out", "--safe_serialization"]
+    subprocess.run(command, check=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == states.keys() and all(torch.equal(written[name], states[name]) for name in states)
+    folder = Path(__file__).parents[1] / "integrations" / "deepspeed_checkpoints" / "stage2-frozen"
+    module = [sys.executable, "-m", "infinity.deepspeed", "-m", "deepspeed.utils.zero_to_fp32"]
+    subprocess.run([*module, folder, tmp_path / "theirs"], check=True)
+    assert (tmp_path / "theirs" / "pytorch_model.bin").is_file()
+
+
+def test_a_checkpoint_of_deepspeed_says_how_to_convert_it(opens: Opens) -> None:
+    folder = Path(__file__).parents[1] / "integrations" / "deepspeed_checkpoints" / "stage2-frozen"
+    with pytest.raises(CheckpointError, match="it is DeepSpeed's, convert it with `infinity import-deepspeed`"):
+        opens(2).load_checkpoint(folder)
 
 
 def test_fp32_weights_are_read_from_deepspeeds_own_checkpoint(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Reads the fp32 weights of a checkpoint without an engine, under the names of DeepSpeed's `zero_to_fp32`.
 
-Reads checkpoints of engines and of DeepSpeed.
+Reads checkpoints of engines and of DeepSpeed. `python -m infinity.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR
+OUTPUT_DIR` has the arguments of DeepSpeed's script.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,21 @@ def convert_zero_checkpoint_to_state_dict(
     convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, **options)
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `convert_zero_checkpoint_to_fp32_state_dict` with the arguments of DeepSpeed's script."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Write the fp32 weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="folder passed to save_checkpoint")
+    parser.add_argument("output_dir", help="folder for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest size of a file (default: %(default)s)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, in little memory")
+    parser.add_argument("-t", "--tag", help="checkpoint to read; by default the one in the file `latest`")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    options = vars(parser.parse_args(arguments))
+    options.pop("debug")
+    convert_zero_checkpoint_to_fp32_state_dict(**options)
+
+
 def _is_deepspeeds(directory: str | Path, tag: str | None) -> bool:
     """Return True if the checkpoint has DeepSpeed's files."""
     folder = Path(directory)
@@ -128,4 +146,8 @@ __all__ = [
     "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "main",
 ]
+
+if __name__ == "__main__":
+    main()
