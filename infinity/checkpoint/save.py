@@ -212,6 +212,7 @@ def _write_beside(
         saving.release_unit(unit)
         saving.check_stopped()
 
+    states.device.enter_thread()
     try:
         _write(snapshot, states, channel, writer, release_unit)
     except BaseException:

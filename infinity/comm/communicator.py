@@ -80,7 +80,7 @@ class Communicator:
                 dist.barrier(self._group)
             self._words = self._group if self.backend == "gloo" else duplicate_group(self.replicas, "gloo")
             self._pairs = PairwiseCollectives(self._words, self.rank, self.size)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm", initializer=device.enter_thread)
 
     @property
     def is_single(self) -> bool:
@@ -186,13 +186,15 @@ class Communicator:
         announced = Announcement(Operation.ALL_GATHER, unit)
         return run_on(self._thread, self._agreed, announced, set(), self._all_gather, flat, after, reached)
 
-    def reduce(self, flat: torch.Tensor, after: Transfer, layout: UnitLayout, present: set[int]) -> Transfer:
-        """Sum `flat` (numel,), a unit's gradient, over ranks. When done, this rank's shard holds the sum.
+    def reduce(self, flat: torch.Tensor, layout: UnitLayout, present: set[int]) -> Transfer:
+        """Sum `flat` (numel,), a unit's gradient, over ranks, after the compute issued so far by this thread.
 
-        present: slots with a gradient on this rank. Slots of the other ranks are added to it in place.
+        When done, this rank's shard holds the sum. present: slots with a gradient on this rank. Slots of the other
+        ranks are added to it in place.
         """
+        reached = self._device.compute_reached()
         if self.is_single:
-            return after
+            return reached
         collective = self._reduce_scatter
         if self._sharded:
             self.traffic.reduce_scatters += 1
@@ -201,9 +203,8 @@ class Communicator:
             collective = self._all_reduce
             self.traffic.all_reduces += 1
             self.traffic.all_reduce_bytes += flat.numel() * flat.element_size()
-        reached = self._device.compute_reached()
         announced = Announcement(Operation.REDUCE, layout.index)
-        return run_on(self._thread, self._agreed, announced, present, collective, flat, after, reached)
+        return run_on(self._thread, self._agreed, announced, present, collective, flat, reached)
 
     def _agreed(
         self, announced: Announcement, present: set[int], collective: Callable[..., _Result], *arguments: Any
@@ -263,17 +264,18 @@ class Communicator:
         length = flat.numel() // self.shards
         return flat[self.shard_rank * length : (self.shard_rank + 1) * length]
 
-    def _all_gather(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
+    # Each returns the transfer that ends with it, on the thread's stream.
+
+    def _all_gather(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> Transfer:
         self._device.await_copy(reached)
         try:
-            after.wait()
+            self._device.await_copy(after)
         finally:  # after an error the shard is invalid, but other ranks wait for it: collectives must stay in step
             self._gather(_apart(flat))
-            self._device.compute_reached().wait()
+        return self._device.compute_reached()
 
-    def _reduce_scatter(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
+    def _reduce_scatter(self, flat: torch.Tensor, reached: Transfer) -> Transfer:
         self._device.await_copy(reached)
-        after.wait()
         if self._straight(flat):
             self._pairs.reduce_scatter(_apart(flat))
         elif self.backend == "gloo":  # must not write into its input
@@ -282,16 +284,15 @@ class Communicator:
             self.shard(flat).copy_(shard)
         else:
             _reduce_scatter(self.shard(flat), flat, group=self._group)
-        self._device.compute_reached().wait()
+        return self._device.compute_reached()
 
-    def _all_reduce(self, flat: torch.Tensor, after: Transfer, reached: Transfer) -> None:
+    def _all_reduce(self, flat: torch.Tensor, reached: Transfer) -> Transfer:
         self._device.await_copy(reached)
-        after.wait()
         if self._straight(flat):
             self._pairs.all_reduce(_apart(flat))
         else:
             dist.all_reduce(flat, group=self._group)
-        self._device.compute_reached().wait()
+        return self._device.compute_reached()
 
     def _gather(self, flat: torch.Tensor) -> None:
         if self._straight(flat):
@@ -313,13 +314,16 @@ class Communicator:
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Broadcast `flat`, on host or device, from rank `source`."""
         if not self.is_single:
-            self._together(Operation.BROADCAST, flat.numel(), self._broadcast, flat, source)
+            reached = self._device.compute_reached()
+            self._together(Operation.BROADCAST, flat.numel(), self._broadcast, flat, source, reached)
 
-    def _broadcast(self, flat: torch.Tensor, source: int) -> None:
+    def _broadcast(self, flat: torch.Tensor, source: int, reached: Transfer) -> None:
+        self._device.await_copy(reached)
         there = _apart(flat).to(self._device.torch_device)
         dist.broadcast(there, group_src=source, group=self._group)
         if there.data_ptr() != flat.data_ptr():
             flat.copy_(there)
+        self._device.compute_reached().wait()
 
     def union(self, members: set[int]) -> set[int]:
         """Return the union of unit indices over ranks. Without shards, returns `members` without a collective."""
@@ -348,9 +352,10 @@ class Communicator:
         return self.model.sums(*self.sums(*values, operation=operation))
 
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device.torch_device)
-        parts = torch.empty(self.size * len(values), dtype=torch.float64, device=self._device.torch_device)
-        _all_gather(parts, mine, group=self._group)
+        # On the host: the device's stream has collectives of units queued, which a sum would wait for.
+        mine = torch.tensor(values, dtype=torch.float64)
+        parts = torch.empty(self.size * len(values), dtype=torch.float64)
+        _all_gather(parts, mine, group=self._words)
         return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
     def gather(self, mine: Any) -> list[Any]:
@@ -371,7 +376,7 @@ class Communicator:
 
     def barrier(self) -> None:
         if not self.is_single:
-            self._together(Operation.BARRIER, 0, dist.barrier, self._group)
+            self._together(Operation.BARRIER, 0, dist.barrier, self._words)
 
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""

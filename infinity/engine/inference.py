@@ -18,7 +18,8 @@ from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
 from infinity.plan.policy import compute_dtype
 from infinity.plan.stage import Sharding
-from infinity.tiers.device import Device, default_device
+from infinity.tiers.accelerator import default_device
+from infinity.tiers.device import Device
 from infinity.units.compiled import uncompiled
 
 if TYPE_CHECKING:

@@ -38,7 +38,8 @@ from infinity.observe.log import StepLog, logger
 from infinity.plan.policy import compute_dtype
 from infinity.plan.stage import Sharding
 from infinity.rules import HYPER_KEYS, Hyper
-from infinity.tiers.device import Device, default_device
+from infinity.tiers.accelerator import default_device
+from infinity.tiers.device import Device
 from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
 

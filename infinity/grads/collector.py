@@ -23,7 +23,6 @@ from infinity.grads.store import GradBuffers, GradStore, Sent
 from infinity.interrupts import uninterrupted
 from infinity.plan.layout import Slot
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE
 from infinity.units.compiled import eager
 from infinity.units.released import take_grad
 from infinity.units.unit import Unit
@@ -142,6 +141,7 @@ class GradCollector:
     @uninterrupted()
     def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         self._on_arrival()
+        self._places.device.follow_compute()
         index = unit.index
         if index in self._step.updated:
             raise LifetimeError(
@@ -264,9 +264,8 @@ class GradCollector:
                     if slot not in present:
                         flat[place.offset : place.stop].zero_()
         lease, flat = self._as_reduced(unit, collecting)
-        reduced = self._ranks.reduce(flat, DONE, unit.layout, present)
-        reached = self._places.device.compute_reached()
-        sent = Sent(unit, flat, lease, reduced, reached, present, collecting.total(unit.layout.slots))
+        reduced = self._ranks.reduce(flat, unit.layout, present)
+        sent = Sent(unit, flat, lease, reduced, present, collecting.total(unit.layout.slots))
         if complete and self._step.is_last_micro_step and self._updater and self._updater.can_update_now(unit):
             self._step.add_updated([unit.index])
             self._updater.update_now(unit, self._store.land(sent))

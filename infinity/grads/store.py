@@ -20,7 +20,7 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import Transfer
+from infinity.tiers.transfer import Transfer, issued
 from infinity.units.unit import Unit
 from infinity.update.job import INLINE, Gradient
 from infinity.update.kernels import receive, squared_norm
@@ -60,8 +60,7 @@ class Sent:
     flat: torch.Tensor
     lease: Lease
     reduced: Transfer
-    reached: Transfer
-    """Done when the compute that produced it has ended."""
+    """Done when it is reduced, after the compute that produced it."""
     present: set[int]
     """Slots with a gradient; after the reduction, on any rank."""
     squares: float | None
@@ -106,7 +105,7 @@ class GradStore:
         self._landed: dict[int, Future[Gradient]] = {}
         """unit → gradient that was passed to the update."""
         self._moves: list[Future[None]] = []
-        self._mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads")
+        self._mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads", initializer=places.device.enter_thread)
 
     def land(self, sent: Sent) -> Future[Gradient]:
         """Return the gradient plus the stored part, in memory that the update can work in."""
@@ -147,12 +146,12 @@ class GradStore:
         slots: `self.slots` of the gradient's step, which may have ended since.
         """
         try:
-            sent.reduced.wait()
+            sent.reduced = issued(sent.reduced)
             slots.setdefault(sent.unit.index, set()).update(sent.present)
             sent.flat = self._ranks.shard(sent.flat)
             self._reach_host(sent)
             squares = self._sum_up(sent, add)
-            return Gradient(sent.flat, sent.lease, squares)
+            return Gradient(sent.flat, sent.lease, squares, self._places.device.compute_reached())
         except BaseException:
             sent.lease.release()
             raise
@@ -163,10 +162,10 @@ class GradStore:
         """Copy the shard to a host buffer if the update works on the host."""
         places, shard = self._places, sent.flat
         if places.host_pool is None:
-            sent.reached.wait()  # the update runs in another thread, on a stream of its own
+            places.device.await_copy(sent.reduced)
             return
         with places.host_pool.lease(shard.numel() * shard.element_size()) as host:
-            places.device.copy(host.tensor, shard.view(torch.uint8), after=sent.reached).wait()
+            places.device.copy(host.tensor, shard.view(torch.uint8), after=sent.reduced).wait()
             sent.move(host.detach(), host.flat(shard.dtype))
 
     def _sum_up(self, sent: Sent, add: bool) -> float:

@@ -1,12 +1,16 @@
 """The device interface: memory for compute, copies to and from it, and synchronisation of compute with copies.
 
-`CpuDevice` computes in host memory, so tiers read directly into its buffers. `CudaDevice` copies on streams of its own.
-The tests add a device with separate memory whose copies complete late.
+`CpuDevice` computes in host memory, so tiers read directly into its buffers. `AcceleratorDevice`
+(`infinity.tiers.accelerator`) copies on streams of its own. The tests add a device with separate memory whose copies
+complete late.
+
+[Note: order on a device] Nothing is ordered by sharing a stream. A copy or kernel that needs the result of another
+thread, or reuses its buffer, takes the transfer that ends the other's work: `after=` of `copy`, or `await_copy`. Each
+helper thread calls `enter_thread` first, which gives it a stream of its own.
 """
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 
 import torch
@@ -34,12 +38,18 @@ class Device(ABC):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor (nbytes,) on the device, with storage of its own."""
 
+    def enter_thread(self) -> None:  # noqa: B027 - the host needs nothing
+        """Prepare a helper thread of the engine: the device becomes current, with a stream of the thread's own."""
+
+    def follow_compute(self) -> None:  # noqa: B027 - compute in host memory is in order
+        """Order compute that the model's threads issue from now on after all of theirs so far, on any stream."""
+
     @abstractmethod
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
-        """Copy bytes in any direction between host and device.
+        """Copy bytes in any direction between host and device. Copies within host memory are done on return.
 
-        Starts after the compute issued so far by this thread, or after `after` (from `compute_reached`) if another
-        thread issued the compute that last used the buffers.
+        Starts after the compute issued so far by this thread, or after `after` if another thread issued the compute
+        that last used the buffers.
         """
 
     @abstractmethod
@@ -91,67 +101,6 @@ class CpuDevice(Device):
         transfer.wait()
 
 
-class _CudaTransfer:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-
-class CudaDevice(Device):
-    """CUDA device with one stream for copies to it, one for copies from it, and pinned host buffers."""
-
-    host_addressable = False
-
-    def __init__(self, index: int) -> None:
-        self.torch_device = torch.device("cuda", index)
-        self._to_device = torch.cuda.Stream(self.torch_device)
-        self._from_device = torch.cuda.Stream(self.torch_device)
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-
-    def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
-        return host_tensor(nbytes, pin=pin)
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
-        stream = self._to_device if destination.is_cuda else self._from_device
-        # The buffer may still be read or written by compute that is queued before.
-        if isinstance(after, _CudaTransfer):
-            stream.wait_event(after.event)
-        else:
-            stream.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with torch.cuda.stream(stream):
-            destination.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return _CudaTransfer(event)
-
-    def await_copy(self, transfer: Transfer) -> None:
-        if isinstance(transfer, _CudaTransfer):
-            torch.cuda.current_stream(self.torch_device).wait_event(transfer.event)
-        else:
-            transfer.wait()
-
-    def compute_reached(self) -> Transfer:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return _CudaTransfer(event)
-
-    def fingerprint(self, memory: torch.Tensor) -> int:
-        return fingerprint_by_torch(memory)
-
-    def available_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
-
-
 _FINGERPRINT_KEY = 0x9E3779B97F4A7C15 - (1 << 64)
 _FINGERPRINT_WORDS = 1 << 22
 
@@ -166,12 +115,3 @@ def fingerprint_by_torch(memory: torch.Tensor) -> int:
         mixed = piece ^ keys
         total += ((mixed & 0xFFFFFFFF) * (mixed >> 32 & 0xFFFFFFFF) + (piece << 32 | piece >> 32 & 0xFFFFFFFF)).sum()
     return int(total) % (1 << 64)
-
-
-def default_device() -> Device:
-    """Return this rank's CUDA device (LOCAL_RANK of torchrun, else torch's current one); without CUDA, the CPU."""
-    if not torch.cuda.is_available():
-        return CpuDevice()
-    if "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    return CudaDevice(torch.cuda.current_device())

@@ -83,7 +83,7 @@ class NvmeTier(Tier):
         self._mover: ThreadPoolExecutor | None = None
         if not device.host_addressable:
             # Two threads: a queue of writes must not delay a fetch.
-            self._mover = ThreadPoolExecutor(2, thread_name_prefix="infinity-staging")
+            self._mover = ThreadPoolExecutor(2, thread_name_prefix="infinity-staging", initializer=device.enter_thread)
             self._staging = Pool(self._staging_buffer, staging_pool().sizes, name="staging")
             self.staging_nbytes = self._staging.nbytes
 

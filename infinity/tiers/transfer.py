@@ -9,7 +9,10 @@ from typing import Any, Protocol
 
 
 class Transfer(Protocol):
-    """One asynchronous copy. `wait` returns when the bytes have arrived, or raises the error."""
+    """One asynchronous copy. `wait` returns when the bytes have arrived, or raises the error.
+
+    A background thread may hand the rest of a transfer to a stream of the device: see `issued`.
+    """
 
     def wait(self) -> None: ...
 
@@ -43,30 +46,43 @@ class Failed:
 
 
 class Promised:
-    """A transfer that a background thread executes."""
+    """A transfer that a background thread executes. Its work returns the transfer that continues it on a stream, or
+    None.
+    """
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        self._future.result()
+        self.issued().wait()
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._future.done() and (self._future.exception() is not None or self.issued().done())
+
+    def issued(self) -> Transfer:
+        rest: Transfer | None = self._future.result()
+        return DONE if rest is None else rest
 
 
 class Promise:
     """A transfer that its owner completes once, by `keep` or `fail`. Ten times cheaper than a Future."""
 
-    __slots__ = ("_done", "_error", "_lock")
+    __slots__ = ("_done", "_error", "_lock", "_rest")
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
+        self._rest: Transfer = DONE
         self._done = False
-        self._lock = threading.Lock()  # released when done
+        self._lock = threading.Lock()  # released when kept
         self._lock.acquire()
 
     def wait(self) -> None:
+        self.issued().wait()
+
+    def done(self) -> bool:
+        return self._done and self._rest.done()
+
+    def issued(self) -> Transfer:
         if not self._done:
             with self._lock:
                 pass
@@ -75,17 +91,24 @@ class Promise:
                 raise self._error
             finally:
                 del self  # breaks the cycle error -> frame -> self, which would keep objects of other frames alive
+        return self._rest
 
-    def done(self) -> bool:
-        return self._done
-
-    def keep(self) -> None:
+    def keep(self, rest: Transfer = DONE) -> None:
+        """Complete the transfer; `rest` continues it on a stream of the device."""
+        self._rest = rest
         self._done = True
         self._lock.release()
 
     def fail(self, error: BaseException) -> None:
         self._error = error
         self.keep()
+
+
+def issued(transfer: Transfer) -> Transfer:
+    """Wait until background threads have done their part of `transfer`. Returns the part that streams execute."""
+    while isinstance(transfer, Promise | Promised):
+        transfer = transfer.issued()
+    return transfer
 
 
 def run_on(executor: Executor, work: Callable[..., Any], *arguments: Any) -> Promised:

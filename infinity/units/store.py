@@ -88,6 +88,7 @@ class UnitStore:
             )
         if in_derivative():
             raise transformed(unit.name)
+        self._device.follow_compute()
         news = self.tracer.touch(unit.index)
         if news and self._on_unit_changed is not None:
             self._on_unit_changed(unit, self.tracer.passed)
@@ -227,10 +228,11 @@ class UnitStore:
         The buffer holds the parameters, is being filled with them, or, for a RELEASED unit, is filled by the update.
         """
         assert unit.lease is not None and self._pipeline is not None
+        reached = self._device.compute_reached()
         arrives: Transfer | None = None
         early, viewed = job.gradient is not None, False
         if unit.residency is Residency.RESIDENT:
-            arrives = DONE
+            arrives = reached
             if early and unit.job is not None and unit.is_viewed():
                 with self._moving():
                     unit.job.done.wait()  # its write refers to the buffer too
@@ -258,7 +260,7 @@ class UnitStore:
         # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
         job.after = unit.snapshot_read if unit.job is None else unit.job.done
         unit.job = job
-        job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives)
+        job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives, reached)
         self._pipeline.submit(job)
         if early and viewed:
             self.kept.warn(unit)

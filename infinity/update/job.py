@@ -21,9 +21,11 @@ thread would take longer."""
 class Gradient:
     """A reduced gradient shard (shard_numel,) in a leased buffer, and its sum of squares."""
 
-    def __init__(self, shard: torch.Tensor, lease: Lease, squares: float) -> None:
+    def __init__(self, shard: torch.Tensor, lease: Lease, squares: float, reached: Transfer) -> None:
+        """reached: done when `shard` is computed, for an update on the device."""
         self.shard = shard
         self.squares = squares
+        self.reached = reached
         self._lease = lease
 
     def release(self) -> None:
@@ -56,19 +58,22 @@ class UpdateJob:
         self.done = Promise()
         self.target: torch.Tensor | None = None
         self.arrives: Transfer | None = None
+        self.reached: Transfer = DONE
         self.after: Transfer = DONE
         """Done when this update may start: after the unit's previous update, whose writes it reads, and after a save
         that still reads the states.
         """
 
-    def attach(self, target: torch.Tensor, arrives: Transfer | None) -> None:
+    def attach(self, target: torch.Tensor, arrives: Transfer | None, reached: Transfer) -> None:
         """Set the parameters to update.
 
         target: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is done;
-        None: the update reads them from their tier.
+        None: the update reads them from their tier. reached: done when compute no longer uses the buffer, so that it
+        may be written.
         """
         self.target = target
         self.arrives = arrives
+        self.reached = reached
 
     def arrived(self) -> Gradient:
         assert self.gradient is not None
@@ -80,8 +85,9 @@ class UpdateJob:
             if arriving.exception() is None:
                 arriving.result().release()
 
-    def mark_computed(self) -> None:
-        self.computed.keep()
+    def mark_computed(self, landed: Transfer) -> None:
+        """Complete `computed`. landed: done when the parameters are in `target`."""
+        self.computed.keep(landed)
 
     def mark_done(self) -> None:
         self.done.keep()

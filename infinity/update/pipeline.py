@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -107,6 +108,7 @@ class _Running:
         self.arrived = DONE
         self.job.target = None
         self.job.arrives = None
+        self.job.reached = DONE
 
 
 @dataclass(slots=True)
@@ -209,6 +211,7 @@ class UpdatePipeline:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._places.device.enter_thread()
         while True:
             self._read_ahead()
             if self._reading:
@@ -282,12 +285,13 @@ class UpdatePipeline:
         places = self._places
         try:
             job.after.wait()
+            if work is target:
+                places.device.await_copy(job.reached)
             if job.arrives is None:
                 return places.param_tier.read(self._plan(job.layout).param, work)
             if work is target:
                 return job.arrives
-            job.arrives.wait()
-            return places.device.copy(work, target)
+            return places.device.copy(work, target, after=job.arrives)
         except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
             return Failed(error)
 
@@ -313,9 +317,14 @@ class UpdatePipeline:
         running = item.running
         transfers: list[Transfer] = []
         # Waits for every read, also after a failure: the kernel must have released the buffers.
-        for arriving in [*(window.arrived for window in item.windows), running.arrived]:
+        waits = [window.arrived.wait for window in item.windows]
+        if running.staging is not None:
+            waits.append(running.arrived.wait)
+        else:
+            waits.append(partial(self._places.device.await_copy, running.arrived))
+        for wait in waits:
             try:
-                arriving.wait()
+                wait()
             except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
                 running.failed = running.failed or error
         try:
@@ -339,6 +348,7 @@ class UpdatePipeline:
                     self.refused.append(job.layout.name)
             if running.skipped:
                 return
+            self._places.device.await_copy(job.arrived().reached)
             grad = _part(job.arrived().shard, tile.start, tile.stop)
         if running.runs is None:
             running.runs = job.runs()
@@ -383,8 +393,9 @@ class UpdatePipeline:
     def _conclude(self, running: _Running) -> list[Transfer]:
         """Finish a job whose tiles are all computed: start the write-back of parameters and release the gradient."""
         job, places = running.job, self._places
-        # On a device: this thread issued the optimizer kernels, and the model computes in another thread.
-        places.device.compute_reached().wait()
+        # Kernels on a device still read the gradient, whose buffer is released here.
+        landed = places.device.compute_reached()
+        landed.wait()
         job.release_gradient()
         if running.failed is not None:
             return []
@@ -392,12 +403,12 @@ class UpdatePipeline:
             write = places.param_tier.write(running.plan.param, running.memory)
             if running.staging is not None:
                 assert job.target is not None
-                places.device.copy(job.target, running.staging.tensor).wait()
+                landed = places.device.copy(job.target, running.staging.tensor, after=job.reached)
         except BaseException as error:  # noqa: BLE001 - carried by the job
             running.failed = error
             return []
-        job.mark_computed()
-        return [write]
+        job.mark_computed(landed)
+        return [write, landed]
 
     def _finish_write(self) -> None:
         write = self._writing.popleft()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from infinity.optim.cpu_adam import split_master, update_flat
 from infinity.plan.layout import Part
 from infinity.rules import Hyper
-from infinity.tiers.device import CudaDevice
+from infinity.tiers.accelerator import AcceleratorDevice
 from infinity.update.kernels import squared_norm, update_run
 from support.configs import PLACEMENTS, engine_config
 from support.loops import Batches, Result, assert_close, assert_same, plain, trained
@@ -38,6 +38,10 @@ def batches(count: int) -> Batches:
     return [tuple(part.cuda() for part in batch) for batch in token_batches(count)]
 
 
+def gpu() -> AcceleratorDevice:
+    return AcceleratorDevice(torch.device("cuda", 0))
+
+
 def model() -> Stack:
     torch.manual_seed(0)
     return Stack()
@@ -47,26 +51,34 @@ def model() -> Stack:
 @pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
 def test_every_placement_matches_a_plain_loop_on_the_same_device(param: str, optim: str, clip: float) -> None:
     config = engine_config(param, optim, clip=clip)
-    ours = trained(model(), batches(8), config, CudaDevice(0))
+    ours = trained(model(), batches(8), config, gpu())
     assert_close(ours, plain(model().cuda(), batches(8), config), loss=1e-5, parameters=1e-4)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_where_host_and_nvme_states_live_changes_no_bit(clip: float, accumulation: int) -> None:
-    """The device's optimizer is torch's fused kernel; between host and nvme it is the same native one."""
+    """States on host and nvme are updated by the same native kernel, so their bits agree."""
     results: list[Result] = []
     for param, optim in [(p, o) for p, o in PLACEMENTS if o != "none"]:
         config = engine_config(param, optim, bf16=True, clip=clip, accumulation=accumulation)
-        results.append(trained(model(), batches(6), config, CudaDevice(0)))
+        results.append(trained(model(), batches(6), config, gpu()))
     for other in results[1:]:
         assert_same(results[0], other)
 
 
 @pytest.mark.parametrize("schedule", ["during_backward", "after_backward", "next_forward"])
 def test_update_schedules_agree(schedule: str) -> None:
-    ours = trained(model(), batches(6), engine_config(bf16=True, update=schedule), CudaDevice(0))
-    assert_same(ours, trained(model(), batches(6), engine_config(bf16=True, update="after_backward"), CudaDevice(0)))
+    ours = trained(model(), batches(6), engine_config(bf16=True, update=schedule), gpu())
+    assert_same(
+        ours,
+        trained(
+            model(),
+            batches(6),
+            engine_config(bf16=True, update="after_backward"),
+            gpu(),
+        ),
+    )
 
 
 @pytest.mark.parametrize("kept", ["remainder", "master"])
@@ -102,11 +114,11 @@ def test_the_norm_on_the_device_is_the_norm_on_the_host() -> None:
 
 def test_one_rank_over_nccl_runs_the_collectives() -> None:
     config = engine_config(bf16=True, clip=0.5)
-    alone = trained(model(), batches(4), config, CudaDevice(0))
+    alone = trained(model(), batches(4), config, gpu())
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29577")
     dist.init_process_group("nccl", rank=0, world_size=1)
     try:
-        assert_same(trained(model(), batches(4), config, CudaDevice(0)), alone)
+        assert_same(trained(model(), batches(4), config, gpu()), alone)
     finally:
         dist.destroy_process_group()

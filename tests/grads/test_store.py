@@ -25,7 +25,7 @@ from infinity.plan.placement import Policy, State, place
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import Transfer
 from infinity.units.unit import Unit
 from support.late_device import LateDevice
 from support.late_disk import LateSlab, LateTransfer
@@ -81,17 +81,17 @@ class Bench:
         self.device = device
         self.store = GradStore(Communicator(device), places)
 
-    def sent(self, gradient: torch.Tensor, reduced: Transfer = DONE) -> Sent:
+    def sent(self, gradient: torch.Tensor, reduced: Transfer | None = None) -> Sent:
         lease = self.pool.lease(self.unit.layout.nbytes)
         flat = lease.flat(torch.float32)
         flat.copy_(gradient)
-        return Sent(self.unit, flat, lease, reduced, self.device.compute_reached(), {0}, None)
+        return Sent(self.unit, flat, lease, reduced or self.device.compute_reached(), {0}, None)
 
-    def late(self, gradient: torch.Tensor, which: str) -> Sent:
-        """Return a gradient that is in its buffer only after a wait for the transfer `which`."""
+    def late(self, gradient: torch.Tensor) -> Sent:
+        """Return a gradient that is in its buffer only after a wait for its reduction."""
         sent = self.sent(torch.full((NUMEL,), torch.nan))
         flat = sent.flat
-        setattr(sent, which, LateTransfer(lambda: flat.copy_(gradient)))
+        sent.reduced = LateTransfer(lambda: flat.copy_(gradient))
         return sent
 
     @property
@@ -111,10 +111,8 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     made.store.close()
 
 
-@pytest.mark.parametrize("which", ["reduced", "reached"])
-def test_a_gradient_is_stored_once_it_is_there(bench: Bench, which: str) -> None:
-    """A gradient is stored after a wait for the collective (reduced) or for compute (reached)."""
-    bench.store.keep(bench.late(GRADIENTS[0], which))
+def test_a_gradient_is_stored_once_it_is_reduced(bench: Bench) -> None:
+    bench.store.keep(bench.late(GRADIENTS[0]))
     bench.store.settle()
     assert torch.equal(bench.in_tier, GRADIENTS[0])
     squares = GRADIENTS[0].double().square().sum().item()
@@ -122,9 +120,8 @@ def test_a_gradient_is_stored_once_it_is_there(bench: Bench, which: str) -> None
     bench.assert_all_given_back()
 
 
-@pytest.mark.parametrize("which", ["reduced", "reached"])
-def test_a_gradient_lands_once_it_is_there(bench: Bench, which: str) -> None:
-    gradient = bench.store.land(bench.late(GRADIENTS[0], which)).result(60)
+def test_a_gradient_lands_once_it_is_reduced(bench: Bench) -> None:
+    gradient = bench.store.land(bench.late(GRADIENTS[0])).result(60)
     assert torch.equal(gradient.shard, GRADIENTS[0])
     gradient.release()
     bench.assert_all_given_back()

@@ -68,9 +68,9 @@ def training(
         held, skipped = engine.ledger.tier_bytes(), engine.skipped_steps
         traffic = engine.parts.ranks.traffic
         if isinstance(device, LateDevice):  # what a collective wrote is there when it ends
-            ended = sum(point.thread.startswith("infinity-comm") for point in device.reached)
-            assert ended == traffic.all_gathers + traffic.reduce_scatters + traffic.all_reduces
-            assert all(point.waited for point in device.reached)
+            ended = [point for point in device.reached if point.thread.startswith("infinity-comm")]
+            assert len(ended) >= traffic.all_gathers + traffic.reduce_scatters + traffic.all_reduces
+            assert all(point.waited for point in ended)
         return {"losses": losses, "norms": norms, "values": values, "held": held, "skipped": skipped}
 
 

@@ -100,11 +100,11 @@ def late(rank: int, *, what: str, sharded: bool) -> tuple[torch.Tensor, bool]:
         def arrive() -> None:
             part.copy_(arriving)
 
-        after = LateTransfer(arrive)
         if what == "gather":
-            ranks.all_gather(flat, after, 0).wait()
+            ranks.all_gather(flat, LateTransfer(arrive), 0).wait()
             return flat, all(point.waited for point in device.reached)
-        ranks.reduce(flat, after, layout, {0}).wait()
+        arrive()
+        ranks.reduce(flat, layout, {0}).wait()
         return ranks.shard(flat).clone(), all(point.waited for point in device.reached)
     finally:
         ranks.close()

@@ -78,10 +78,10 @@ class Bench:
             shard = lease.flat(torch.float32)
             shard.copy_(gradient)
             arriving = Future()
-            arriving.set_result(Gradient(shard, lease, squared_norm(shard, self.layout.parts(0))))
+            arriving.set_result(Gradient(shard, lease, squared_norm(shard, self.layout.parts(0)), DONE))
         runs = self.layout.runs(0, {0: step})
         job = UpdateJob(self.layout, lambda: runs, [HYPER], 1.0, 0, arriving, require_finite=require_finite)
-        job.attach(self.buffer.view(torch.uint8), DONE)
+        job.attach(self.buffer.view(torch.uint8), DONE, DONE)
         return job
 
     def assert_all_given_back(self) -> None:
@@ -267,7 +267,7 @@ def test_parameters_that_arrive_after_another_units_update(staged: bool) -> None
     """
     bench = Bench(staged=staged)
     first, second = (bench.job(1, gradient) for gradient in gradients(2, bench.layout.numel))
-    second.attach(bench.buffer.view(torch.uint8), first.computed)
+    second.attach(bench.buffer.view(torch.uint8), first.computed, DONE)
     bench.pipeline.submit(first)
     bench.pipeline.submit(second)
     second.done.wait()
@@ -279,7 +279,7 @@ def test_parameters_that_arrive_with_the_update_before(bench: Bench) -> None:
     """The second update of a unit that was fetched during its first waits for the transfers under way itself."""
     given = gradients(2, bench.layout.numel)
     first, second = (bench.job(step, gradient) for step, gradient in enumerate(given, 1))
-    second.attach(bench.buffer.view(torch.uint8), first.computed)
+    second.attach(bench.buffer.view(torch.uint8), first.computed, DONE)
     second.after = first.done
     bench.pipeline.submit(first)
     bench.pipeline.submit(second)

@@ -1,0 +1,136 @@
+"""A device with memory and streams of its own: CUDA, ROCm or XPU, through torch's generic streams and events.
+
+CUDA's alone are the registration of host memory (`infinity.tiers.memory`) and the optimizer kernels
+(`infinity.optim.cuda_adam`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from infinity.tiers.available import available_memory
+from infinity.tiers.device import CpuDevice, Device, fingerprint_by_torch
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.transfer import DONE, Transfer, issued
+
+
+class StreamTransfer:
+    """Work on a stream, up to an event."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        # Blocking: a host thread that waits sleeps, and leaves its core to the optimizer's threads.
+        self.event = torch.Event(stream.device, blocking=True)
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+
+class AcceleratorDevice(Device):
+    """Accelerator with one stream for copies to it, one for copies from it, and one for each helper thread."""
+
+    host_addressable = False
+
+    def __init__(self, device: torch.device) -> None:
+        """device: with an index. It becomes the calling thread's current device."""
+        self.torch_device = device
+        torch.accelerator.set_device_index(device)
+        self._to_device = torch.Stream(device)
+        self._from_device = torch.Stream(device)
+        self._helper = threading.local()
+        self._model_stream: torch.Stream | None = None
+        """The stream on which a model's thread computed last."""
+        self._library = torch.get_device_module(device)
+
+    def enter_thread(self) -> None:
+        torch.accelerator.set_device_index(self.torch_device)
+        self._helper.stream = torch.Stream(self.torch_device)
+        torch.accelerator.set_stream(self._helper.stream)
+
+    def follow_compute(self) -> None:
+        self._current_stream()
+
+    def _current_stream(self) -> torch.Stream:
+        """Return the calling thread's stream; a model's stream follows the one that a model's thread used before."""
+        own: torch.Stream | None = getattr(self._helper, "stream", None)
+        if own is not None:
+            return own
+        stream = torch.accelerator.current_stream(self.torch_device)
+        before, self._model_stream = self._model_stream, stream
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+        return stream
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
+        return host_tensor(nbytes, pin=pin and self.torch_device.type == "cuda")
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        if destination.is_cpu and source.is_cpu:
+            if after is not None:
+                after.wait()
+            destination.copy_(source)
+            return DONE
+        stream = self._from_device if destination.is_cpu else self._to_device
+        # Compute that is queued may still use the buffers.
+        _follow(stream, StreamTransfer(self._current_stream()) if after is None else after)
+        with _current(stream):
+            destination.copy_(source, non_blocking=True)
+        return StreamTransfer(stream)
+
+    def await_copy(self, transfer: Transfer) -> None:
+        _follow(self._current_stream(), transfer)
+
+    def compute_reached(self) -> Transfer:
+        return StreamTransfer(self._current_stream())
+
+    def fingerprint(self, memory: torch.Tensor) -> int:
+        return fingerprint_by_torch(memory)
+
+    def available_bytes(self) -> int:
+        free = getattr(self._library, "mem_get_info", None)
+        return int(free(self.torch_device)[0]) if free is not None else available_memory()
+
+    def peak_bytes(self) -> int:
+        peak = getattr(self._library, "max_memory_allocated", None)
+        return int(peak(self.torch_device)) if peak is not None else 0
+
+
+def _follow(stream: torch.Stream, transfer: Transfer) -> None:
+    """Make work issued to `stream` from now on start after `transfer`. Waits for the part of background threads."""
+    transfer = issued(transfer)
+    if isinstance(transfer, StreamTransfer):
+        stream.wait_event(transfer.event)
+    else:
+        transfer.wait()
+
+
+@contextmanager
+def _current(stream: torch.Stream) -> Iterator[None]:
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def default_device() -> Device:
+    """Return this rank's accelerator (LOCAL_RANK of torchrun, else torch's current one); without one, the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":  # MPS has no streams
+        return CpuDevice()
+    index = torch.accelerator.current_device_index()
+    if "LOCAL_RANK" in os.environ:
+        index = int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()
+    return AcceleratorDevice(torch.device(accelerator.type, index))
