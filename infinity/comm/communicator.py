@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from infinity.comm.agreement import by_value, disagreement, failures
 from infinity.comm.announcements import WORDS, Announcement, Operation, flag_words, pack_flags, unpack_flags
-from infinity.comm.groups import Group, data_parallel, destroy_group, duplicate_group
+from infinity.comm.groups import Group, backend_of, data_parallel, destroy_group, duplicate_group
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import InfinityError, RanksError
@@ -73,7 +73,7 @@ class Communicator:
         self._mesh = TensorParallelMesh()
         if self.replicas is not None:
             self.rank, self.size = dist.get_rank(self.replicas), dist.get_world_size(self.replicas)
-            self.backend = str(dist.get_backend(self.replicas))
+            self.backend = backend_of(self.replicas, device.torch_device)
             self._group = duplicate_group(self.replicas, self.backend)
             if self.backend == "gloo":
                 # A rank whose construction fails leaves at once, while others are still connecting to it.

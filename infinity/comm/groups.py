@@ -41,6 +41,18 @@ def data_parallel(given: Group | None) -> dist.ProcessGroup | None:
     return given
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that `group` uses for tensors on `device`, such as "gloo" or "nccl".
+
+    A group may have one backend for each type of device ("cpu:gloo,cuda:nccl").
+    """
+    try:
+        name: str = group._get_backend(device).name()
+    except (RuntimeError, AttributeError):  # the group has one backend, which lists other devices
+        return str(dist.get_backend(group))
+    return name
+
+
 def duplicate_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """Create a new group of the same ranks with the same timeout. All its ranks call it.
 

@@ -94,6 +94,11 @@ class AcceleratorDevice(Device):
     def compute_reached(self) -> Transfer:
         return StreamTransfer(self._current_stream())
 
+    def poison(self, buffer: torch.Tensor) -> None:
+        buffer.fill_(0xFF)
+        if not buffer.is_cpu and hasattr(self._helper, "stream"):
+            self.compute_reached().wait()  # a model's thread uses the buffer next, on another stream
+
     def fingerprint(self, memory: torch.Tensor) -> int:
         return fingerprint_by_torch(memory)
 

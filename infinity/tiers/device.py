@@ -67,6 +67,10 @@ class Device(ABC):
         """
         return _adam.fingerprint(memory.data_ptr(), memory.numel())
 
+    def poison(self, buffer: torch.Tensor) -> None:
+        """Fill a released buffer with 0xFF, which is NaN in every float format."""
+        buffer.fill_(0xFF)
+
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Return whether the host's I/O and optimizer kernels can work in `tensor` directly."""
         return tensor.device.type == "cpu"

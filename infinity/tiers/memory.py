@@ -27,8 +27,8 @@ _SEGMENT = 64 << 20
 def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     """Return a zeroed uint8 tensor (nbytes,) whose storage is a mapping of its own, aligned to pages.
 
-    pin: register it with CUDA. If that fails (a small memlock limit), warns once and continues unpinned. Raises
-    OutOfMemoryError if the system refuses the mapping.
+    pin: register it with CUDA. If that fails, warns once and continues unpinned. Raises OutOfMemoryError if the system
+    refuses the mapping.
     """
     length = max(nbytes, 1)
     try:
@@ -88,16 +88,28 @@ def _pin(tensor: torch.Tensor, length: int) -> None:
     """Register the memory of `tensor` with CUDA for as long as it is mapped."""
     global _pin_refused
     cudart = torch.cuda.cudart()
-    result = cudart.cudaHostRegister(tensor.data_ptr(), length, 0)
-    if int(result) == 0:
+    result = int(cudart.cudaHostRegister(tensor.data_ptr(), length, 0))
+    if result == 0:
         before_unmapping(tensor, partial(cudart.cudaHostUnregister, tensor.data_ptr()))
-    elif not _pin_refused:
+        return
+    _clear_cuda_error()
+    if not _pin_refused:
         _pin_refused = True
         warnings.warn(
-            f"host memory could not be pinned (CUDA error {int(result)}; `ulimit -l` limits it): transfers to the "
-            "GPU will be slower.",
+            f"{length:,} bytes of host memory could not be pinned (CUDA error {result}): copies to and from the GPU "
+            "are slower and do not overlap. Free host memory, or set pin_memory to false to pin no states.",
             stacklevel=3,
         )
+
+
+def _clear_cuda_error() -> None:
+    """Clear the error that a failed call of the CUDA runtime leaves; the next kernel launch would raise it."""
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # the one that torch loaded
+        runtime.cudaGetLastError()
+    except OSError:  # torch links it statically: a launch raises and clears it
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device="cuda").zero_()
 
 
 def storage_users(tensor: torch.Tensor) -> int:

@@ -80,10 +80,14 @@ class NvmeTier(Tier):
         self._file = file
         self._engine = engine
         self._device = device
-        self._mover: ThreadPoolExecutor | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._writer: ThreadPoolExecutor | None = None
         if not device.host_addressable:
-            # Two threads: a queue of writes must not delay a fetch.
-            self._mover = ThreadPoolExecutor(2, thread_name_prefix="infinity-staging", initializer=device.enter_thread)
+            # A thread each, so that a queue of writes does not delay a fetch, and a read has the drive to itself.
+            self._reader, self._writer = (
+                ThreadPoolExecutor(1, thread_name_prefix=f"infinity-{name}", initializer=device.enter_thread)
+                for name in ("staging-reads", "staging-writes")
+            )
             self._staging = Pool(self._staging_buffer, staging_pool().sizes, name="staging")
             self.staging_nbytes = self._staging.nbytes
 
@@ -101,14 +105,14 @@ class NvmeTier(Tier):
         return self._engine.bytes_written
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        if self._mover is None or self._device.is_host(destination):
+        if self._reader is None or self._device.is_host(destination):
             return self._read(extent, destination, offset)
-        return run_on(self._mover, self._staged_read, extent, destination, offset, self._device.compute_reached())
+        return run_on(self._reader, self._staged_read, extent, destination, offset, self._device.compute_reached())
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
-        if self._mover is None or self._device.is_host(source):
+        if self._writer is None or self._device.is_host(source):
             return self._write(extent, source, offset)
-        return run_on(self._mover, self._staged_write, extent, source, offset, self._device.compute_reached())
+        return run_on(self._writer, self._staged_write, extent, source, offset, self._device.compute_reached())
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         lease = pool.try_lease(nbytes)
@@ -129,8 +133,9 @@ class NvmeTier(Tier):
         register(self._engine, memory)
 
     def close(self) -> None:
-        if self._mover is not None:
-            self._mover.shutdown()
+        for executor in (self._reader, self._writer):
+            if executor is not None:
+                executor.shutdown()
         self._engine.close()
         self._file.close()
 

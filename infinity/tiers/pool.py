@@ -113,8 +113,8 @@ class Lease:
 class Pool:
     """Fixed buffers in a few size classes. Thread-safe.
 
-    make: allocates a uint8 buffer of a given size. sizes: buffer bytes → count. poison: fill released buffers with 0xFF
-    (NaN in every float format). fifo: reuse the buffer that has been free longest; default: the last released one.
+    make: allocates a uint8 buffer of a given size. sizes: buffer bytes → count. poison: fills released buffers with NaN; None:
+    they keep their bytes. fifo: reuse the buffer that has been free longest; default: the last released one.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Pool:
         sizes: Mapping[int, int],
         *,
         name: str,
-        poison: bool = False,
+        poison: Callable[[torch.Tensor], object] | None = None,
         fifo: bool = False,
     ) -> None:
         self.name = name
@@ -223,8 +223,8 @@ class Pool:
         return storage_users(buffer) > self._unused + beyond
 
     def _give_back(self, buffer: torch.Tensor) -> None:
-        if self._poison:
-            buffer.fill_(0xFF)
+        if self._poison is not None:
+            self._poison(buffer)
         with self._access:
             self._free[buffer.numel()].append(buffer)
             if self._waiting:

@@ -23,7 +23,8 @@ class Pools:
         for spec in specs:
             allocate = device.empty if spec.tier == "device" else device.host_buffer
             make = partial(_registered, allocate, device, registered)
-            self._pools[spec.name] = Pool(make, spec.sizes, name=spec.name, poison=debug, fifo=debug)
+            poison = device.poison if debug else None
+            self._pools[spec.name] = Pool(make, spec.sizes, name=spec.name, poison=poison, fifo=debug)
             self._tier_of[spec.name] = spec.tier
 
     def __getitem__(self, name: str) -> Pool:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.errors import ConfigError
 from infinity.gpt2.duration import MIN_STEPS
-from infinity.gpt2.engine_config import engine_config, scheduled_steps
+from infinity.gpt2.engine_config import _precision, engine_config, scheduled_steps
 from infinity.gpt2.options import BATCH_SIZE, JobOptions
 
 
@@ -59,3 +60,15 @@ def test_config_without_a_schedule_gives_no_number_of_steps(tmp_path: Path) -> N
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 7}}
     assert scheduled_steps(engine_config(JobOptions(config=written(tmp_path)))) is None
     assert scheduled_steps(engine_config(JobOptions(config=written(tmp_path, scheduler=schedule)))) == 7
+
+
+@pytest.mark.parametrize(("emulated", "section"), [(False, "bf16"), (True, "fp16")])
+def test_default_precision_of_a_gpu_is_not_emulated(
+    monkeypatch: pytest.MonkeyPatch, emulated: bool, section: str
+) -> None:
+    def supported(*, including_emulation: bool = True) -> bool:
+        return including_emulation or not emulated
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert _precision() == {section: {"enabled": True}}

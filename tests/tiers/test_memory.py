@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tiers import memory
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
@@ -71,3 +74,17 @@ def test_registered_buffers_come_and_go(tmp_path: Path) -> None:
     tier.close()
     kept = host_tensor(NBYTES)
     tier.register(kept)  # too late to matter
+
+
+def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed registration is reported once, and its error is cleared, which the next kernel would raise."""
+    cleared: list[bool] = []
+    refusing = SimpleNamespace(cudaHostRegister=lambda address, nbytes, flags: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(memory, "_clear_cuda_error", lambda: cleared.append(True))
+    monkeypatch.setattr(memory, "_pin_refused", False)
+    with pytest.warns(UserWarning, match=r"4,096 bytes of host memory could not be pinned \(CUDA error 2\)"):
+        first = host_tensor(4096, pin=True)
+    second = host_tensor(4096, pin=True)
+    assert len(cleared) == 2
+    assert not first.any() and not second.any()

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from infinity.errors import InfinityError, LifetimeError
+from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor, storage_users
 from infinity.tiers.pool import Pool
 
 
 def pool(sizes: dict[int, int] | None = None, *, poison: bool = False, fifo: bool = False) -> Pool:
-    return Pool(host_tensor, sizes or {64: 2}, name="test", poison=poison, fifo=fifo)
+    fill = CpuDevice().poison if poison else None
+    return Pool(host_tensor, sizes or {64: 2}, name="test", poison=fill, fifo=fifo)
 
 
 def free(made: Pool) -> int:

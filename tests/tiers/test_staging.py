@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +105,28 @@ def test_memory_is_kept_while_a_request_goes_on() -> None:
             request.wait()
         assert request.done() == ended
         assert storage_users(memory) == users
+
+
+def test_queued_writes_do_not_delay_a_read(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    class Waiting(NvmeTier):
+        def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+            return LateTransfer(lambda: go_on.wait(60))
+
+        def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+            return LateTransfer(lambda: memory.fill_(7))
+
+    engine = open_engine(block_size=1 << 20, queue_depth=4, threads=1)
+    tier = Waiting(open_swap_files([tmp_path], NBYTES, name="x"), NBYTES, engine, LateDevice())
+    try:
+        source, target = tier._device.empty(NBYTES), tier._device.empty(STAGING_BYTES)
+        writes = [tier.write(EXTENT, source) for _ in range(3)]
+        tier.read(EXTENT, target).wait()
+        assert (target == 7).all() and not any(write.done() for write in writes)
+        go_on.set()
+        for write in writes:
+            write.wait()
+    finally:
+        go_on.set()
+        tier.close()

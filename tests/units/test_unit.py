@@ -11,6 +11,7 @@ from torch import nn
 from infinity.errors import LifetimeError, ResidencyError, UsageError
 from infinity.plan.discovered import Member
 from infinity.plan.layout import layout_unit
+from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.units import binding
@@ -28,7 +29,7 @@ def make() -> tuple[Unit, Pool]:
     layout = layout_unit(0, "unit", [Member("a", (4, 3), 0), Member("b", (5,), 0)], torch.float32, True, 1)
     unit = Unit(layout, parameters, torch.device("cpu"))
     binding.unbind(unit)
-    return unit, Pool(host_tensor, {layout.nbytes: 2}, name="units", poison=True, fifo=True)
+    return unit, Pool(host_tensor, {layout.nbytes: 2}, name="units", poison=CpuDevice().poison, fifo=True)
 
 
 def bound() -> tuple[Unit, Pool]:

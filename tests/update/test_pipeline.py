@@ -30,6 +30,7 @@ from support.late_disk import LateSlab
 TILE = 4096
 NUMEL = 3 * TILE + 2048
 HYPER = Hyper(lr=0.01)
+POISON = CpuDevice().poison
 
 
 class Bench:
@@ -48,9 +49,9 @@ class Bench:
         self.extents = {state: placement.of(0, state) for state in State}
         nbytes = placement.nbytes["nvme"]
         self.tier: Any = LateSlab(nbytes) if late else SlabTier("host", nbytes, CpuDevice(), on_device=False)
-        self.tiles = Pool(host_tensor, {TILE * 8: 6}, name="tiles", poison=True, fifo=True)
-        self.grad_tiles = Pool(host_tensor, {TILE * 4: 6}, name="gradient tiles", poison=True, fifo=True)
-        self.grads = Pool(host_tensor, {self.layout.nbytes: 2}, name="gradients", poison=True, fifo=True)
+        self.tiles = Pool(host_tensor, {TILE * 8: 6}, name="tiles", poison=POISON, fifo=True)
+        self.grad_tiles = Pool(host_tensor, {TILE * 4: 6}, name="gradient tiles", poison=POISON, fifo=True)
+        self.grads = Pool(host_tensor, {self.layout.nbytes: 2}, name="gradients", poison=POISON, fifo=True)
         self.buffer = torch.zeros(self.layout.numel)
         places = UpdateBuffers(
             device=CpuDevice(),
@@ -65,7 +66,7 @@ class Bench:
             reads_ahead=3,
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
-            param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=True) if staged else None,
+            param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=POISON) if staged else None,
             grads=own,
         )
         self.pipeline = UpdatePipeline(places, update_run)
