@@ -1,4 +1,4 @@
-"""Precision of the model's forward: the casts of `auto_cast`, and the context of `torch_autocast`."""
+"""Inputs and precision of the forward: device, the casts of `auto_cast`, the context of `torch_autocast`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ForwardPrecision:
-    """The dtypes that a config sets for forwards of the model."""
+    """The device of a model's inputs, and the dtypes that a config sets for its forwards."""
 
-    device_type: str
+    device: torch.device
+    """Tensors in host memory are moved here."""
     inputs: torch.dtype | None
     """Dtype to which floating-point inputs are cast; None: they stay as they are."""
     autocast: torch.dtype | None
@@ -34,20 +35,22 @@ class ForwardPrecision:
         casts = any(section.enabled and section.auto_cast for section in (config.bf16, config.fp16))
         section = config.torch_autocast
         autocast = DTYPES[section.dtype] if section.enabled and section.dtype is not None else None
-        if not casts and autocast is None:
+        if not casts and autocast is None and device.type == "cpu":
             return None
-        return cls(device.type, dtype if casts else None, autocast)
+        return cls(device, dtype if casts else None, autocast)
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that casts its positional arguments and calls `call` under autocast."""
-        inputs, autocast = self.inputs, self.autocast
+        """Return a function that moves its arguments, casts the positional ones and calls `call` under autocast."""
+        device, inputs, autocast = self.device, self.inputs, self.autocast
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if device.type != "cpu":
+                args, kwargs = moved(args, device), moved(kwargs, device)
             if inputs is not None:
                 args = cast(args, inputs)
             if autocast is None:
                 return call(*args, **kwargs)
-            with torch.autocast(self.device_type, autocast, cache_enabled=False):  # see `Scope.enter` on the cache
+            with torch.autocast(device.type, autocast, cache_enabled=False):  # see `Scope.enter` on the cache
                 return call(*args, **kwargs)
 
         return breaks_graphs(run)
@@ -55,12 +58,29 @@ class ForwardPrecision:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with floating-point tensors cast to `dtype`, in nested lists, tuples and dicts, too."""
+    return _mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return `value` with tensors of host memory on `device`, in nested lists, tuples and dicts, too.
+
+    Pinned memory is copied asynchronously. Scalar tensors stay: PyTorch combines them with tensors of any device.
+    """
+    return _mapped(value, lambda tensor: tensor.to(device, non_blocking=True) if _is_movable(tensor) else tensor)
+
+
+def _is_movable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dim() > 0
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply `change` to all tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast(item, dtype) for item in value))
+        return type(value)(*(_mapped(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(cast(item, dtype) for item in value)
+        return type(value)(_mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: cast(item, dtype) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     return value

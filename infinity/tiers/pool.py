@@ -113,8 +113,8 @@ class Lease:
 class Pool:
     """Fixed buffers in a few size classes. Thread-safe.
 
-    make: allocates a uint8 buffer of a given size. sizes: buffer bytes → count. poison: fills released buffers with NaN; None:
-    they keep their bytes. fifo: reuse the buffer that has been free longest; default: the last released one.
+    make: allocates a uint8 buffer of a given size. sizes: buffer bytes → count. poison: fills released buffers with
+    NaN; None: they keep their bytes. fifo: reuse the buffer that has been free longest; default: the last released one.
     """
 
     def __init__(

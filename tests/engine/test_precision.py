@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.config import Config
+from infinity.engine.precision import ForwardPrecision
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.tiers.device import CpuDevice
@@ -281,3 +282,19 @@ def test_dtypes_of_buffers(top: dict[str, Any], expected: str) -> None:
         assert count.dtype == torch.int64 and model["part"].frequencies is held
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, before[name].to(buffer.dtype)), name
+
+
+def test_inputs_in_host_memory_move_to_the_device_of_the_engine() -> None:
+    """Nested tensors move, scalars stay, as PyTorch combines them with tensors of any device."""
+    Pair = namedtuple("Pair", "left right")
+    batch = {"ids": torch.zeros(2, 3), "rest": [Pair(torch.ones(4), None)], "scale": torch.tensor(2.0), "name": "x"}
+    run = ForwardPrecision(torch.device("meta"), None, None).around(lambda *args, **kwargs: (args, kwargs))
+    (first,), keywords = run(batch, mask=torch.ones(2))
+    assert first["ids"].device.type == first["rest"][0].left.device.type == keywords["mask"].device.type == "meta"
+    assert first["rest"][0].right is None and first["name"] == "x"
+    assert first["scale"].device.type == "cpu" and first["scale"] == 2
+
+
+def test_forwards_on_the_host_without_casts_need_no_wrapper() -> None:
+    assert ForwardPrecision.of(Config.load({"train_batch_size": 1}), torch.device("cpu"), None) is None
+    assert ForwardPrecision.of(Config.load({"train_batch_size": 1}), torch.device("meta"), None) is not None
