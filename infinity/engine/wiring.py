@@ -27,11 +27,12 @@ from infinity.grads.store import GradBuffers, GradStore
 from infinity.plan import pools as sizes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan, make_plan
-from infinity.plan.policy import compute_dtype
+from infinity.plan.policy import compute_dtype, updates_in_place
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.open_tiers import open_tiers
 from infinity.tiers.pools import Pools
+from infinity.tiers.slab import SlabTier
 from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
 from infinity.units.discover import ModelUnits, discover_model
@@ -182,6 +183,14 @@ def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Devi
     )
 
 
+def _param_slab(plan: Plan, tiers: dict[str, Tier]) -> SlabTier | None:
+    if not updates_in_place(plan.policy, plan.device):
+        return None
+    slab = tiers[plan.policy.param_tier]
+    assert isinstance(slab, SlabTier)
+    return slab
+
+
 def _update_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> UpdateBuffers:
     rules, tier = plan.policy, tiers[plan.policy.optim_tier]
     return UpdateBuffers(
@@ -198,5 +207,6 @@ def _update_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: De
         tile_pool=pools[sizes.TILES],
         grad_tile_pool=pools[sizes.GRADIENT_TILES],
         param_pool=pools.get(sizes.PARAMETER_SHARDS),
+        param_slab=_param_slab(plan, tiers),
         grads=rules.grads,
     )

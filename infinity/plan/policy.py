@@ -127,6 +127,14 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
     )
 
 
+def updates_in_place(policy: Policy, device: DeviceInfo) -> bool:
+    """Return whether the host updates parameters in the extents of its tier, from which the device then copies them.
+
+    Otherwise it updates them in buffers: those of units if the device computes in host memory, else staging buffers.
+    """
+    return policy.param_tier == "host" and policy.optim_tier != "device" and not device.host_addressable
+
+
 def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) -> bool:
     """Return whether the gradients of any number of micro-batches add up in `data_types.grad_accum_dtype` or in fp32.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from infinity.plan.discovered import Discovered
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Policy
-from infinity.plan.policy import DeviceInfo, RankInfo
+from infinity.plan.policy import DeviceInfo, RankInfo, updates_in_place
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -129,7 +129,8 @@ def update_pools(
     count = _in_flight(_TILE_BUFFERS, states, debug=debug) if policy.optim_tier == "nvme" else 0
     yield PoolSpec(TILES, "host", {states: count} if count else {})
     yield PoolSpec(GRADIENT_TILES, "host", {grads: count} if count else {})
-    if not device.host_addressable and policy.optim_tier != "device":
+    on_host = not device.host_addressable and policy.optim_tier != "device"
+    if on_host and not updates_in_place(policy, device):
         yield PoolSpec(PARAMETER_SHARDS, "host", {max(x.shard_nbytes for x in layouts): 2})
 
 

@@ -57,6 +57,10 @@ class SlabTier(Tier):
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         return self._device.copy(self._view(extent, offset, source.numel()), source)
 
+    def memory(self, extent: Extent) -> torch.Tensor:
+        """Return the bytes of an extent, uint8 (nbytes,): a view of the slab."""
+        return self._view(extent, 0, extent.nbytes)
+
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         return Window(self._view(extent, offset, nbytes), DONE, extent, offset)
 

@@ -151,9 +151,9 @@ class UnitStore:
             # Edited elements of 16-bit parameters are found by comparison with the tier, so the write of the update
             # must end before the user can edit the buffer.
             unit.job.done.wait()
-        transfer, unit.transfer = unit.transfer, None
+        unit.fetched, unit.transfer = unit.transfer, None
         try:
-            self._device.await_copy(transfer)
+            self._device.await_copy(unit.fetched)
         except BaseException:
             self._drop(unit, valid=False)
             raise
@@ -240,13 +240,13 @@ class UnitStore:
             if viewed:
                 self.kept.note_overwritten(unit)
             if self._was_edited(unit):
-                unit.snapshot_read.wait()
-                self._states.sync_masters_from_edit(unit)
+                self._write_back(unit)
             self._leave(unit)
             if early and viewed:
                 arrives = self._leave_to_viewers(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
+            unit.fetched = arrives or DONE
         if unit.lease.is_substituted:
             self.kept.note_overwritten(unit)
         if self.kept.is_overwritten(unit):
@@ -260,7 +260,8 @@ class UnitStore:
         # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
         job.after = unit.snapshot_read if unit.job is None else unit.job.done
         unit.job = job
-        job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives, reached)
+        job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives, reached, unit.fetched)
+        unit.fetched = DONE
         self._pipeline.submit(job)
         if early and viewed:
             self.kept.warn(unit)

@@ -75,6 +75,8 @@ class Unit:
         self.residency = Residency.RELEASED
         self.lease: Lease | None = None
         self.transfer: Transfer | None = None
+        self.fetched: Transfer = DONE
+        """The last fetch, which reads the parameters' tier until it is done."""
         self.pin_count = 0
         """Number of running forwards and other scopes that need the unit resident."""
         self.token = object()

@@ -59,21 +59,25 @@ class UpdateJob:
         self.target: torch.Tensor | None = None
         self.arrives: Transfer | None = None
         self.reached: Transfer = DONE
+        self.fetched: Transfer = DONE
         self.after: Transfer = DONE
         """Done when this update may start: after the unit's previous update, whose writes it reads, and after a save
         that still reads the states.
         """
 
-    def attach(self, target: torch.Tensor, arrives: Transfer | None, reached: Transfer) -> None:
+    def attach(
+        self, target: torch.Tensor, arrives: Transfer | None, reached: Transfer, fetched: Transfer = DONE
+    ) -> None:
         """Set the parameters to update.
 
         target: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is done;
         None: the update reads them from their tier. reached: done when compute no longer uses the buffer, so that it
-        may be written.
+        may be written. fetched: done when the last fetch no longer reads their tier, so that it may be written.
         """
         self.target = target
         self.arrives = arrives
         self.reached = reached
+        self.fetched = fetched
 
     def arrived(self) -> Gradient:
         assert self.gradient is not None

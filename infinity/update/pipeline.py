@@ -25,6 +25,7 @@ from infinity.plan.placement import Extent, Tile, tiles
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
+from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Failed, Transfer
 from infinity.update.job import INLINE, UpdateJob
 
@@ -52,8 +53,15 @@ class UpdateBuffers:
     tile_pool: Pool
     grad_tile_pool: Pool
     param_pool: Pool | None
-    """Host buffers for parameter shards; None if the update works in the device buffers themselves."""
+    """Host buffers for parameter shards; None if the update works in the device buffers or in `param_slab`."""
+    param_slab: SlabTier | None
+    """The tier in whose extents the host updates parameters; None: it works in buffers."""
     grads: Callable[[torch.dtype], GradDtypes]
+
+    @property
+    def in_target(self) -> bool:
+        """Return whether the update works in the unit's buffer itself."""
+        return self.param_pool is None and self.param_slab is None
 
 
 _NOTHING = torch.empty(0)
@@ -108,7 +116,7 @@ class _Running:
         self.arrived = DONE
         self.job.target = None
         self.job.arrives = None
-        self.job.reached = DONE
+        self.job.reached = self.job.fetched = DONE
 
 
 @dataclass(slots=True)
@@ -148,7 +156,7 @@ class UpdatePipeline:
         """(address, elements, dtype of parameters) → states in a buffer of the tile pool, by name. Making a view takes
         longer than finding it, and hands the interpreter to the model's thread.
         """
-        self._inline = places.param_pool is None and all(
+        self._inline = places.device.host_addressable and all(
             tier is None or tier.immediate for tier in (places.param_tier, places.optim_tier, places.grad_tier)
         )
         self._submitted = self._ended = 0
@@ -263,15 +271,17 @@ class UpdatePipeline:
         places = self._places
         target = job.target
         assert target is not None
+        plan = self._plan(job.layout)
         staging: Lease | None = None
         work = target
-        if places.param_pool is not None:
+        if places.param_slab is not None:
+            work = places.param_slab.memory(plan.param)
+        elif places.param_pool is not None:
             staging = places.param_pool.try_lease(target.numel())
             if staging is None:
                 return None
             work = staging.tensor
         arrived = self._bring(job, target, work)
-        plan = self._plan(job.layout)
         return _Running(job, plan, work, work.view(job.layout.dtype), arrived, staging, deque(plan.cuts))
 
     def _plan(self, layout: UnitLayout) -> _Plan:
@@ -285,6 +295,8 @@ class UpdatePipeline:
         places = self._places
         try:
             job.after.wait()
+            if places.param_slab is not None:
+                return job.fetched
             if work is target:
                 places.device.await_copy(job.reached)
             if job.arrives is None:
@@ -318,10 +330,10 @@ class UpdatePipeline:
         transfers: list[Transfer] = []
         # Waits for every read, also after a failure: the kernel must have released the buffers.
         waits = [window.arrived.wait for window in item.windows]
-        if running.staging is not None:
-            waits.append(running.arrived.wait)
-        else:
+        if self._places.in_target:
             waits.append(partial(self._places.device.await_copy, running.arrived))
+        else:
+            waits.append(running.arrived.wait)
         for wait in waits:
             try:
                 wait()
@@ -400,10 +412,12 @@ class UpdatePipeline:
         if running.failed is not None:
             return []
         try:
-            write = places.param_tier.write(running.plan.param, running.memory)
-            if running.staging is not None:
+            write: Transfer = DONE
+            if places.param_slab is None:
+                write = places.param_tier.write(running.plan.param, running.memory)
+            if not places.in_target:
                 assert job.target is not None
-                landed = places.device.copy(job.target, running.staging.tensor, after=job.reached)
+                landed = places.device.copy(job.target, running.memory, after=job.reached)
         except BaseException as error:  # noqa: BLE001 - carried by the job
             running.failed = error
             return []

@@ -62,7 +62,7 @@ class Bench:
         placement = place([layout], Policy("nvme", "nvme", "nvme", own, states, NUMEL))
         self.extent = placement.of(0, State.GRAD)
         self.tier = LateSlab(placement.nbytes["nvme"])
-        make = partial(Pool, poison=True, fifo=True)
+        make = partial(Pool, poison=CpuDevice().poison, fifo=True)
         self.pool = make(device.empty, {layout.nbytes: 2}, name="gradients")
         self.stored = make(host_tensor, {layout.nbytes: 1}, name="stored gradients")
         self.host = None if device.host_addressable else make(host_tensor, {layout.nbytes: 2}, name="shards")

@@ -67,6 +67,7 @@ class Bench:
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
             param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=POISON) if staged else None,
+            param_slab=None,
             grads=own,
         )
         self.pipeline = UpdatePipeline(places, update_run)
