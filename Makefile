@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-campaign test-device test-integrations fuzz mutants sanitize lint format docs wheel run bench clean
+.PHONY: help install test test-campaign test-device test-integrations test-late fuzz mutants sanitize lint format docs wheel run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,6 +44,9 @@ test-device: install ## run the tests that need a CUDA device
 
 test-integrations: install $(VENV)/.integrations ## run the tests with Hugging Face's libraries and Lightning
 	$(VENV)/bin/python -m pytest -m integrations tests/integrations $(ARGS)
+
+test-late: install ## run the tests on the device of tests/late, whose copies and compute are late, in a process of its own
+	$(VENV)/bin/python -m pytest -m late tests/late $(ARGS)
 
 fuzz: install ## train composed models and loops by the engine and by plain PyTorch
 	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)

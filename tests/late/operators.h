@@ -1,0 +1,313 @@
+// Operators: each call infers its outputs from meta tensors, and queues the CPU's kernel on the current stream.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cstdlib>
+#include <iostream>
+#include <optional>
+#include <string_view>
+
+#include "device.h"
+
+namespace late {
+
+using torch::jit::Stack;
+
+inline bool is_late(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
+
+// The state in which kernels run, on any thread: below autograd and autocast, without modes and hooks of users.
+inline const at::ThreadLocalState& plain_state() {
+    static const auto* const state = [] {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        const at::NoGradGuard no_grad;
+        return new at::ThreadLocalState;
+    }();
+    return *state;
+}
+
+struct PlainState {
+    at::ThreadLocalStateGuard guard{plain_state()};
+};
+
+// The same bytes as host memory, which the result does not own.
+inline at::Storage unowned(const at::Storage& storage) {
+    return {at::Storage::use_byte_size_t(), storage.nbytes(), at::DataPtr(const_cast<void*>(storage.data()), c10::kCPU),
+            nullptr, false};
+}
+
+inline at::Tensor over(at::Storage storage, caffe2::TypeMeta dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                       int64_t offset) {
+    const auto key = storage.device().is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
+    auto tensor = at::detail::make_tensor<at::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), dtype);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    return tensor;
+}
+
+inline at::Tensor over(at::Storage storage, const at::Tensor& tensor) {
+    return over(std::move(storage), tensor.dtype(), tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
+// Tensors of a call over the same storages on another device: on the CPU over the same bytes, on meta over none. They
+// do not use the storage: queued work must not count as a user of it. Tensors that alias still do.
+class Twins {
+  public:
+    explicit Twins(c10::DeviceType type) : type_(type) {}
+
+    at::Tensor of(const at::Tensor& tensor) {
+        if (!tensor.defined()) return tensor;
+        // Python's numbers: meta kernels take them as they are.
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
+        const bool by_value = type_ == c10::kCPU && !is_late(tensor);
+        return by_value ? tensor.clone() : over(storage_of(tensor), tensor);
+    }
+
+  private:
+    at::Storage storage_of(const at::Tensor& tensor) {
+        const auto& storage = tensor.storage();
+        for (const auto& [known, twin] : storages_) {
+            if (known == storage.unsafeGetStorageImpl()) return twin;
+        }
+        storages_.emplace_back(storage.unsafeGetStorageImpl(),
+                               type_ == c10::kCPU ? unowned(storage) : on_meta(storage));
+        return storages_.back().second;
+    }
+
+    static at::Storage on_meta(const at::Storage& storage) {
+        return {at::Storage::use_byte_size_t(), storage.nbytes(), at::DataPtr(nullptr, c10::kMeta),
+                c10::GetAllocator(c10::kMeta), true};
+    }
+
+    c10::DeviceType type_;
+    std::vector<std::pair<const c10::StorageImpl*, at::Storage>> storages_;
+};
+
+// Calls `visit` with each tensor of `value`, and returns `value` with its results in their places.
+template <class Visit>
+c10::IValue map_tensors(const c10::IValue& value, Visit visit) {
+    if (value.isTensor()) return visit(value.toTensor());
+    if (value.isTensorList()) {
+        c10::List<at::Tensor> results;
+        for (const auto& tensor : value.toTensorVector()) results.push_back(visit(tensor));
+        return results;
+    }
+    if (value.isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> results;
+        for (const auto& tensor : value.toOptionalTensorVector()) {
+            results.push_back(tensor ? std::optional(visit(*tensor)) : tensor);
+        }
+        return results;
+    }
+    return value;
+}
+
+inline Stack twins_of(const Stack& arguments, Twins& twins, c10::DeviceType type) {
+    Stack result;
+    for (const auto& argument : arguments) {
+        result.push_back(argument.isDevice() ? c10::IValue(c10::Device(type))
+                                             : map_tensors(argument, [&](const auto& t) {
+                                                   return c10::IValue(twins.of(t)).toTensor();
+                                               }));
+    }
+    return result;
+}
+
+// The device of the call's tensors. As on CUDA, host tensors take part only as scalars and indices.
+inline c10::Device device_of_call(const c10::OperatorHandle& op, const Stack& arguments) {
+    std::optional<c10::Device> device, other;
+    for (const auto& argument : arguments) {
+        if (argument.isDevice() && !device) device = argument.toDevice();
+        map_tensors(argument, [&](const at::Tensor& tensor) {
+            if (!tensor.defined()) return tensor;
+            if (is_late(tensor)) {
+                if (device && *device != tensor.device()) other = tensor.device();
+                device = tensor.device();
+            } else if (tensor.dim() > 0 && !argument.isOptionalTensorList()) {
+                other = tensor.device();
+            }
+            return tensor;
+        });
+    }
+    TORCH_CHECK(!(device && other), "Expected all tensors to be on the same device, but found at least two devices, ",
+                *device, " and ", *other, "! (", op.operator_name(), ")");
+    return device && device->has_index() ? *device : device_of(current_device);
+}
+
+inline bool is_written(const c10::AliasInfo* alias) { return alias != nullptr && alias->isWrite(); }
+
+// Views need no data: the CPU's kernels make them of tensors of any device.
+inline bool is_view(const c10::FunctionSchema& schema) {
+    return std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& returned) {
+        return returned.alias_info() != nullptr && !returned.alias_info()->isWrite();
+    });
+}
+
+// Operators whose result the host needs, or that use the CPU's generator, whose numbers are drawn in order of calls.
+inline bool needs_values(const c10::OperatorHandle& op) {
+    static constexpr std::string_view without_dropout = "aten::_scaled_dot_product_flash_attention_for_cpu";
+    const auto& schema = op.schema();
+    if (!std::string_view(schema.name()).starts_with("aten::")) return true;
+    const bool random = op.hasTag(at::Tag::nondeterministic_seeded) && schema.name() != without_dropout;
+    if (random || op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) return true;
+    return std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& returned) {
+        const auto kind = returned.type()->kind();
+        const bool list =
+            kind == c10::TypeKind::ListType &&
+            returned.type()->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType;
+        return kind != c10::TypeKind::TensorType && !list;
+    });
+}
+
+inline at::Tensor empty_like_twin(const at::Tensor& twin, c10::Device device) {
+    return at::empty_strided(twin.sizes(), twin.strides(), twin.options().device(device));
+}
+
+inline void resize_tensor(const at::Tensor& tensor, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+    const auto offset = static_cast<size_t>(tensor.storage_offset());
+    const auto needed = at::detail::computeStorageNbytes(sizes, strides, tensor.dtype().itemsize(), offset);
+    if (needed > tensor.storage().nbytes()) resize_storage(tensor.storage(), needed);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+}
+
+// One call of an operator on tensors of one device.
+class Call {
+  public:
+    Call(c10::OperatorHandle op, Stack arguments)
+        : op_(std::move(op)),
+          arguments_(std::move(arguments)),
+          device_(device_of_call(op_, arguments_)),
+          guard_(device_) {}
+
+    // Leaves the results on `stack`.
+    void run(Stack& stack) {
+        if (needs_values(op_) || !run_late(stack)) run_at_once(stack);
+    }
+
+  private:
+    // False if the outputs cannot be inferred, also because the arguments are wrong: then the CPU's kernel says so.
+    bool run_late(Stack& stack) {
+        Twins twins(c10::kMeta);
+        const Stack on_meta = twins_of(arguments_, twins, c10::kMeta);
+        Stack inferred = on_meta;
+        try {
+            const PlainState state;
+            op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &inferred);
+        } catch (const std::exception& error) {
+            if (std::getenv("LATE_TRACE") != nullptr) std::cerr << op_.operator_name() << ": " << error.what() << '\n';
+            Scheduler::instance().count_failed_inference();
+            return false;
+        }
+        for (size_t i = 0; i < arguments_.size(); ++i) {
+            if (is_written(op_.schema().arguments()[i].alias_info())) follow_resize(arguments_[i], on_meta[i]);
+        }
+        std::vector<at::Tensor> fresh;
+        for (size_t i = 0; i < inferred.size(); ++i) {
+            stack.push_back(result(i, inferred[i], [&](const at::Tensor& twin) {
+                fresh.push_back(twin.defined() ? empty_like_twin(twin, device_) : twin);
+                return fresh.back();
+            }));
+        }
+        queue(fresh);
+        return true;
+    }
+
+    void queue(const std::vector<at::Tensor>& fresh) {
+        Twins twins(c10::kCPU);
+        Stack on_host;
+        std::vector<at::Tensor> outputs;
+        {
+            const PlainState state;
+            on_host = twins_of(arguments_, twins, c10::kCPU);
+            for (const auto& tensor : fresh) outputs.push_back(twins.of(tensor));
+        }
+        auto work = [op = op_, on_host = std::move(on_host), outputs = std::move(outputs)]() mutable {
+            const PlainState state;
+            op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &on_host);
+            store(op, on_host, outputs);
+        };
+        Scheduler::instance().enqueue(current_stream(device_.index()), Kind::kernel, std::move(work));
+    }
+
+    // Copies results of the CPU's kernel into the outputs that were inferred.
+    static void store(const c10::OperatorHandle& op, const Stack& results, const std::vector<at::Tensor>& outputs) {
+        size_t next = 0;
+        for (size_t i = 0; i < results.size(); ++i) {
+            if (is_written(op.schema().returns()[i].alias_info())) continue;
+            map_tensors(results[i], [&](const at::Tensor& value) {
+                const auto& output = outputs.at(next++);
+                const bool same =
+                    output.defined() == value.defined() &&
+                    (!value.defined() || (output.sizes() == value.sizes() && output.dtype() == value.dtype()));
+                TORCH_CHECK(same, "late: outputs of ", op.operator_name(), " were inferred wrongly");
+                if (value.defined()) output.copy_(value);
+                return value;
+            });
+        }
+    }
+
+    void run_at_once(Stack& stack) {
+        auto& scheduler = Scheduler::instance();
+        scheduler.count_at_once(toString(op_.operator_name()));
+        scheduler.wait_for_stream(current_stream(device_.index()));
+        Stack results;
+        {
+            const PlainState state;
+            Twins twins(c10::kCPU);
+            results = twins_of(arguments_, twins, c10::kCPU);
+            op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
+        }
+        for (size_t i = 0; i < results.size(); ++i) {
+            stack.push_back(result(i, results[i], [&](const at::Tensor& value) {
+                if (!value.defined()) return value;
+                auto made = empty_like_twin(value, device_);
+                const PlainState state;
+                Twins(c10::kCPU).of(made).copy_(value);
+                return made;
+            }));
+        }
+    }
+
+    // The call's result `i`: the argument that it aliases, or `make` of each of its tensors.
+    template <class Make>
+    c10::IValue result(size_t i, const c10::IValue& value, Make make) {
+        const auto* const alias = op_.schema().returns()[i].alias_info();
+        if (!is_written(alias)) return map_tensors(value, make);
+        for (size_t j = 0; j < arguments_.size(); ++j) {
+            const auto* const other = op_.schema().arguments()[j].alias_info();
+            if (other != nullptr && *other == *alias) return arguments_[j];
+        }
+        TORCH_CHECK(false, "late: no argument of ", op_.operator_name(), " is its result ", i);
+    }
+
+    // Outputs (`out=`) that the meta kernel resized.
+    static void follow_resize(const c10::IValue& argument, const c10::IValue& twin) {
+        std::vector<at::Tensor> resized;
+        map_tensors(twin, [&](const at::Tensor& tensor) { return resized.emplace_back(tensor); });
+        size_t next = 0;
+        map_tensors(argument, [&](const at::Tensor& tensor) {
+            const auto& like = resized.at(next++);
+            if (is_late(tensor) && tensor.sizes() != like.sizes()) resize_tensor(tensor, like.sizes(), like.strides());
+            return tensor;
+        });
+    }
+
+    c10::OperatorHandle op_;
+    Stack arguments_;
+    c10::Device device_;
+    c10::DeviceGuard guard_;
+};
+
+inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
+    if (is_view(op.schema())) {
+        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+        return;
+    }
+    Call(op, torch::jit::pop(*stack, op.schema().arguments().size())).run(*stack);
+}
+
+}  // namespace late
