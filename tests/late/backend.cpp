@@ -83,7 +83,7 @@ void fill_with_poison(const at::Tensor& tensor) {
 
 TaskPtr queue_copy(int device, at::Tensor to, at::Tensor from, HostRange host = {}, TaskPtr after = nullptr) {
     auto work = [to = std::move(to), from = std::move(from)] {
-        const PlainState state;
+        const KernelState state;
         to.copy_(from);
     };
     return Scheduler::instance().enqueue(current_stream(device), Kind::copy, std::move(work), {std::move(after)}, host);
@@ -123,7 +123,7 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
     if (dst.numel() == 0) return dst;
-    const PlainState state;
+    const KernelState state;
     if (is_late(self) && is_late(dst)) {
         copy_on_device(self, dst);
     } else if (is_late(dst)) {
@@ -153,7 +153,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor&, const at::Tensor& from)
 int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
-    const PlainState state;
+    const KernelState state;
     Twins twins(c10::kCPU);
     const auto mask_twin = mask ? std::optional(twins.of(*mask)) : mask;
     return at::_fused_sdp_choice(twins.of(query), twins.of(key), twins.of(value), mask_twin, dropout, causal, scale,
@@ -214,7 +214,6 @@ extern "C" {
 void late_register() {
     c10::SetAllocator(c10::kPrivateUse1, &late::DeviceMemory::instance());
     at::RegisterPrivateUse1HooksInterface(new late::Hooks);
-    late::plain_state();
     late::register_kernels();
 }
 

@@ -1,12 +1,14 @@
 // Operators: each call infers its outputs from meta tensors, and queues the CPU's kernel on the current stream.
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cstdlib>
 #include <iostream>
@@ -21,18 +23,43 @@ using torch::jit::Stack;
 
 inline bool is_late(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
-// The state in which kernels run, on any thread: below autograd and autocast, without modes and hooks of users.
-inline const at::ThreadLocalState& plain_state() {
-    static const auto* const state = [] {
-        const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        const at::NoGradGuard no_grad;
-        return new at::ThreadLocalState;
-    }();
-    return *state;
-}
+// The state in which kernels run, on any thread: below autograd and autocast, without modes of users. To enter it needs
+// no lock of Python's, unlike at::ThreadLocalStateGuard, which copies users' hooks.
+class KernelState {
+  public:
+    KernelState()
+        : keys_(plain_keys()),
+          autograd_(c10::AutogradState::get_tls_state()),
+          modes_(Modes::get_state()),
+          functions_(Functions::get_disabled_state()) {
+        c10::AutogradState::set_tls_state(
+            {/*grad=*/false, /*inference=*/false, /*fw_grad=*/true, /*multithreading=*/true});
+        Modes::set_state({});
+        Functions::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+    }
+    ~KernelState() {
+        Functions::set_disabled_state(functions_);
+        Modes::set_state(modes_);
+        c10::AutogradState::set_tls_state(autograd_);
+    }
+    KernelState(const KernelState&) = delete;
+    KernelState& operator=(const KernelState&) = delete;
 
-struct PlainState {
-    at::ThreadLocalStateGuard guard{plain_state()};
+  private:
+    using Modes = c10::impl::TorchDispatchModeTLS;
+    using Functions = at::impl::PythonTorchFunctionTLS;
+
+    static c10::impl::LocalDispatchKeySet plain_keys() {
+        c10::impl::PODLocalDispatchKeySet keys{};
+        keys.set_included(c10::default_included_set);
+        keys.set_excluded(c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+        return keys;
+    }
+
+    c10::impl::ForceDispatchKeyGuard keys_;  // restored last
+    c10::AutogradState autograd_;
+    Modes modes_;
+    at::impl::TorchFunctionDisabledState functions_;
 };
 
 // The same bytes as host memory, which the result does not own.
@@ -61,13 +88,20 @@ class Twins {
 
     at::Tensor of(const at::Tensor& tensor) {
         if (!tensor.defined()) return tensor;
-        // Python's numbers: meta kernels take them as they are.
+        if (type_ == c10::kCPU && !is_late(tensor)) return value_of(tensor);
+        // Meta kernels take Python's numbers as they are.
         if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
-        const bool by_value = type_ == c10::kCPU && !is_late(tensor);
-        return by_value ? tensor.clone() : over(storage_of(tensor), tensor);
+        return over(storage_of(tensor), tensor);
     }
 
   private:
+    // A host tensor's value now, which Python does not refer to: it is destroyed without Python's lock.
+    static at::Tensor value_of(const at::Tensor& tensor) {
+        auto value = tensor.clone();
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) value.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return value;
+    }
+
     at::Storage storage_of(const at::Tensor& tensor) {
         const auto& storage = tensor.storage();
         for (const auto& [known, twin] : storages_) {
@@ -195,7 +229,7 @@ class Call {
         const Stack on_meta = twins_of(arguments_, twins, c10::kMeta);
         Stack inferred = on_meta;
         try {
-            const PlainState state;
+            const KernelState state;
             op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &inferred);
         } catch (const std::exception& error) {
             if (std::getenv("LATE_TRACE") != nullptr) std::cerr << op_.operator_name() << ": " << error.what() << '\n';
@@ -221,12 +255,12 @@ class Call {
         Stack on_host;
         std::vector<at::Tensor> outputs;
         {
-            const PlainState state;
+            const KernelState state;
             on_host = twins_of(arguments_, twins, c10::kCPU);
             for (const auto& tensor : fresh) outputs.push_back(twins.of(tensor));
         }
         auto work = [op = op_, on_host = std::move(on_host), outputs = std::move(outputs)]() mutable {
-            const PlainState state;
+            const KernelState state;
             op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &on_host);
             store(op, on_host, outputs);
         };
@@ -256,7 +290,7 @@ class Call {
         scheduler.wait_for_stream(current_stream(device_.index()));
         Stack results;
         {
-            const PlainState state;
+            const KernelState state;
             Twins twins(c10::kCPU);
             results = twins_of(arguments_, twins, c10::kCPU);
             op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
@@ -265,7 +299,7 @@ class Call {
             stack.push_back(result(i, results[i], [&](const at::Tensor& value) {
                 if (!value.defined()) return value;
                 auto made = empty_like_twin(value, device_);
-                const PlainState state;
+                const KernelState state;
                 Twins(c10::kCPU).of(made).copy_(value);
                 return made;
             }));

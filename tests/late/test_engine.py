@@ -1,0 +1,49 @@
+"""An engine on the late device trains to the bits of an engine on the CPU, in every order of execution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from late.device import LateAccelerator
+from support.configs import PLACEMENTS, engine_config
+from support.loops import Batches, Result, assert_close, assert_same, trained
+from support.models import Stack, seeded, token_batches
+
+BATCHES = token_batches(6)
+REFERENCES: dict[tuple[Any, ...], Result] = {}
+
+
+def reference(**options: Any) -> Result:
+    """The result on the CPU, where every placement has the same."""
+    key = tuple(options.items())
+    if key not in REFERENCES:
+        REFERENCES[key] = trained(seeded(Stack), BATCHES, engine_config(prefetch_bytes=20_000, **options))
+    return REFERENCES[key]
+
+
+def on_device(batches: Batches, device: torch.device) -> Batches:
+    return [tuple(tensor.to(device) for tensor in batch) for batch in batches]
+
+
+def train(param: str, optim: str, **options: Any) -> Result:
+    device = LateAccelerator()
+    config = engine_config(param, optim, prefetch_bytes=20_000, **options)
+    result = trained(seeded(Stack), on_device(BATCHES, device.torch_device), config, device)
+    return Result(result.losses, {name: value.cpu() for name, value in result.parameters.items()}, result.units)
+
+
+@pytest.mark.parametrize("param, optim", PLACEMENTS)
+def test_trains_as_on_the_cpu(order: None, param: str, optim: str) -> None:
+    # Moments on the device are updated by torch's operators, whose rounding is another than the optimizer kernels'.
+    (assert_close if optim == "none" else assert_same)(train(param, optim), reference())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_trains_so_with_options(order: None, bf16: bool, clip: float, accumulation: int) -> None:
+    options = {"bf16": bf16, "clip": clip, "accumulation": accumulation}
+    assert_same(train("nvme", "cpu", **options), reference(**options))
