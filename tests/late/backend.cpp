@@ -90,7 +90,7 @@ TaskPtr queue_copy(int device, at::Tensor to, at::Tensor from, HostRange host = 
 }
 
 void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
-    Twins twins(c10::kCPU);
+    Twins twins(Memory::shared);
     auto& scheduler = Scheduler::instance();
     const int source = from.device().index(), destination = to.device().index();
     if (source == destination) {
@@ -106,7 +106,7 @@ void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_block
     const bool direct = non_blocking && PinnedMemory::instance().contains(from.const_data_ptr());
     const auto source = direct ? over(unowned(from.storage()), from) : from.clone();  // what is not pinned is staged
     const auto copied =
-        queue_copy(to.device().index(), Twins(c10::kCPU).of(to), source, direct ? range_of(from) : HostRange{});
+        queue_copy(to.device().index(), Twins(Memory::shared).of(to), source, direct ? range_of(from) : HostRange{});
     if (!non_blocking) Scheduler::instance().wait({copied});
 }
 
@@ -117,7 +117,7 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
     // Copies that are queued before may still use that memory, in the order of their stream.
     if (direct && !scheduler.touches_host(range)) fill_with_poison(to);
     const auto copied =
-        queue_copy(from.device().index(), over(unowned(to.storage()), to), Twins(c10::kCPU).of(from), range);
+        queue_copy(from.device().index(), over(unowned(to.storage()), to), Twins(Memory::shared).of(from), range);
     if (!direct) scheduler.wait({copied});
 }
 
@@ -154,7 +154,7 @@ int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const a
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
     const KernelState state;
-    Twins twins(c10::kCPU);
+    Twins twins(Memory::shared);
     const auto mask_twin = mask ? std::optional(twins.of(*mask)) : mask;
     return at::_fused_sdp_choice(twins.of(query), twins.of(key), twins.of(value), mask_twin, dropout, causal, scale,
                                  grouped);

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <iostream>
 #include <optional>
+#include <set>
 #include <string_view>
 
 #include "device.h"
@@ -80,18 +81,23 @@ inline at::Tensor over(at::Storage storage, const at::Tensor& tensor) {
     return over(std::move(storage), tensor.dtype(), tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
-// Tensors of a call over the same storages on another device: on the CPU over the same bytes, on meta over none. They
-// do not use the storage: queued work must not count as a user of it. Tensors that alias still do.
+// On the CPU over the same bytes; on meta; on the CPU over zeros.
+enum class Memory { shared, none, zeros };
+
+// Tensors of a call with the same layouts on other memory. They do not use the storages of the device: queued work must
+// not count as a user of them. Tensors that alias still do.
 class Twins {
   public:
-    explicit Twins(c10::DeviceType type) : type_(type) {}
+    explicit Twins(Memory memory) : memory_(memory) {}
+
+    c10::Device device() const { return memory_ == Memory::none ? c10::kMeta : c10::kCPU; }
 
     at::Tensor of(const at::Tensor& tensor) {
         if (!tensor.defined()) return tensor;
-        if (type_ == c10::kCPU && !is_late(tensor)) return value_of(tensor);
+        if (memory_ != Memory::none && !is_late(tensor)) return value_of(tensor);
         // Meta kernels take Python's numbers as they are.
         if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
-        return over(storage_of(tensor), tensor);
+        return over(storage_of(tensor.storage()), tensor);
     }
 
   private:
@@ -102,22 +108,23 @@ class Twins {
         return value;
     }
 
-    at::Storage storage_of(const at::Tensor& tensor) {
-        const auto& storage = tensor.storage();
+    at::Storage storage_of(const at::Storage& storage) {
         for (const auto& [known, twin] : storages_) {
             if (known == storage.unsafeGetStorageImpl()) return twin;
         }
-        storages_.emplace_back(storage.unsafeGetStorageImpl(),
-                               type_ == c10::kCPU ? unowned(storage) : on_meta(storage));
+        storages_.emplace_back(storage.unsafeGetStorageImpl(), make_storage(storage));
         return storages_.back().second;
     }
 
-    static at::Storage on_meta(const at::Storage& storage) {
-        return {at::Storage::use_byte_size_t(), storage.nbytes(), at::DataPtr(nullptr, c10::kMeta),
-                c10::GetAllocator(c10::kMeta), true};
+    at::Storage make_storage(const at::Storage& storage) const {
+        if (memory_ == Memory::shared) return unowned(storage);
+        auto* const allocator = c10::GetAllocator(device().type());
+        at::Storage made(at::Storage::use_byte_size_t(), storage.nbytes(), allocator, true);
+        if (memory_ == Memory::zeros && made.nbytes() > 0) std::memset(made.mutable_data(), 0, made.nbytes());
+        return made;
     }
 
-    c10::DeviceType type_;
+    Memory memory_;
     std::vector<std::pair<const c10::StorageImpl*, at::Storage>> storages_;
 };
 
@@ -140,13 +147,12 @@ c10::IValue map_tensors(const c10::IValue& value, Visit visit) {
     return value;
 }
 
-inline Stack twins_of(const Stack& arguments, Twins& twins, c10::DeviceType type) {
+inline Stack twins_of(const Stack& arguments, Twins& twins) {
     Stack result;
     for (const auto& argument : arguments) {
-        result.push_back(argument.isDevice() ? c10::IValue(c10::Device(type))
-                                             : map_tensors(argument, [&](const auto& t) {
-                                                   return c10::IValue(twins.of(t)).toTensor();
-                                               }));
+        result.push_back(argument.isDevice() ? c10::IValue(twins.device()) : map_tensors(argument, [&](const auto& t) {
+            return c10::IValue(twins.of(t)).toTensor();
+        }));
     }
     return result;
 }
@@ -197,6 +203,12 @@ inline bool needs_values(const c10::OperatorHandle& op) {
     });
 }
 
+// Operators whose meta kernels infer the outputs of CUDA's kernels, which have other dtypes or shapes than the CPU's.
+inline bool is_inferred_by_kernel(const c10::OperatorHandle& op) {
+    static const std::set<std::string_view> names = {"aten::native_layer_norm"};
+    return names.contains(op.schema().name());
+}
+
 inline at::Tensor empty_like_twin(const at::Tensor& twin, c10::Device device) {
     return at::empty_strided(twin.sizes(), twin.strides(), twin.options().device(device));
 }
@@ -225,19 +237,22 @@ class Call {
   private:
     // False if the outputs cannot be inferred, also because the arguments are wrong: then the CPU's kernel says so.
     bool run_late(Stack& stack) {
-        Twins twins(c10::kMeta);
-        const Stack on_meta = twins_of(arguments_, twins, c10::kMeta);
-        Stack inferred = on_meta;
+        const bool by_kernel = is_inferred_by_kernel(op_);
+        Twins twins(by_kernel ? Memory::zeros : Memory::none);
+        Stack blank, inferred;
         try {
             const KernelState state;
-            op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &inferred);
+            blank = twins_of(arguments_, twins);
+            inferred = blank;
+            const auto key = by_kernel ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
+            op_.redispatchBoxed(c10::DispatchKeySet(key), &inferred);
         } catch (const std::exception& error) {
             if (std::getenv("LATE_TRACE") != nullptr) std::cerr << op_.operator_name() << ": " << error.what() << '\n';
             Scheduler::instance().count_failed_inference();
             return false;
         }
         for (size_t i = 0; i < arguments_.size(); ++i) {
-            if (is_written(op_.schema().arguments()[i].alias_info())) follow_resize(arguments_[i], on_meta[i]);
+            if (is_written(op_.schema().arguments()[i].alias_info())) follow_resize(arguments_[i], blank[i]);
         }
         std::vector<at::Tensor> fresh;
         for (size_t i = 0; i < inferred.size(); ++i) {
@@ -251,12 +266,12 @@ class Call {
     }
 
     void queue(const std::vector<at::Tensor>& fresh) {
-        Twins twins(c10::kCPU);
+        Twins twins(Memory::shared);
         Stack on_host;
         std::vector<at::Tensor> outputs;
         {
             const KernelState state;
-            on_host = twins_of(arguments_, twins, c10::kCPU);
+            on_host = twins_of(arguments_, twins);
             for (const auto& tensor : fresh) outputs.push_back(twins.of(tensor));
         }
         auto work = [op = op_, on_host = std::move(on_host), outputs = std::move(outputs)]() mutable {
@@ -291,8 +306,8 @@ class Call {
         Stack results;
         {
             const KernelState state;
-            Twins twins(c10::kCPU);
-            results = twins_of(arguments_, twins, c10::kCPU);
+            Twins twins(Memory::shared);
+            results = twins_of(arguments_, twins);
             op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
         }
         for (size_t i = 0; i < results.size(); ++i) {
@@ -300,7 +315,7 @@ class Call {
                 if (!value.defined()) return value;
                 auto made = empty_like_twin(value, device_);
                 const KernelState state;
-                Twins(c10::kCPU).of(made).copy_(value);
+                Twins(Memory::shared).of(made).copy_(value);
                 return made;
             }));
         }
