@@ -276,8 +276,13 @@ class Call {
         }
         auto work = [op = op_, on_host = std::move(on_host), outputs = std::move(outputs)]() mutable {
             const KernelState state;
-            op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &on_host);
-            store(op, on_host, outputs);
+            try {
+                op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &on_host);
+                store(op, on_host, outputs);
+            } catch (c10::Error& error) {
+                error.add_context("Queued call of " + toString(op.operator_name()));
+                throw;
+            }
         };
         Scheduler::instance().enqueue(current_stream(device_.index()), Kind::kernel, std::move(work));
     }
