@@ -31,7 +31,6 @@ from late import module
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "late"
 MODES = ("lazy", "random", "eager")
-DEVICES = 2
 
 _library: ctypes.CDLL | None = None
 
@@ -144,7 +143,7 @@ def pending() -> int:
 
 def drain() -> None:
     """Run everything that is queued. Raises the first exception of queued work."""
-    for index in range(DEVICES):
+    for index in range(module.DEVICES):
         torch.accelerator.synchronize(index)
 
 

@@ -6,6 +6,7 @@ from types import TracebackType
 
 import torch
 
+DEVICES = 2
 Stream = torch.Stream
 Event = torch.Event
 
@@ -40,7 +41,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    return 2
+    return DEVICES
 
 
 def current_device() -> int:

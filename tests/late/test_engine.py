@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from late.device import LateAccelerator
+from infinity.errors import NonFiniteError
+from late.device import LateAccelerator, StreamTransfer
 from support.configs import PLACEMENTS, engine_config
 from support.loops import Batches, Result, assert_close, assert_same, trained
 from support.models import Stack, seeded, token_batches
@@ -28,8 +29,8 @@ def on_device(batches: Batches, device: torch.device) -> Batches:
     return [tuple(tensor.to(device) for tensor in batch) for batch in batches]
 
 
-def train(param: str, optim: str, **options: Any) -> Result:
-    device = LateAccelerator()
+def train(param: str, optim: str, index: int = 0, **options: Any) -> Result:
+    device = LateAccelerator(index)
     config = engine_config(param, optim, prefetch_bytes=20_000, **options)
     result = trained(seeded(Stack), on_device(BATCHES, device.torch_device), config, device)
     return Result(result.losses, {name: value.cpu() for name, value in result.parameters.items()}, result.units)
@@ -47,3 +48,37 @@ def test_trains_as_on_the_cpu(order: None, param: str, optim: str) -> None:
 def test_trains_so_with_options(order: None, bf16: bool, clip: float, accumulation: int) -> None:
     options = {"bf16": bf16, "clip": clip, "accumulation": accumulation}
     assert_same(train("nvme", "cpu", **options), reference(**options))
+
+
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme")])
+def test_trains_on_a_device_that_is_not_the_helper_threads_current_one(order: None, param: str, optim: str) -> None:
+    with torch.accelerator.device_index(1):
+        assert_same(train(param, optim, index=1), reference())
+
+
+def _no_wait(*arguments: Any) -> None:
+    pass
+
+
+def _copy_at_once(device: LateAccelerator, destination: torch.Tensor, source: torch.Tensor, **after: Any) -> Any:
+    stream = device._from_device if device.is_host(destination) else device._to_device
+    with stream:
+        destination.copy_(source, non_blocking=True)
+        return StreamTransfer(stream.record_event())
+
+
+@pytest.mark.parametrize(
+    "owner, name, without",
+    [
+        (LateAccelerator, "await_copy", _no_wait),  # compute before its parameters have arrived
+        (LateAccelerator, "copy", _copy_at_once),  # copies before the compute that wrote the source
+        (StreamTransfer, "wait", _no_wait),  # the host before a gradient has arrived
+    ],
+    ids=["compute", "copy", "host"],
+)
+def test_a_wait_that_is_missing_shows(
+    lazy: None, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, without: Any
+) -> None:
+    monkeypatch.setattr(owner, name, without)
+    with pytest.raises((NonFiniteError, AssertionError)):
+        assert_same(train("cpu", "cpu"), reference())
