@@ -26,6 +26,7 @@ ORDERS = [("lazy", 0), ("random", 0), ("random", 1), ("eager", 0), ("eager", 1)]
 def order(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every mode, and several seeds where they matter most."""
     mode, seed = request.param
+    late.drain()
     late.set_mode(mode)
     late.set_seed(seed)
     yield

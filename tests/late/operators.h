@@ -205,7 +205,9 @@ inline bool needs_values(const c10::OperatorHandle& op) {
 
 // Operators whose meta kernels infer the outputs of CUDA's kernels, which have other dtypes or shapes than the CPU's.
 inline bool is_inferred_by_kernel(const c10::OperatorHandle& op) {
-    static const std::set<std::string_view> names = {"aten::native_layer_norm"};
+    static const std::set<std::string_view> names = {"aten::native_layer_norm", "aten::native_batch_norm",
+                                                     "aten::_native_batch_norm_legit", "aten::_embedding_bag",
+                                                     "aten::_embedding_bag_forward_only"};
     return names.contains(op.schema().name());
 }
 
