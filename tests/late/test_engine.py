@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from infinity.errors import NonFiniteError
-from late.device import LateAccelerator, StreamTransfer
+from infinity.tiers.accelerator import AcceleratorDevice, StreamTransfer
+from infinity.tiers.transfer import DONE, Transfer
+from late.device import LateAccelerator
 from support.configs import PLACEMENTS, engine_config
-from support.loops import Batches, Result, assert_close, assert_same, trained
+from support.loops import Batches, Result, assert_close, assert_same, open_engine, parameters_of, trained
 from support.models import Stack, seeded, token_batches
 
 BATCHES = token_batches(6)
@@ -56,25 +58,67 @@ def test_trains_on_a_device_that_is_not_the_helper_threads_current_one(order: No
         assert_same(train(param, optim, index=1), reference())
 
 
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "none"), ("none", "cpu")])
+def test_trains_on_a_stream_of_the_user(order: None, param: str, optim: str) -> None:
+    with torch.Stream("late:0"):
+        (assert_close if optim == "none" else assert_same)(train(param, optim), reference())
+
+
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme")])
+def test_trains_on_another_stream_each_step(order: None, param: str, optim: str) -> None:
+    """Streams of the user's that nothing else orders: the engine orders what each does with its parameters."""
+    device = LateAccelerator()
+    batches = on_device(BATCHES, device.torch_device)
+    torch.accelerator.synchronize()
+    losses = []
+    with open_engine(seeded(Stack), engine_config(param, optim, prefetch_bytes=20_000), device) as engine:
+        for batch in batches:
+            with torch.Stream(device.torch_device):
+                loss = engine(*batch)
+                engine.backward(loss)
+            with torch.Stream(device.torch_device):
+                engine.step()
+            losses.append(float(loss))
+        values = {name: value.cpu() for name, value in parameters_of(engine).items()}
+    assert_same(Result(losses, values, reference().units), reference())
+
+
+# -- removed waits -----------------------------------------------------------------------------------------------------
+
+
 def _no_wait(*arguments: Any) -> None:
     pass
 
 
-def _copy_at_once(device: LateAccelerator, destination: torch.Tensor, source: torch.Tensor, **after: Any) -> Any:
-    stream = device._from_device if device.is_host(destination) else device._to_device
+def _copy_at_once(device: AcceleratorDevice, target: torch.Tensor, source: torch.Tensor, **after: Any) -> Transfer:
+    if target.is_cpu and source.is_cpu:
+        target.copy_(source)
+        return DONE
+    stream = device._from_device if target.is_cpu else device._to_device
     with stream:
-        destination.copy_(source, non_blocking=True)
-        return StreamTransfer(stream.record_event())
+        target.copy_(source, non_blocking=True)
+    return StreamTransfer(stream)
+
+
+_copy = AcceleratorDevice.copy
+
+
+def _copy_after_own_work(
+    device: AcceleratorDevice, target: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None
+) -> Transfer:
+    return _copy(device, target, source)
 
 
 @pytest.mark.parametrize(
     "owner, name, without",
     [
-        (LateAccelerator, "await_copy", _no_wait),  # compute before its parameters have arrived
-        (LateAccelerator, "copy", _copy_at_once),  # copies before the compute that wrote the source
+        (AcceleratorDevice, "await_copy", _no_wait),  # compute before its parameters have arrived
+        (AcceleratorDevice, "copy", _copy_at_once),  # copies before the compute that wrote the source
+        (AcceleratorDevice, "copy", _copy_after_own_work),  # copies before the compute of another thread
+        (AcceleratorDevice, "compute_reached", lambda device: DONE),  # the same
         (StreamTransfer, "wait", _no_wait),  # the host before a gradient has arrived
     ],
-    ids=["compute", "copy", "host"],
+    ids=["await_copy", "copy", "after", "compute_reached", "wait"],
 )
 def test_a_wait_that_is_missing_shows(
     lazy: None, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, without: Any
