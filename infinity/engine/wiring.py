@@ -85,8 +85,8 @@ def plan_model(
     common = in_common(config, plan.units, model)
     if train:
         common += groups_in_common(config, groups)
-        if plan.policy.optim_tier == "device" and plan.device.type == "cuda":
-            check_on_device(config.optimizer.rule, config.infinity.moments)
+        if plan.policy.optim_tier == "device" and plan.device.type != "cpu":
+            check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
     return PlannedModel(plan, units, tuple(common))
 
 

@@ -44,7 +44,7 @@ def update_run(
     of 16- and 8-bit moments.
     """
     on_host = param.is_cpu
-    if not on_host and not cuda_adam.available():
+    if not on_host and not _has_kernels(param.device.type):
         return _update_by_torch(states, param, grad, hyper, step, grad_scale)
     kept = states.get("remainder", states.get("master"))
     given = (param, kept, grad, *moments_in(hyper.rule, states), hyper, step)
@@ -55,14 +55,19 @@ def update_run(
         cuda_adam.update_flat(*given, grad_scale=grad_scale, key=key, first=first)
 
 
-def check_on_device(rule: Rule, moments: MomentFormat) -> None:
-    """Raise ConfigError if a CUDA device cannot update states of this format in its own memory."""
-    if cuda_adam.available() or (rule in ("adam", "adamw") and moments == "fp32"):
+def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None:
+    """Raise ConfigError if a device of this type cannot update states of this format in its own memory."""
+    if _has_kernels(device_type) or (rule in ("adam", "adamw") and moments == "fp32"):
         return
+    why = cuda_adam.why_not() if device_type == "cuda" else f"there are none for {device_type}"
     raise ConfigError(
-        f"states of {rule} with infinity.moments {moments!r} on a CUDA device need Infinity's CUDA kernels "
-        f"({cuda_adam.why_not()}): give offload_optimizer the device cpu or nvme, or take AdamW with moments in fp32"
+        f"states of {rule} with infinity.moments {moments!r} on a device need Infinity's CUDA kernels ({why}): give "
+        "offload_optimizer the device cpu or nvme, or take AdamW with moments in fp32"
     )
+
+
+def _has_kernels(device_type: str) -> bool:
+    return device_type == "cuda" and cuda_adam.available()
 
 
 def _update_by_torch(
@@ -151,7 +156,7 @@ def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, at: int | 
 def _squares(values: torch.Tensor, threads: int) -> float:
     if values.device.type == "cpu":
         return sum_of_squares(values, threads=threads)
-    if values.device.type == "cuda" and cuda_adam.available():
+    if _has_kernels(values.device.type):
         return cuda_adam.sum_of_squares(values).item()
     # Tile by tile, so that the fp64 copy stays small.
     return sum(float(part.to(torch.float64).square().sum()) for part in values.split(_NORM_TILE))

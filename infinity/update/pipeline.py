@@ -405,9 +405,13 @@ class UpdatePipeline:
     def _conclude(self, running: _Running) -> list[Transfer]:
         """Finish a job whose tiles are all computed: start the write-back of parameters and release the gradient."""
         job, places = running.job, self._places
-        # Kernels on a device still read the gradient, whose buffer is released here.
-        landed = places.device.compute_reached()
-        landed.wait()
+        landed: Transfer = DONE
+        try:
+            # Kernels on a device still read the gradient, whose buffer is released here.
+            landed = places.device.compute_reached()
+            landed.wait()
+        except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
+            running.failed = running.failed or error
         job.release_gradient()
         if running.failed is not None:
             return []

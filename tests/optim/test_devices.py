@@ -17,13 +17,13 @@ from infinity.update.kernels import _update_by_torch, check_on_device, squared_n
 
 def test_states_that_only_our_kernels_update_are_refused_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_adam, "why_not", lambda: "this build has none")
-    check_on_device("adamw", "fp32")
-    check_on_device("adam", "fp32")
+    check_on_device("cuda", "adamw", "fp32")
+    check_on_device("cuda", "adam", "fp32")
     for rule, moments in (("adamw", "8bit"), ("adam", "bf16"), ("lion", "fp32"), ("sgd", "fp32"), ("adagrad", "fp32")):
         with pytest.raises(ConfigError, match=rf"states of {rule} .*{moments}.*this build has none.*cpu or nvme"):
-            check_on_device(rule, moments)  # type: ignore[arg-type]
+            check_on_device("cuda", rule, moments)  # type: ignore[arg-type]
     monkeypatch.setattr(cuda_adam, "why_not", lambda: "")
-    check_on_device("lion", "8bit")
+    check_on_device("cuda", "lion", "8bit")
 
 
 @pytest.mark.parametrize("kept", ["", "remainder", "master"])
