@@ -16,11 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from gpt2_flags import add_shape, positive, shape_of
 from infinity.errors import InfinityError
 from infinity.gpt2 import job
-from infinity.gpt2.data import VOCAB_SIZE
 from infinity.gpt2.duration import JOB_SECONDS, MAX_PASSES, MIN_STEPS, process_seconds
-from infinity.gpt2.model import GPT2Config
 from infinity.gpt2.options import BATCH_SIZE, PROMPTS, SAMPLE_BYTES, SHAPE, JobOptions
 from infinity.gpt2.pretraining import Evaluation
 from infinity.observe.units import show_seconds
@@ -38,19 +37,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         shown = "" if default is None or default is False else f" (default: {default})"
         parser.add_argument(flag, default=default, help=text + shown, **options)
 
-    add("--num-layers", SHAPE.num_layers, "transformer blocks", type=_positive, metavar="N")
-    add("--hidden-size", SHAPE.hidden_size, "width of the residual stream", type=_positive, metavar="N")
-    add("--num-attention-heads", SHAPE.num_attention_heads, "attention heads of a block", type=_positive, metavar="N")
-    add("--seq-length", SHAPE.seq_length, "tokens of a sequence", type=_positive, metavar="N")
-    add("--vocab-size", SHAPE.vocab_size, f"rows of the embedding; bytes use {VOCAB_SIZE}", type=_positive, metavar="N")
+    add_shape(parser, SHAPE)
     text = f"sequences of a step, all ranks together (default: the config's, or {BATCH_SIZE})"
-    add("--batch-size", None, text, type=_positive, metavar="N")
+    add("--batch-size", None, text, type=positive, metavar="N")
     text = "steps in all, including those before a loaded checkpoint (default: total_num_steps of the config's "
     text += (
         f"scheduler, else the loaded checkpoint's, else as many as end the job after about {show_seconds(JOB_SECONDS)}"
     )
     text += f": at least {MIN_STEPS}, at most {MAX_PASSES} passes over the text)"
-    add("--train-iters", None, text, type=_positive, metavar="N")
+    add("--train-iters", None, text, type=positive, metavar="N")
     text = "steps between evaluations on held-out text; 0 evaluates at the end only"
     add("--eval-interval", Evaluation.interval, text, type=_count, metavar="N")
     add("--eval-iters", Evaluation.iters, "batches of an evaluation; 0 turns it off", type=_count, metavar="N")
@@ -59,8 +54,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     text += f"the whole model; 0 turns it off (default: {SAMPLE_BYTES} for the default model, 0 for any other)"
     add("--sample", None, text, type=_sample, metavar="BYTES")
-    add("--checkpoint-activations", False, "recompute each block in backward", action="store_true")
-    add("--untie-embeddings-and-output-weights", False, "give the head its own weight", action="store_true")
     add("--config", None, "configuration of the engine (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
     add("--data", None, "text to train on (default: source of Python's standard library)", metavar="FILE_OR_DIR")
     add("--save", None, "folder for the checkpoint; 'none' saves nothing (default: OUTPUT/checkpoint)", metavar="DIR")
@@ -70,13 +63,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--nvme-path", None, "folder for states on NVMe, without --config (default: OUTPUT/nvme)", metavar="DIR")
     add("--output", JobOptions.output, "folder for the loss curve and the sample", metavar="DIR")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def _count(text: str) -> int:
@@ -104,7 +90,7 @@ def job_options(args: argparse.Namespace) -> JobOptions:
     """Raises ConfigError if options contradict each other."""
     output = Path(args.output)
     return JobOptions(
-        shape=_shape(args),
+        shape=shape_of(args),
         batch_size=args.batch_size,
         train_iters=args.train_iters,
         evaluation=Evaluation(args.eval_interval, args.eval_iters),
@@ -117,18 +103,6 @@ def job_options(args: argparse.Namespace) -> JobOptions:
         metrics=args.metrics,
         nvme_path=args.nvme_path,
         output=output,
-    )
-
-
-def _shape(args: argparse.Namespace) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=args.vocab_size,
-        seq_length=args.seq_length,
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        tie_word_embeddings=not args.untie_embeddings_and_output_weights,
-        checkpoint_activations=args.checkpoint_activations,
     )
 
 

@@ -1,0 +1,162 @@
+"""The script of the 10 billion parameter GPT-2: operations, memory it takes, refusals, and every placement's bits."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from infinity.plan.policy import DeviceInfo
+from infinity.tiers.accelerator import AcceleratorDevice
+from infinity.tiers.device import CpuDevice
+from infinity.tiers.transfer import DONE
+
+script = importlib.import_module("gpt2_10b")
+memory = importlib.import_module("gpt2_10b_memory")
+steps = importlib.import_module("gpt2_10b_steps")
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"]
+TINY += ["--vocab-size", "256", "--micro-batch-size", "2"]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "counted_device", CpuDevice)
+    (tmp_path / "text.txt").write_text("".join(f"{n} is {n % 7} more than {n - n % 7}\n" for n in range(2000)))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    shape = replace(script.SMOKE, num_layers=3, checkpoint_activations=False)
+    with torch.device("meta"):
+        model = script.GPT2(shape)
+        tokens = torch.zeros(2, shape.seq_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as whole:
+        model(tokens)
+    with FlopCounterMode(display=False) as block:
+        model.h[0](torch.empty(2, shape.seq_length, shape.hidden_size, device="meta"))
+    assert script.model_flops(shape, 2) == 3 * whole.get_total_flops()
+    assert script.recomputed_flops(shape, 2) == 0
+    checkpointed = replace(shape, checkpoint_activations=True)
+    assert script.recomputed_flops(checkpointed, 2) == 3 * block.get_total_flops()
+
+
+def test_configurations_differ_in_placements_only() -> None:
+    configs = [json.loads((BENCH / "configs" / name).read_text()) for name in script.PLACEMENTS.values()]
+    placed = [config.pop("zero_optimization") for config in configs]
+    assert configs[0] == configs[1] == configs[2]
+    devices = [(zero["offload_param"]["device"], zero["offload_optimizer"]["device"]) for zero in placed]
+    assert devices == [("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]
+
+
+def test_ten_billion_parameters_take_the_bytes_of_their_formats() -> None:
+    """In fp16: 2 bytes of parameter and gradient each, 4 of master, and the moments."""
+    args, parameters = script.parse([]), script.SHAPE.num_parameters
+    assert parameters == pytest.approx(10.28e9, rel=1e-3)
+    for moments, nbytes in (("fp32", 16), ("bf16", 12), ("8bit", 10)):
+        plan = memory.plan_of(script.SHAPE, script.config_of(args, "nvme", moments), CpuDevice())
+        assert plan.placement.nbytes["nvme"] >= (nbytes - 2) * parameters
+        assert plan.nbytes()["nvme"] <= 1.02 * nbytes * parameters
+
+
+def test_a_plan_allocates_nothing_and_lists_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000)
+    assert script.main([*TINY, "--plan", "--out", "plan.json", "--nvme-path", "."]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(lines) == 9
+    refused = [re.search(r"needs ([\d.]+ [kM]B) more on host: ([\d,]+) bytes of 1,000,000", line) for line in lines]
+    assert all("fits" in line or found for line, found in zip(lines, refused, strict=True)) and any(refused)
+    assert len(json.loads(Path("plan.json").read_text())["needs"]) == 9
+
+
+def test_a_placement_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    assert script.main([*TINY, "--data", "text.txt"]) == 2
+    error = capsys.readouterr().err
+    assert re.match(
+        r"gpt2_10b.py: cpu with 8bit moments does not fit. It needs .* more on host: [\d,]+ bytes of ", error
+    )
+
+
+def test_bytes_on_a_device_are_held_against_its_limit() -> None:
+    args = script.parse(TINY)
+    plan = memory.plan_of(script.shape_of(args), script.config_of(args, "cpu", "fp32"), CpuDevice())
+    plan = replace(plan, device=DeviceInfo("cuda", host_addressable=False))
+    held = plan.nbytes()["device"]
+    found = memory.needs(plan, 1000, {"device": held, "host": 1 << 40, "nvme": 0})
+    assert [(need.memory, need.missing) for need in found] == [("device", 1000), ("host", 0), ("nvme", 0)]
+
+
+@pytest.mark.parametrize(("total", "fraction"), [(80 << 30, [30 / 80]), (16 << 30, [])])
+def test_limit_is_enforced_on_larger_devices(
+    total: int, fraction: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    library = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(total_memory=total),
+        set_per_process_memory_fraction=lambda share, device: limits.append(share),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: library)
+    device: Any = SimpleNamespace(torch_device=torch.device("cuda", 0))
+    memory.enforce(device, 30 << 30)
+    assert limits == fraction
+
+
+def test_copies_are_counted_by_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AcceleratorDevice, "__init__", lambda self, device: None)
+    monkeypatch.setattr(AcceleratorDevice, "copy", lambda self, destination, source, *, after=None: DONE)
+    device = steps.CountingDevice(torch.device("meta"))
+    host, there = torch.empty(5), torch.empty(5, device="meta")
+    for destination, source in ((host, there), (there, host), (there, host), (host, host), (there, there)):
+        device.copy(destination, source)
+    assert (device.to_device, device.from_device) == (40, 20)
+
+
+def test_a_run_records_each_step_and_its_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*TINY, "--data", "text.txt", "--placement", "optimizer-nvme", "--nvme-path", ".", "--train-iters", "4"]
+    assert script.main([*run, "--global-batch-size", "4", "--resident-layers", "1", "--out", "run.json"]) == 0
+    result = json.loads(Path("run.json").read_text())
+    assert [step["step"] for step in result["steps"]] == [1, 2, 3, 4]
+    for step in result["steps"]:
+        assert step["nvme_bytes_read"] + step["nvme_bytes_written"] > 0
+        assert step["recomputing_tflops"] > step["model_tflops"] > 0
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(4 * 16)
+    out = capsys.readouterr().out
+    assert "not measured  accumulation 1: model TFLOP/s ÷ resident" in out
+    found = script.figures(result | {"resident_tflops": result["steps"][-1]["model_tflops"] * 2}, 8)
+    assert any(re.match(r"(met   |MISSED)  accumulation 8: ", text) for text in script.targets(found))
+    assert not list(Path().glob("infinity*"))
+
+
+def test_smoke_fails_if_placements_differ(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = iter(range(9))
+    monkeypatch.setattr(script, "SMOKE", replace(script.SMOKE, num_layers=2))
+    monkeypatch.setattr(script, "digest", lambda engine: str(min(next(numbers), 8 - 1)))  # the last two agree
+    assert script.main(["--smoke", "--data", "text.txt", "--nvme-path", "."]) == 1
+    assert capsys.readouterr().out.count("FAILED: with ") == 3
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", ["--fp16", "--bf16"])
+def test_placements_of_the_deep_model_agree_in_every_bit(precision: str, tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [str(BENCH / "gpt2_10b_v100.sh"), "--smoke", precision, "--out", "smoke.json", "--nvme-path", "."]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": path}, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads((tmp_path / "smoke.json").read_text())["runs"]
+    assert len(runs) == 9 and len({run["digest"] for run in runs}) == 3
+    assert len(re.findall(r"loss \d+\.\d+", done.stdout)) == 9
