@@ -129,6 +129,7 @@ def test_all_ranks_make_the_steps_that_rank_0_chooses() -> None:
     """Ranks with clocks of other speeds agree: the second rank's own clock allows the fewest steps only."""
     Path("driver.py").write_text(
         "import importlib.util, itertools, os, sys\n"
+        f"sys.path.append({str(SCRIPT.parent)!r})\n"
         f"spec = importlib.util.spec_from_file_location('pretrain_gpt2', {str(SCRIPT)!r})\n"
         "script = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(script)\n"
