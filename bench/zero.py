@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="counted steps of a turn")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads in a rank; 0: processors / ranks")
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.set_defaults(device="cpu", clip=0.0)
     return parser.parse_args()
 
 

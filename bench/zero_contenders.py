@@ -1,4 +1,7 @@
-"""The contenders of `zero.py`: DistributedDataParallel, FSDP2 and Infinity, training the same GPT-2 on gloo ranks."""
+"""The contenders of `zero.py` and `device_step.py`: plain PyTorch, DistributedDataParallel, FSDP2 and Infinity.
+
+All train the same GPT-2, on `args.device`, clipping the gradient's norm to `args.clip` (0: no clipping).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,16 @@ import training
 
 @dataclass(frozen=True)
 class Contender:
-    """A contender. against: the peer that its time is compared with."""
+    """A contender. param, optim: where these states live; FSDP2 keeps all or none on the CPU.
+
+    against: the peer that its time is compared with.
+    """
 
     title: str
     kind: str
     stage: int
-    offload: bool = False
+    param: str = "none"
+    optim: str = "none"
     prefetch: str | int = "auto"
     against: str = ""
 
@@ -25,7 +32,7 @@ CONTENDERS = {
     "ddp": Contender("DistributedDataParallel", "ddp", 0),
     "fsdp2 kept": Contender("FSDP2, reshard_after_forward=False", "fsdp2", 2),
     "fsdp2": Contender("FSDP2", "fsdp2", 3),
-    "fsdp2 cpu": Contender("FSDP2, CPUOffloadPolicy", "fsdp2", 3, offload=True),
+    "fsdp2 cpu": Contender("FSDP2, CPUOffloadPolicy", "fsdp2", 3, "cpu", "cpu"),
     "infinity stage 0": Contender("Infinity, stage 0", "infinity", 0, against="ddp"),
     "infinity stage 1": Contender("Infinity, stage 1", "infinity", 1, against="fsdp2 kept"),
     "infinity stage 2": Contender("Infinity, stage 2", "infinity", 2, against="fsdp2 kept"),
@@ -34,7 +41,7 @@ CONTENDERS = {
         "Infinity, stage 3, prefetch_bytes 0", "infinity", 3, prefetch=0, against="fsdp2"
     ),
     "infinity stage 3 cpu": Contender(
-        "Infinity, stage 3, all on cpu", "infinity", 3, offload=True, against="fsdp2 cpu"
+        "Infinity, stage 3, all on cpu", "infinity", 3, "cpu", "cpu", against="fsdp2 cpu"
     ),
 }
 
@@ -71,15 +78,19 @@ class TorchLoop:
 
         self.model = make_model(args)
         self.masters: training.Masters | None = None
-        if contender.kind == "ddp":
-            if args.dtype == "bf16":
-                self.masters = training.Masters(self.model)
-            self.run = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        else:
+        if contender.kind == "fsdp2":
             self._shard(args, contender)
             self.run = self.model
-        trained = self.masters.values if self.masters else list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.01, fused=True)
+        else:
+            self.model.to(args.device)
+            if args.dtype == "bf16":
+                self.masters = training.Masters(self.model)
+            self.run = self.model
+            if contender.kind == "ddp":
+                self.run = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.clip = args.clip
+        self.trained = self.masters.values if self.masters else list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4, weight_decay=0.01, fused=True)
 
     def _shard(self, args: argparse.Namespace, contender: Contender) -> None:
         """Wrap block by block, then the root."""
@@ -87,9 +98,9 @@ class TorchLoop:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (args.ranks,))}
-        if contender.offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        options: dict[str, Any] = {"mesh": init_device_mesh(args.device, (args.ranks,))}
+        if contender.optim == "cpu":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=args.device != "cpu")
         if args.dtype == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         kept = contender.stage < 3
@@ -98,10 +109,14 @@ class TorchLoop:
         fully_shard(self.model, **(options | ({"reshard_after_forward": False} if kept else {})))
 
     def step(self, tokens: Any, targets: Any) -> Any:
+        import torch
+
         loss = self.run(tokens, targets)
         loss.backward()
         if self.masters:
             self.masters.take_gradients()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
         self.optimizer.step()
         if self.masters:
             self.masters.write_back()
@@ -115,21 +130,27 @@ class TorchLoop:
         return {}
 
 
+def _place(args: argparse.Namespace, device: str) -> dict[str, Any]:
+    if device == "nvme":
+        return {"device": device, "nvme_path": str(args.nvme_path)}
+    return {"device": device, "pin_memory": device == "cpu" and args.device != "cpu"}
+
+
 class InfinityLoop:
     """Infinity in one of its stages."""
 
     def __init__(self, args: argparse.Namespace, contender: Contender) -> None:
         import infinity
 
-        offload = {"device": "cpu" if contender.offload else "none"}
         config = {
             "train_micro_batch_size_per_gpu": args.batch,
+            "gradient_clipping": args.clip,
             "bf16": {"enabled": args.dtype == "bf16"},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
             "zero_optimization": {
                 "stage": contender.stage,
-                "offload_param": offload if contender.stage == 3 else {"device": "none"},
-                "offload_optimizer": offload,
+                "offload_param": _place(args, contender.param),
+                "offload_optimizer": _place(args, contender.optim),
             },
             "infinity": {"prefetch_bytes": contender.prefetch},
         }

@@ -1,0 +1,159 @@
+"""Time and memory of a GPT-2 training step on one device in every placement, beside plain PyTorch and FSDP2 with CPU
+offload.
+
+    python bench/device_step.py --size 350m --output gpt2-350m.json
+    python bench/device_step.py --size tiny            # on a CPU, too
+
+All train in bf16 with fp32 masters, without and with clipping, each in a process of its own. The file is written after
+each of them, and a later run of the same package adds what is missing or failed. Exit status 1 if one failed. `waited`
+is what the model's thread waited for units and gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import check
+import harness
+import training
+from zero_contenders import Contender, InfinityLoop, make_loop
+
+SIZES = {
+    "tiny": {"hidden": 32, "layers": 2, "heads": 2, "vocab": 64, "sequence": 16, "batch": 2},
+    "350m": {"hidden": 1024, "layers": 24, "heads": 16, "vocab": 50304, "sequence": 1024, "batch": 8},
+    "1.3b": {"hidden": 2048, "layers": 24, "heads": 16, "vocab": 50304, "sequence": 1024, "batch": 8},
+}
+KINDS = {
+    "plain": Contender("plain PyTorch, fused AdamW", "plain", 0),
+    "fsdp2 cpu": Contender("FSDP2, CPUOffloadPolicy", "fsdp2", 3, "cpu", "cpu"),
+    "none": Contender("Infinity, all on the device", "infinity", 3),
+    "optimizer on cpu": Contender("Infinity, optimizer on cpu", "infinity", 3, "none", "cpu"),
+    "cpu": Contender("Infinity, all on cpu", "infinity", 3, "cpu", "cpu"),
+    "optimizer on nvme": Contender("Infinity, optimizer on nvme", "infinity", 3, "cpu", "nvme"),
+    "nvme": Contender("Infinity, all on nvme", "infinity", 3, "nvme", "nvme"),
+}
+CLIPS = (0.0, 1.0)
+WARM_UP = 2
+SECONDS = 120
+"""Longest run of one kind."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="350m")
+    parser.add_argument("--steps", type=int, default=4, help=f"counted steps, after {WARM_UP} that warm up (4)")
+    parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON to write, and to continue")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    args.ranks, args.dtype, args.prefetch = 1, "bf16", "auto"
+    vars(args).update(SIZES[args.size])
+    return args
+
+
+def run(args: argparse.Namespace, what: str) -> harness.Result:
+    """Train one kind in this process."""
+    import torch
+    import torch.distributed as dist
+
+    logging.getLogger("infinity").setLevel(logging.WARNING)
+    kind, _, clip = what.partition(", clip ")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    args.device, args.clip = found.type if found is not None else "cpu", float(clip)
+    contender = KINDS[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        if contender.kind == "fsdp2":  # clipping adds norms of shards in host memory, hence both backends
+            backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        loop, batch = make_loop(args, contender), training.random_batches(args)
+        seconds, waited = [], []
+        for _ in range(args.steps + WARM_UP):
+            tokens, targets = (part.to(args.device) for part in batch())
+            before, began = _waited(loop), time.perf_counter()
+            loss = float(loop.step(tokens, targets))
+            seconds.append(time.perf_counter() - began)
+            waited.append(_waited(loop) - before)
+        result = {
+            "loss": loss,
+            "seconds": harness.spread(seconds[WARM_UP:]).median,
+            "waited": harness.spread(waited[WARM_UP:]).median if isinstance(loop, InfinityLoop) else None,
+            "host_peak_bytes": harness.peak_rss(),
+            "device_peak_bytes": torch.cuda.max_memory_allocated() if args.device == "cuda" else 0,
+        }
+        if isinstance(loop, InfinityLoop):
+            loop.engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return result | {"tokens_per_second": args.batch * args.sequence / result["seconds"]}
+
+
+def _waited(loop: Any) -> float:
+    return float(loop.engine.ledger.snapshot().wait_seconds) if isinstance(loop, InfinityLoop) else 0.0
+
+
+def child(what: str) -> harness.Result:
+    """Train one kind in a process of its own; {"error": reason} if that fails."""
+    try:
+        return harness.run_child(__file__, [*sys.argv[1:], "--only", what], before=["timeout", str(SECONDS)])
+    except SystemExit as error:
+        return {"error": str(error.code).partition(" ended with ")[2] or "failed"}
+
+
+def package() -> str:
+    """Return a hash of the files of the installed package."""
+    spec = find_spec("infinity")
+    assert spec is not None and spec.origin is not None
+    total = hashlib.sha256()
+    for path in sorted(Path(spec.origin).parent.rglob("*")):
+        if path.suffix in (".py", ".so"):
+            total.update(path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def figures(result: harness.Result) -> dict[str, float]:
+    """Return the figures that `bench/limits.json` is about."""
+    runs = {what: one for what, one in result["runs"].items() if "seconds" in one}
+    found = {f"{result['size']}, {what}: waited ÷ step": one["waited"] / one["seconds"]
+             for what, one in runs.items() if one["waited"] is not None}  # fmt: skip
+    for clip in (f", clip {clip:g}" for clip in CLIPS):
+        if {f"plain{clip}", f"none{clip}"} <= set(runs):
+            ratio = runs[f"plain{clip}"]["seconds"] / runs[f"none{clip}"]["seconds"]
+            found[f"{result['size']}, none{clip}: plain ÷ ours"] = ratio
+    return found
+
+
+def main() -> int:
+    args = parse()
+    if args.only:
+        print(json.dumps(run(args, args.only)))
+        return 0
+    result = {**harness.head("device_step", path=args.nvme_path), "size": args.size, "steps": args.steps}
+    result["package"] = package()
+    before = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
+    same = all(before.get(key) == result[key] for key in ("size", "steps", "package"))
+    runs = {what: one for what, one in before.get("runs", {}).items() if same and "seconds" in one}
+    result["runs"] = runs
+    for what in [f"{kind}, clip {clip:g}" for clip in CLIPS for kind in KINDS]:
+        if what not in runs:
+            runs[what] = child(what)
+            if args.output:
+                harness.write_json(args.output, result)
+        shown = runs[what].get("error") or f"{runs[what]['seconds']:.4g} s a step, loss {runs[what]['loss']:.4f}"
+        print(f"{args.size}, {what}: {shown}", flush=True)
+    limits = json.loads(check.LIMITS.read_text(encoding="utf-8"))["device_step"]
+    for one in check.verdicts(limits, figures(result)):
+        print(f"{'met   ' if one.met else 'MISSED'}  {one.text}")
+    return int(any("error" in one for one in runs.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Copy bandwidth between host memory and a device, in both directions, and the cost of registering host memory.
+
+    python bench/links.py                        # 1 GiB; less than a minute
+    python bench/links.py --output links.json    # into a file, too
+
+`registered` is memory of `host_tensor(pin=True)`, `pageable` is unregistered, `both` copies in both directions at once,
+and `device.copy` is the engine's copy. Bandwidths are medians, of the bytes of all directions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import check
+import harness
+from infinity.sizes import parse_size
+from infinity.tiers.accelerator import default_device
+from infinity.tiers.device import Device
+from infinity.tiers.memory import first_touch, host_tensor
+
+CALLS = 4
+"""Copies of a turn."""
+
+
+def candidates(device: Device, nbytes: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Return name → (bytes of a call, call that issues copies)."""
+    there = [device.empty(nbytes) for _ in range(2)]
+    registered = [device.host_buffer(nbytes) for _ in range(2)]
+    pageable = host_tensor(nbytes)
+    first_touch(pageable)
+    streams = [_stream(device) for _ in range(2)]
+
+    def bare(number: int, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with streams[number]():
+            destination.copy_(source, non_blocking=True)
+
+    def both() -> None:
+        bare(0, there[0], registered[0])
+        bare(1, registered[1], there[1])
+
+    return {
+        "to device, registered": (nbytes, lambda: bare(0, there[0], registered[0])),
+        "from device, registered": (nbytes, lambda: bare(1, registered[1], there[1])),
+        "both, registered": (2 * nbytes, both),
+        "to device, pageable": (nbytes, lambda: bare(0, there[0], pageable)),
+        "from device, pageable": (nbytes, lambda: bare(1, pageable, there[1])),
+        "to device, device.copy": (nbytes, lambda: device.copy(there[0], registered[0]).wait()),
+        "from device, device.copy": (nbytes, lambda: device.copy(registered[1], there[1]).wait()),
+    }
+
+
+def _stream(device: Device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a function that enters a new stream of the device."""
+    if device.torch_device.type == "cpu":
+        return nullcontext
+    library = torch.get_device_module(device.torch_device)
+    stream = library.Stream(device.torch_device)
+    return lambda: library.stream(stream)
+
+
+def copies(device: Device, nbytes: int, rounds: int) -> list[harness.Result]:
+    """Return the seconds of a call of each candidate, in the order of rounds. One round first, to warm up."""
+    found = candidates(device, nbytes)
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for number, name in harness.interleaved(found, rounds, warm_up=1):
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            found[name][1]()
+        _synchronize(device)
+        if number >= 0:
+            seconds[name].append((time.perf_counter() - began) / CALLS)
+    return [{"name": name, "bytes": moved, "seconds": seconds[name]} for name, (moved, _) in found.items()]
+
+
+def _synchronize(device: Device) -> None:
+    if device.torch_device.type != "cpu":
+        torch.accelerator.synchronize(device.torch_device)
+
+
+def register_seconds_per_gb(nbytes: int, rounds: int) -> float:
+    """Return the seconds that registration adds to mapping and touching a GB. Without CUDA, about 0."""
+
+    def seconds(pin: bool) -> float:
+        began = time.perf_counter()
+        memory = host_tensor(nbytes, pin=pin)
+        if not pin:
+            first_touch(memory)
+        return time.perf_counter() - began
+
+    pin = torch.cuda.is_available()
+    return harness.spread((seconds(pin) - seconds(False)) / nbytes * 1e9 for _ in range(rounds)).median
+
+
+def measure(device: Device, nbytes: int, rounds: int) -> harness.Result:
+    return {
+        **harness.head("links"),
+        "device": str(device.torch_device),
+        "copies": copies(device, nbytes, rounds),
+        "register_seconds_per_gb": register_seconds_per_gb(nbytes, rounds),
+    }
+
+
+def figures(result: harness.Result) -> dict[str, float]:
+    """Return the figures that `bench/limits.json` is about."""
+    seconds = {one["name"]: one["seconds"] for one in result["copies"]}
+    ways = ("to device", "from device")
+    pairs = {way: (seconds[f"{way}, registered"], seconds[f"{way}, device.copy"]) for way in ways}
+    return {f"{way}: device.copy ÷ bare": harness.median_ratio(*pair) for way, pair in pairs.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=parse_size, default="1GiB", help="bytes of a copy (1GiB)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds (7)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON file for what was measured")
+    args = parser.parse_args()
+    device = default_device()
+    if device.torch_device.type == "cpu":
+        raise SystemExit("there is nothing to measure: there is no accelerator here")
+    result = measure(device, args.size, args.rounds)
+    for one in result["copies"]:
+        print(f"{one['name']:26}  {one['bytes'] / harness.spread(one['seconds']).median / 1e9:6.1f} GB/s")
+    print(f"registration: {result['register_seconds_per_gb']:.3f} s/GB")
+    for verdict in check.verdicts(json.loads(check.LIMITS.read_text(encoding="utf-8"))["links"], figures(result)):
+        print(f"{'met   ' if verdict.met else 'MISSED'}  {verdict.text}")
+    if args.output is not None:
+        harness.write_json(args.output, result)
+
+
+if __name__ == "__main__":
+    main()
