@@ -98,11 +98,16 @@ def test_the_work_goes_to_the_current_stream() -> None:
     n, stream = 1 << 22, torch.cuda.Stream()
     param, grad = torch.zeros(n, device="cuda"), torch.zeros(n, device="cuda")
     moments = [torch.zeros(n, device="cuda") for _ in range(2)]
+    hyper = cpu_adam.Hyper(lr=0.5, weight_decay=0.0)
+    # A kernel's first launch loads it, which may wait for the device.
+    few = [torch.zeros(8, device="cuda") for _ in range(4)]
+    cuda_adam.update_flat(few[0], None, few[1], few[2:], [], hyper, 1)
+    cuda_adam.sum_of_squares(few[1])
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         grad.fill_(1.0)
-        cuda_adam.update_flat(param, None, grad, moments, [], cpu_adam.Hyper(lr=0.5, weight_decay=0.0), 1)
+        cuda_adam.update_flat(param, None, grad, moments, [], hyper, 1)
         total = cuda_adam.sum_of_squares(grad)
         assert not stream.query()  # nothing was waited for
     stream.synchronize()
