@@ -142,12 +142,3 @@ def test_cuda_kernels_are_beside_a_copy() -> None:
     assert "# The optimizer step on a device, 1e+09 parameters" in text
     assert "| adamw | fp32 | fp32 | fp32 | 28 | 0.7 | 19 | 0.88 |" in text
     assert "| copy |  |  |  | 32 | 0.7 | 21 | 1.00 |" in text
-
-
-def test_the_summary_of_gpu_runs_skips_warm_up(tmp_path: Path) -> None:
-    gpu_summary = importlib.import_module("gpu_summary")
-    step = {key: 1e9 for key, *_ in gpu_summary.COLUMNS.values()}
-    for device in ("none", "cpu", "nvme"):
-        lines = [json.dumps(step | {"seconds": seconds}) for seconds in (9, 9, 9, 1, 2, 3)]
-        (tmp_path / f"gpt2-350m-{device}.jsonl").write_text("\n".join(lines))
-    assert "| nvme | 2.000 | 1000000000 | 1.00 | 1.00 | 1.00 | 1.00 |" in gpu_summary.summary(tmp_path)
