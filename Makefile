@@ -26,7 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-campaign test-device test-integrations test-late fuzz mutants sanitize lint format docs wheel run bench clean
+.PHONY: help install test test-campaign test-device test-integrations test-late fuzz mutants sanitize lint format docs wheel \
+	gpu-bundle run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -81,6 +82,22 @@ wheel: install build/wheel/.installed ## build a wheel that needs no compiler, a
 	PATH="$(CURDIR)/build/wheel/venv/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/raw/*.whl
 	$(VENV)/bin/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
 	$(VENV)/bin/python lint/wheel.py dist/*
+
+# pip's resolver has no part in it: the names are those of `import infinity` and of tests/gpu, without torch and numpy.
+BUNDLE_PYTHON ?= 3.12
+BUNDLE = pydantic pydantic-core annotated-types typing-inspection typing-extensions psutil safetensors \
+	rich markdown-it-py mdurl pygments typer shellingham annotated-doc hypothesis sortedcontainers pytest-timeout
+gpu-bundle: $(VENV)/.created ## fill build/gpu-bundle with what a CUDA machine without network lacks (bench/gpu_check.sh)
+	rm -rf build/gpu-bundle
+	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(BUNDLE_PYTHON) --constraint constraints.txt \
+		--platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 --dest build/gpu-bundle $(BUNDLE)
+	@if ! command -v nvcc >/dev/null || ! python$(BUNDLE_PYTHON) -c "" 2>/dev/null; then \
+		echo "no wheel of infinity: that needs nvcc and python$(BUNDLE_PYTHON) here; gpu_check.sh builds it"; \
+	else \
+		PIP_CONSTRAINT=$(CURDIR)/constraints.txt python$(BUNDLE_PYTHON) -m pip --disable-pip-version-check wheel --quiet \
+			--no-deps -C cmake.define.INFINITY_CUDA=ON --wheel-dir build/gpu-bundle .; \
+	fi
+	@ls build/gpu-bundle
 
 run: install ## train a GPT-2 with every state on NVMe
 	$(VENV)/bin/python bench/pretrain_gpt2.py $(ARGS)
