@@ -85,6 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--fp16", dest="bf16", action="store_false", help="train in fp16 (default)")
     precision.add_argument("--bf16", action="store_true", help="train in bf16")
+    parser.set_defaults(bf16=False)
     parser.add_argument("--placement", choices=PLACEMENTS, default="cpu", help="where states live (cpu)")
     parser.add_argument("--moments", choices=MOMENTS, default="8bit", help="format of the optimizer's moments (8bit)")
     parser.add_argument("--device-memory", type=parse_size, default="30GiB", metavar="SIZE", help="limit (30GiB)")

@@ -1,6 +1,7 @@
 """The script of the 10 billion parameter GPT-2: operations, memory it takes, refusals, and every placement's bits."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from infinity.observe.units import show_bytes
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.accelerator import AcceleratorDevice
 from infinity.tiers.device import CpuDevice
@@ -58,6 +60,12 @@ def test_configurations_differ_in_placements_only() -> None:
     assert devices == [("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]
 
 
+@pytest.mark.parametrize(("flags", "dtype"), [([], "fp16"), (["--fp16"], "fp16"), (["--bf16"], "bf16")])
+def test_precision_is_fp16_unless_bf16_is_given(flags: list[str], dtype: str) -> None:
+    config = script.config_of(script.parse(flags), "cpu", "8bit")
+    assert (config.fp16.enabled, config.bf16.enabled) == (dtype == "fp16", dtype == "bf16")
+
+
 def test_ten_billion_parameters_take_the_bytes_of_their_formats() -> None:
     """In fp16: 2 bytes of parameter and gradient each, 4 of master, and the moments."""
     args, parameters = script.parse([]), script.SHAPE.num_parameters
@@ -66,6 +74,24 @@ def test_ten_billion_parameters_take_the_bytes_of_their_formats() -> None:
         plan = memory.plan_of(script.SHAPE, script.config_of(args, "nvme", moments), CpuDevice())
         assert plan.placement.nbytes["nvme"] >= (nbytes - 2) * parameters
         assert plan.nbytes()["nvme"] <= 1.02 * nbytes * parameters
+
+
+class ApartFromTheHost(CpuDevice):
+    """Stands for a device with memory of its own; nothing is allocated on it."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        return DeviceInfo("cuda", host_addressable=False)
+
+
+def test_page_shows_the_bytes_of_each_placement() -> None:
+    page, args = (BENCH.parent / "docs" / "gpu.md").read_text(), script.parse([])
+    activations = memory.activation_bytes(script.SHAPE, args.micro_batch_size, 2)
+    for placement, moments in itertools.product(script.PLACEMENTS, script.MOMENTS):
+        plan = memory.plan_of(script.SHAPE, script.config_of(args, placement, moments), ApartFromTheHost())
+        needed = {need.memory: show_bytes(need.needed) for need in memory.needs(plan, activations, {})}
+        cells = [f"`{placement}`", moments, *(needed[name] for name in ("device", "host", "nvme"))]
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def test_a_plan_allocates_nothing_and_lists_what_is_missing(
