@@ -77,8 +77,11 @@ def run(
                 engine.backward(loss)
             with (around_step or around)():
                 engine.step()
-            losses.append(loss.item())
-        return Result(losses, parameters_of(engine))
+            losses.append(loss.detach())
+        parameters = parameters_of(engine)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the losses are of other streams
+        return Result([loss.item() for loss in losses], parameters)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
