@@ -103,7 +103,9 @@ def _waited(loop: Any) -> float:
 def child(what: str) -> harness.Result:
     """Train one kind in a process of its own; {"error": reason} if that fails."""
     try:
-        return harness.run_child(__file__, [*sys.argv[1:], "--only", what], before=["timeout", str(SECONDS)])
+        # In the foreground: it ends with this process's group.
+        limit = ["timeout", "--foreground", str(SECONDS)]
+        return harness.run_child(__file__, [*sys.argv[1:], "--only", what], before=limit)
     except SystemExit as error:
         return {"error": str(error.code).partition(" ended with ")[2] or "failed"}
 

@@ -84,22 +84,22 @@ def counted_device() -> Device:
 
 
 def train(engine: TrainingEngine, text: TokenDataset, steps: int, device: Device) -> Iterator[harness.Result]:
-    """Train and yield a record of each step. Its seconds end when the loss of its last micro-batch is known."""
+    """Train and yield a record of each step. Its seconds end when the losses of its micro-batches are known."""
     batch, before = engine.batch, _counters(engine, device)
     for step in range(1, steps + 1):
-        total = 0.0
+        losses = []
         for number in range(batch.accumulation):
-            inputs, targets = text.batch((step - 1) * batch.train + number * batch.micro, batch.micro)
-            loss = engine(inputs.to(engine.device), targets.to(engine.device))
+            loss = engine(*text.batch((step - 1) * batch.train + number * batch.micro, batch.micro))
             engine.backward(loss)
             engine.step()
-            total += loss.item()
+            losses.append(loss.detach())  # read at the end, so that the host runs ahead of the device
+        mean = torch.stack(losses).double().mean().item()
         now = _counters(engine, device)
         spent = {name: now[name] - before[name] for name in now}
         before = now
         yield {
             "step": step,
-            "loss": total / batch.accumulation,
+            "loss": mean,
             **spent,
             "host_peak_bytes": engine.ledger.host_peak_bytes,
             "device_peak_bytes": engine.ledger.device_peak_bytes,
