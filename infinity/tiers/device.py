@@ -4,9 +4,7 @@
 (`infinity.tiers.accelerator`) copies on streams of its own. The tests add a device with separate memory whose copies
 complete late.
 
-[Note: order on a device] Nothing is ordered by sharing a stream. A copy or kernel that needs the result of another
-thread, or reuses its buffer, takes the transfer that ends the other's work: `after=` of `copy`, or `await_copy`. Each
-helper thread calls `enter_thread` first, which gives it a stream of its own.
+Which copy and kernel waits for what: docs/design.md [Note: order on a device].
 """
 
 from __future__ import annotations
