@@ -84,9 +84,10 @@ class Aio(Section):
 class Infinity(Section):
     """Keys that DeepSpeed does not have."""
 
-    unit_size: Size = 64 << 20
+    unit_size: Literal["auto"] | Size = "auto"
     """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.
-    Layers below a 64th of it join the unit of their parent."""
+    Layers below a 64th of it join the unit of their parent. `auto`: 64MiB on the CPU; on a device with memory of its
+    own the largest repeated block, if it is larger, up to a 16th of that memory."""
 
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters fetched ahead of their use. `auto`: four times the largest unit; 0: no prefetching."""
@@ -146,6 +147,14 @@ class Infinity(Section):
     def _size_or_auto(cls, value: object) -> object:
         # Outside the union, so that an invalid size gives one problem instead of one for each member.
         return value if value == "auto" else parse_size(value)  # type: ignore[arg-type]
+
+    @field_validator("unit_size", mode="before")
+    @classmethod
+    def _unit_size(cls, value: object) -> object:
+        size = cls._size_or_auto(value)
+        if size == 0:
+            raise ValueError("must be more than 0, not 0")
+        return size
 
     @field_validator("tile_size")
     @classmethod

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.construction.spill import Spill, notice
+from infinity.units.discover import UNIT_SIZE
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -25,11 +26,11 @@ class Init:
     The model's own code builds the model on the CPU. The result is bit-identical to a model built without Init. Any
     code may read and edit its parameters, in the block and after it.
 
-    Memory holds parameters of four times `infinity.unit_size` bytes. Each rank keeps the others in an anonymous file in
-    `nvme_path`, in their own dtype. `infinity.initialize` moves rank 0's values to their tiers unit by unit, and frees
-    the file's space meanwhile. Without `initialize`, the file is deleted with the model. Buffers stay in memory, and so
-    do parameters that share memory with other tensors. If the config puts no states on nvme, all parameters stay in
-    memory.
+    Memory holds parameters of four times `infinity.unit_size` bytes (`auto`: 64 MiB). Each rank keeps the others in an
+    anonymous file in `nvme_path`, in their own dtype. `infinity.initialize` moves rank 0's values to their tiers unit
+    by unit, and frees the file's space meanwhile. Without `initialize`, the file is deleted with the model. Buffers
+    stay in memory, and so do parameters that share memory with other tensors. If the config puts no states on nvme, all
+    parameters stay in memory.
 
     Parameters built on the meta device are left to `infinity.initialize` and `infinity.load_pretrained`. Of nested
     blocks, the outermost with states on nvme counts.
@@ -43,7 +44,8 @@ class Init:
 
         config = Config.load(config)
         self._folders = config.zero_optimization.nvme_paths
-        self._budget = _UNITS * config.infinity.unit_size
+        unit_size = config.infinity.unit_size
+        self._budget = _UNITS * (UNIT_SIZE if unit_size == "auto" else unit_size)
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Init:

@@ -35,7 +35,7 @@ from infinity.tiers.pools import Pools
 from infinity.tiers.slab import SlabTier
 from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
-from infinity.units.discover import ModelUnits, discover_model
+from infinity.units.discover import ModelUnits, discover_model, unit_size_of
 from infinity.units.saved import SavedTensors
 from infinity.units.scope import Scope
 from infinity.units.states import UnitStates
@@ -74,14 +74,13 @@ def plan_model(
             'infinity.moments is "8bit", whose blocks of 256 elements would straddle the shards of tensor parallelism: '
             'use "bf16" or "fp32"'
         )
-    units = discover_model(
-        model,
-        config.infinity.unit_size,
-        groups,
-        dtype=dtype or compute_dtype(config),
-        copies=ranks.model.copies,
+    compute = dtype or compute_dtype(config)
+    info = device.info
+    unit_size = unit_size_of(
+        config.infinity.unit_size, model, compute.itemsize if compute is not None else None, info.nbytes
     )
-    plan = make_plan(config, units.discovered, ranks.info, device.info, train=train, dtype=dtype)
+    units = discover_model(model, unit_size, groups, dtype=compute, copies=ranks.model.copies)
+    plan = make_plan(config, units.discovered, ranks.info, info, train=train, dtype=dtype)
     common = in_common(config, plan.units, model)
     if train:
         common += groups_in_common(config, groups)

@@ -51,9 +51,11 @@ class DeviceInfo:
     """The device that the model computes on, as far as a plan depends on it."""
 
     type: str = "cpu"
-    """Type of the torch device: "cpu" or "cuda"."""
+    """Type of the torch device, such as "cpu" or "cuda"."""
     host_addressable: bool = True
     """True if the host's I/O and optimizer kernels can work in the device's buffers."""
+    nbytes: int = 0
+    """Bytes of the device's own memory; 0 if it computes in the host's."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory
 from infinity.tiers.device import CpuDevice, Device, fingerprint_by_torch
 from infinity.tiers.memory import host_tensor
@@ -102,9 +103,20 @@ class AcceleratorDevice(Device):
     def fingerprint(self, memory: torch.Tensor) -> int:
         return fingerprint_by_torch(memory)
 
+    @property
+    def info(self) -> DeviceInfo:
+        return DeviceInfo(self.torch_device.type, self.host_addressable, self._memory()[1])
+
     def available_bytes(self) -> int:
-        free = getattr(self._library, "mem_get_info", None)
-        return int(free(self.torch_device)[0]) if free is not None else available_memory()
+        return self._memory()[0]
+
+    def _memory(self) -> tuple[int, int]:
+        """Return the bytes that are free, and all bytes, of the device; those of the host if torch cannot tell."""
+        query = getattr(self._library, "mem_get_info", None)
+        if query is None:
+            return available_memory(), available_memory()
+        free, total = query(self.torch_device)
+        return int(free), int(total)
 
     def peak_bytes(self) -> int:
         peak = getattr(self._library, "max_memory_allocated", None)

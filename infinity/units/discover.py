@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,6 +22,11 @@ from infinity.units.nesting import held_together
 
 # A subtree smaller than `unit_size / _CRUMB` does not justify a transfer of its own: it stays with its parent.
 _CRUMB = 64
+
+UNIT_SIZE = 64 << 20
+"""Least bytes of `infinity.unit_size: "auto"`, and those on the CPU."""
+_UNITS_ON_DEVICE = 16
+"""Least number of the largest units that a device's memory holds. Some are fetched ahead and some have gradients."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,19 @@ class _Walk:
             self.whole(module, path)
             return []
         return self.open(module, path)
+
+
+def unit_size_of(asked: int | Literal["auto"], model: nn.Module, width: int | None, device_nbytes: int) -> int:
+    """Return the unit size in bytes; "auto" (`infinity.unit_size`) is resolved.
+
+    width: as of `discover`. device_nbytes: memory of the device; 0 if it is the host's.
+    """
+    if asked != "auto":
+        return asked
+    walk = _Walk(UNIT_SIZE, width)
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    largest = max((walk.nbytes(block) for blocks in lists for block in blocks), default=0)
+    return max(UNIT_SIZE, min(largest, device_nbytes // _UNITS_ON_DEVICE))
 
 
 def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list[UnitParameters]:

@@ -80,7 +80,7 @@ def test_a_full_file_is_read_as_written(tmp_path: Path) -> None:
 
 def test_defaults() -> None:
     config = Config.load({})
-    assert config.infinity.unit_size == 64 * 2**20 and config.infinity.prefetch_bytes == "auto"
+    assert config.infinity.unit_size == config.infinity.prefetch_bytes == "auto"
     assert config.optimizer.type == "AdamW" and config.scheduler is None
     assert config.zero_optimization.offload_param.device == "none" and config.zero_optimization.nvme_paths == ()
     assert config.aio.threads == 1 and config.aio.engine == "auto" and not config.aio.checksum
@@ -151,7 +151,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"infinity": {"unit_size": "auto"}}, 'infinity.unit_size: "auto" is not a value of this key; set one'),
+        ({"infinity": {"tile_size": "auto"}}, 'infinity.tile_size: "auto" is not a value of this key; set one'),
         ({"train_batch_size": 0}, "train_batch_size: must be at least 1, not 0"),
         ({"train_batch_size": 1.5}, "train_batch_size: must be a whole number, not 1.5"),
         ({"train_batch_size": True}, "train_batch_size: must be a number, not true"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.units.discover import UnitParameters, discover, modules_to_hook
+from infinity.units.discover import UNIT_SIZE, UnitParameters, discover, modules_to_hook, unit_size_of
 from support.models import Block, Linears, Stack, seeded
 
 KB = 1024
@@ -165,3 +165,22 @@ def test_order_is_that_of_the_model_tree() -> None:
     roots = [unit.root for unit in discover(seeded(Stack), 2000)]
     order = {name: position for position, (name, _) in enumerate(Stack().named_modules())}
     assert [order[root] for root in roots] == sorted(order[root] for root in roots)
+
+
+@pytest.mark.parametrize(
+    ("device_nbytes", "expected"),
+    [
+        (0, UNIT_SIZE),  # the CPU
+        (16 << 30, 201_326_592),  # a block of 12 · 2048² parameters in four bytes
+        (2 << 30, 128 << 20),  # a 16th of the device
+        (1 << 20, UNIT_SIZE),
+    ],
+)
+def test_automatic_unit_holds_the_largest_repeated_block(device_nbytes: int, expected: int) -> None:
+    with torch.device("meta"):
+        block = nn.ModuleDict(
+            {"in": nn.Linear(2048, 6 * 2048, bias=False), "out": nn.Linear(6 * 2048, 2048, bias=False)}
+        )
+        model = nn.Sequential(nn.Embedding(100_000, 2048), nn.ModuleList([nn.Linear(2048, 10), block, block]))
+    assert unit_size_of("auto", model, 4, device_nbytes) == expected
+    assert unit_size_of(1000, model, 4, device_nbytes) == 1000
