@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
         raise OutOfMemoryError("host memory", length, available_memory(), hint) from error
     # A child process must not share pages that the kernel is writing into (fork during direct reads).
     mapping.madvise(mmap.MADV_DONTFORK)
+    _alive.add(mapping)
     if length >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -73,6 +75,18 @@ class _Mapping(mmap.mmap):
 
 _mappings: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
 """address → mapping, for all live host tensors. The storage of its tensors keeps a mapping alive."""
+
+
+_alive: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """Never unmap in a forked child: it lacks these pages, and may have mapped others at their addresses since."""
+    for mapping in list(_alive):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def before_unmapping(tensor: torch.Tensor, callback: Callable[[], None]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,3 +92,28 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.Monke
     second = host_tensor(4096, pin=True)
     assert len(cleared) == 2
     assert not first.any() and not second.any()
+
+
+_FIXED_NOREPLACE = 0x100000
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_child_unmaps_nothing() -> None:
+    """A child lacks the pages. It may map others at their address, which the tensor's end must leave alone."""
+    tensors = [host_tensor(NBYTES)]
+    address = tensors[0].data_ptr()
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED_NOREPLACE
+    child = os.fork()
+    if child == 0:
+        try:
+            there = libc.mmap(ctypes.c_void_p(address), NBYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+            own = (ctypes.c_char * 8).from_address(there)
+            own[0] = b"7"
+            tensors.clear()
+            gc.collect()
+            os._exit(0 if there == address and own[0] == b"7" else 3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
