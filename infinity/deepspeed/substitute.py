@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 from infinity.deepspeed.absent import alternative
 from infinity.errors import UsageError
@@ -111,9 +112,14 @@ class _Loader(importlib.abc.InspectLoader):
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code that `python -m deepspeed.x` runs."""
-        loader = self._spec.loader
-        return loader.get_code(self._spec.name) if isinstance(loader, importlib.abc.InspectLoader) else None
+        code: CodeType | None = self._asked("get_code")
+        return code
 
     def get_source(self, fullname: str) -> str | None:
-        loader = self._spec.loader
-        return loader.get_source(self._spec.name) if isinstance(loader, importlib.abc.InspectLoader) else None
+        source: str | None = self._asked("get_source")
+        return source
+
+    def _asked(self, method: str) -> Any:
+        # By name: the loader of an editable install forwards its methods, and is no subclass of InspectLoader.
+        ask = getattr(self._spec.loader, method, None)
+        return None if ask is None else ask(self._spec.name)
