@@ -33,6 +33,7 @@ _WAITS = {
     "synchronize": "wait",
     "wait_event": "wait",
     "wait_stream": "wait",
+    "follow_compute": "wait",
     "result": "wait",
     "exception": "wait",
     "settle": "settle",
