@@ -23,6 +23,7 @@ SHOWN = (
     "docs/*.svg",
     "bench/results/*.md",
     "bench/results/*.png",
+    "bench/configs/*.json",
     "examples/**/*.py",
 )
 OMITTED = {"bench/results/refactoring.md"}
