@@ -83,6 +83,23 @@ def test_trains_on_another_stream_each_step(order: None, param: str, optim: str)
     assert_same(Result(losses, values, reference().units), reference())
 
 
+@pytest.mark.parametrize("param", ["cpu", "nvme", "none"])
+def test_forwards_on_streams_of_their_own(order: None, param: str) -> None:
+    """A unit's buffer is filled again only after the kernels that read it, on whatever stream those were queued."""
+    with open_engine(seeded(Stack), engine_config(prefetch_bytes=20_000)) as engine, torch.no_grad():
+        expected = [float(engine(*batch)) for batch in BATCHES]
+    device = LateAccelerator()
+    batches = on_device(BATCHES, device.torch_device)
+    torch.accelerator.synchronize()
+    losses = []
+    with open_engine(seeded(Stack), engine_config(param, prefetch_bytes=20_000), device) as engine, torch.no_grad():
+        for batch in batches:
+            with torch.Stream(device.torch_device):
+                losses.append(engine(*batch))
+        torch.accelerator.synchronize()
+        assert [float(loss) for loss in losses] == expected
+
+
 # -- removed waits -----------------------------------------------------------------------------------------------------
 
 
