@@ -100,6 +100,14 @@ def test_forwards_on_streams_of_their_own(order: None, param: str) -> None:
         assert [float(loss) for loss in losses] == expected
 
 
+def test_a_copy_within_host_memory_follows_another_transfer(lazy: None) -> None:
+    device = LateAccelerator()
+    there = torch.arange(64, dtype=torch.uint8, device=device.torch_device)
+    first, second = device.host_buffer(64), device.host_buffer(64)
+    assert device.copy(second, first, after=device.copy(first, there)) is DONE
+    assert torch.equal(second, torch.arange(64, dtype=torch.uint8))
+
+
 # -- removed waits -----------------------------------------------------------------------------------------------------
 
 
