@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.units.discover import UnitParameters, discover
+from infinity.units.discover import UNIT_SIZE, UnitParameters, discover
 from support.hugging_face import loss_of, transformers
 from support.lifetime import assert_nothing_leaked, pool_buffers
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, plain_bf16, train
@@ -54,8 +54,7 @@ def config(folder: Path, bf16: bool, **infinity: Any) -> Config:
 
 
 def scaled(folder: Path, bf16: bool) -> Config:
-    unit_size = config(folder, bf16).infinity.unit_size // SCALE**2
-    return config(folder, bf16, unit_size=unit_size, cache_bytes=0)  # blocks of 7 B would not fit
+    return config(folder, bf16, unit_size=UNIT_SIZE // SCALE**2, cache_bytes=0)  # blocks of 7 B would not fit
 
 
 def block(units: list[UnitParameters], number: int) -> list[list[str]]:
@@ -69,8 +68,8 @@ def test_the_structure_is_that_of_7_b(bf16: bool, tmp_path: Path) -> None:
     with torch.device("meta"):
         whole = transformers.LlamaForCausalLM(shape(LAYERS, 1))
     width = 2 if bf16 else 4
-    expected = discover(whole, config(tmp_path, bf16).infinity.unit_size, width)
-    units = discover(seeded(llama), scaled(tmp_path, bf16).infinity.unit_size, width)
+    expected = discover(whole, UNIT_SIZE, width)
+    units = discover(seeded(llama), UNIT_SIZE // SCALE**2, width)
     assert sum(p.numel() for p in whole.parameters()) > 6.7e9
     assert len(block(expected, 17)) == 8
     for number in range(4):
