@@ -19,6 +19,10 @@ from infinity.tiers.device import CpuDevice, Device, fingerprint_by_torch
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer, issued
 
+# torch 2.6 has shorter names.
+_set_index = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
+_current_index = getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
+
 
 class StreamTransfer:
     """Work on a stream, up to an event."""
@@ -43,7 +47,7 @@ class AcceleratorDevice(Device):
     def __init__(self, device: torch.device) -> None:
         """device: with an index. It becomes the calling thread's current device."""
         self.torch_device = device
-        torch.accelerator.set_device_index(device)
+        _set_index(device)
         self._to_device = torch.Stream(device)
         self._from_device = torch.Stream(device)
         self._helper = threading.local()
@@ -52,7 +56,7 @@ class AcceleratorDevice(Device):
         self._library = torch.get_device_module(device)
 
     def enter_thread(self) -> None:
-        torch.accelerator.set_device_index(self.torch_device)
+        _set_index(self.torch_device)
         self._helper.stream = torch.Stream(self.torch_device)
         torch.accelerator.set_stream(self._helper.stream)
 
@@ -144,10 +148,10 @@ def _current(stream: torch.Stream) -> Iterator[None]:
 
 def default_device() -> Device:
     """Return this rank's accelerator (LOCAL_RANK of torchrun, else torch's current one); without one, the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type == "mps":  # MPS has no streams
         return CpuDevice()
-    index = torch.accelerator.current_device_index()
+    index = _current_index()
     if "LOCAL_RANK" in os.environ:
         index = int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()
     return AcceleratorDevice(torch.device(accelerator.type, index))

@@ -240,7 +240,10 @@ class UnitStore:
             if viewed:
                 self.kept.note_overwritten(unit)
             if self._was_edited(unit):
-                self._write_back(unit)
+                unit.snapshot_read.wait()
+                self._states.sync_masters_from_edit(unit)
+                if self._pipeline.in_tier:
+                    self._states.write_back(unit.layout, unit.shard_bytes(self._ranks.shard_rank)).wait()
             self._leave(unit)
             if early and viewed:
                 arrives = self._leave_to_viewers(unit)

@@ -202,6 +202,11 @@ class UpdatePipeline:
         if running.failed is not None and not isinstance(running.failed, Exception):
             raise running.failed  # Ctrl-C in this thread
 
+    @property
+    def in_tier(self) -> bool:
+        """Return whether updates begin from the parameters in their tier, and not from those in the unit's buffer."""
+        return self._places.param_slab is not None
+
     def close(self) -> None:
         """Stop the thread after the jobs queued so far."""
         self._jobs.put(None)

@@ -16,7 +16,7 @@ import torch
 
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
-from support.loops import Result, assert_same, trained
+from support.loops import Result, assert_same, open_engine, parameters_of, trained
 from support.models import Stack, seeded, token_batches
 
 
@@ -77,3 +77,24 @@ def test_trains_as_on_the_cpu(
     result = train(late_device, param, optim, *kind)
     assert_same(result, reference)
     assert late_device.to_device.copies + late_device.from_device.copies > 50
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("param, optim", PLACEMENTS)
+def test_edits_before_an_update_count(late_device: LateDevice, param: str, optim: str, clip: float) -> None:
+    """Parameters that the script scales between a backward and its update, wherever the update takes them from."""
+
+    def edited(device: LateDevice | None, param: str, optim: str) -> dict[str, torch.Tensor]:
+        config = engine_config(param, optim, clip=clip, update="next_forward", prefetch_bytes=20_000)
+        model = seeded(Stack)
+        with open_engine(model, config, device) as engine:
+            for batch in BATCHES[:4]:
+                engine.backward(engine(*batch))
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.75)
+                engine.step()
+            return parameters_of(engine)
+
+    expected, found = edited(None, "nvme", "nvme"), edited(late_device, param, optim)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
