@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 
 import torch
 from torch.autograd import Variable
@@ -82,15 +83,35 @@ class BackwardTracker:
         self._tasks.clear()
 
 
+def works_for(thread: int) -> bool:
+    """Return whether the calling thread is autograd's for a device, and executes a backward of `thread`, its identifier.
+
+    PyTorch does not tell which thread called a backward: `thread` waits in one, and this thread has a graph task and
+    is not Python's.
+    """
+    if torch._C._current_graph_task_id() == -1 or not _is_autograds():
+        return False
+    return _backwards(sys._current_frames().get(thread)) > 0
+
+
 def _is_nested() -> bool:
     """True if the graph task that is ending runs inside another one.
 
     Each task has a frame of `_engine_run_backward` on its thread's stack. In autograd's device threads the frame of the
     outermost task is missing, since it is on the caller's stack.
     """
-    depth, frame = 0, sys._getframe()
+    return _backwards(sys._getframe()) > (0 if _is_autograds() else 1)
+
+
+def _is_autograds() -> bool:
+    """Return whether the calling thread is one that autograd started for a device, not Python."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _backwards(frame: FrameType | None) -> int:
+    """Return the number of backward passes on a stack."""
+    depth = 0
     while frame is not None:
         depth += frame.f_code is _engine_run_backward.__code__
-        frame = frame.f_back  # type: ignore[assignment]
-    own = isinstance(threading.current_thread(), threading._DummyThread)
-    return depth > (0 if own else 1)
+        frame = frame.f_back
+    return depth

@@ -14,6 +14,7 @@ import torch
 
 from infinity.errors import UsageError
 from infinity.units import released
+from infinity.units.backward import works_for
 from infinity.units.saved import SavedTensors
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Scope:
             self._autocast_cache = torch.is_autocast_cache_enabled()
             for unit in self.resident.values():
                 released.restore(unit.parameters)
-        elif thread != self._thread:
+        elif thread != self._thread and not works_for(self._thread):
             raise UsageError(
                 "the model is running in another thread: an engine's model, backward and step run in any thread, but "
                 "in one at a time. Guard them with a lock."

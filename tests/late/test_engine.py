@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import NonFiniteError
 from infinity.tiers.accelerator import AcceleratorDevice, StreamTransfer
@@ -98,6 +101,32 @@ def test_forwards_on_streams_of_their_own(order: None, param: str) -> None:
                 losses.append(engine(*batch))
         torch.accelerator.synchronize()
         assert [float(loss) for loss in losses] == expected
+
+
+class Slopes(nn.Module):
+    """(batch, 8) → mean square error of x and of the slope of a checkpointed energy, computed in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        point = x.detach().requires_grad_()
+        energy = checkpoint(self.energy, point, use_reentrant=False).sum()
+        (slope,) = torch.autograd.grad(energy, point, create_graph=True)
+        return F.mse_loss(self.out(slope), x)
+
+
+@pytest.mark.parametrize("param", ["cpu", "nvme"])
+def test_recomputation_in_a_backward_of_the_forward(order: None, param: str) -> None:
+    """autograd's thread for the device recomputes, while the forward that called it has the model's scope open."""
+    inputs = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)),) for step in range(4)]
+    device = LateAccelerator()
+    config = engine_config(param, "cpu", unit_size=2048, prefetch_bytes=4000)
+    expected = trained(seeded(Slopes), inputs, config)
+    result = trained(seeded(Slopes), on_device(inputs, device.torch_device), config, device)
+    assert_same(Result(result.losses, {name: value.cpu() for name, value in result.parameters.items()}), expected)
 
 
 def test_a_copy_within_host_memory_follows_another_transfer(lazy: None) -> None:
