@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infinity.errors import user_level
 from infinity.plan.policy import DTYPES
 from infinity.units.compiled import breaks_graphs
 
@@ -54,6 +56,26 @@ class ForwardPrecision:
                 return call(*args, **kwargs)
 
         return breaks_graphs(run)
+
+
+def emulates_bf16(device: torch.device) -> bool:
+    """Return whether `device`, the current one of its type, computes bf16 by conversions, as V100 and T4 do."""
+    return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def warn_of_emulation(config: Config, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Warn if a device that emulates bf16 is to compute in it. dtype: that of all floating-point parameters, if any.
+
+    Call it before anything is allocated: warnings may be set to raise.
+    """
+    section = config.torch_autocast
+    wanted = dtype == torch.bfloat16 or (section.enabled and section.dtype == "bf16")
+    if wanted and emulates_bf16(device):
+        warnings.warn(
+            f"{torch.cuda.get_device_name(device)} emulates bf16: results are right, but steps are slower than in "
+            'fp16. For speed, set "fp16": {"enabled": true} instead of "bf16".',
+            stacklevel=user_level(),
+        )
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -19,6 +19,7 @@ from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
 from infinity.engine.parts import EngineParts, UpdateParts
+from infinity.engine.precision import warn_of_emulation
 from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.errors import ConfigError
@@ -75,6 +76,8 @@ def plan_model(
             'use "bf16" or "fp32"'
         )
     compute = dtype or compute_dtype(config)
+    if ranks.is_main_rank:
+        warn_of_emulation(config, compute, device.torch_device)
     info = device.info
     unit_size = unit_size_of(
         config.infinity.unit_size, model, compute.itemsize if compute is not None else None, info.nbytes

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.config import Config, WarmupCosineLR
 from infinity.engine.lr import replace_schedule
+from infinity.engine.precision import emulates_bf16
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.gpt2.duration import MEASURED_STEPS, MIN_STEPS
@@ -53,8 +54,7 @@ def _default_config(options: JobOptions) -> dict[str, Any]:
 def _precision() -> dict[str, Any]:
     """Return the section of the fastest precision here: bf16, or where that is emulated fp16 on GPUs, fp32 on CPUs."""
     if torch.cuda.is_available():
-        emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
-        return {"fp16" if emulated else "bf16": {"enabled": True}}
+        return {"fp16" if emulates_bf16(torch.device("cuda")) else "bf16": {"enabled": True}}
     return {"bf16": {"enabled": torch.ops.mkldnn._is_mkldnn_bf16_supported()}}
 
 

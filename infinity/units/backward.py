@@ -84,10 +84,10 @@ class BackwardTracker:
 
 
 def works_for(thread: int) -> bool:
-    """Return whether the calling thread is autograd's for a device, and executes a backward of `thread`, its identifier.
+    """Return whether the calling thread is autograd's for a device and executes a backward that `thread` called.
 
-    PyTorch does not tell which thread called a backward: `thread` waits in one, and this thread has a graph task and
-    is not Python's.
+    thread: its identifier. PyTorch does not tell which thread called a backward: `thread` waits in one, and this thread
+    has a graph task and is not Python's.
     """
     if torch._C._current_graph_task_id() == -1 or not _is_autograds():
         return False

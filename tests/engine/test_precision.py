@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.config import Config
-from infinity.engine.precision import ForwardPrecision
+from infinity.engine.precision import ForwardPrecision, warn_of_emulation
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
+from infinity.plan.policy import compute_dtype
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
@@ -298,3 +299,20 @@ def test_inputs_in_host_memory_move_to_the_device_of_the_engine() -> None:
 def test_forwards_on_the_host_without_casts_need_no_wrapper() -> None:
     assert ForwardPrecision.of(Config.load({"train_batch_size": 1}), torch.device("cpu"), None) is None
     assert ForwardPrecision.of(Config.load({"train_batch_size": 1}), torch.device("meta"), None) is not None
+
+
+# -- devices that emulate bf16 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16", "torch_autocast"])
+@pytest.mark.parametrize("emulated", [False, True])
+def test_bf16_on_a_device_that_emulates_it_warns(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, section: str, emulated: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: not emulated)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    values = {"enabled": True, "dtype": "bf16"} if section == "torch_autocast" else {"enabled": True}
+    config = Config.load({"train_micro_batch_size_per_gpu": 1, section: values})
+    warn_of_emulation(config, compute_dtype(config), torch.device("cuda", 0))
+    warn_of_emulation(config, compute_dtype(config), torch.device("cpu"))
+    assert len(recwarn) == (emulated and section != "fp16")
