@@ -82,6 +82,9 @@ def sum_of_squares(
     `initial`; may be `out`.
     """
 
+def fingerprint(address: int, nbytes: int, *, out: int, device: int, stream: int) -> None:
+    """Add the 64-bit hash of the bytes to the integer of 8 bytes at `out`, modulo 2^64; see `_adam.fingerprint`."""
+
 def split(master: int, param: int, remainder: int, n: int, *, device: int, stream: int) -> None:
     """See `_adam.split`."""
 

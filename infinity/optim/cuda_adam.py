@@ -9,42 +9,17 @@ The kernels are built only if nvcc is found: see `available()` and `why_not()`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from infinity.native.cuda import available, why_not
 from infinity.optim.native_args import DTYPES, address_of, update_arguments
 from infinity.rules import Hyper
 
 __all__ = ["available", "join_master", "split_master", "sum_of_squares", "update_flat", "why_not"]
-
-
-def available() -> bool:
-    """Return whether the kernels are built and this process has devices that run them."""
-    return not why_not()
-
-
-@cache
-def why_not() -> str:
-    """Return why the kernels cannot be used (the loader's error or CUDA's); empty if they can."""
-    try:
-        import infinity.native._adam_cuda as native
-    except ModuleNotFoundError:
-        return "this build has no CUDA kernels (nvcc was not found when it was built)"
-    except ImportError as error:
-        return f"the CUDA kernels do not load: {error}"
-    if reason := native.refusal():
-        return reason
-    # Names without digits (native, all) do not give the architecture; only a launch shows whether it fits.
-    numbers = [int(digits.group()) for name in native.ARCHITECTURES if (digits := re.search(r"\d+", name))]
-    for device in range(native.device_count()):
-        if (found := native.compute_capability(device)) < min(numbers, default=0):
-            return f"this build's CUDA kernels are for sm_{min(numbers)} and later, and device {device} is sm_{found}"
-    return ""
 
 
 def update_flat(

@@ -15,7 +15,8 @@ import torch
 
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory
-from infinity.tiers.device import CpuDevice, Device, fingerprint_by_torch
+from infinity.tiers.device import CpuDevice, Device
+from infinity.tiers.fingerprint import Fingerprint, fingerprint_on_device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer, issued
 
@@ -104,8 +105,9 @@ class AcceleratorDevice(Device):
         if not buffer.is_cpu and hasattr(self._helper, "stream"):
             self.compute_reached().wait()  # a model's thread uses the buffer next, on another stream
 
-    def fingerprint(self, memory: torch.Tensor) -> int:
-        return fingerprint_by_torch(memory)
+    def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
+        self._current_stream()
+        return fingerprint_on_device(memory)
 
     @property
     def info(self) -> DeviceInfo:

@@ -16,6 +16,7 @@ import torch
 from infinity.native import _adam
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory
+from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
 
@@ -58,10 +59,11 @@ class Device(ABC):
         """Return a transfer that is done when the compute issued so far by this thread has ended."""
         return DONE
 
-    def fingerprint(self, memory: torch.Tensor) -> int:
+    def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
         """Return a 64-bit hash of `memory`, uint8 (n,), n a multiple of 8. It misses a change with probability 2^-64.
 
-        Waits for the compute issued so far by this thread.
+        It is that of the compute issued so far by this thread. A tensor on the device does not wait for that; a
+        comparison of two does.
         """
         return _adam.fingerprint(memory.data_ptr(), memory.numel())
 
@@ -101,19 +103,3 @@ class CpuDevice(Device):
 
     def await_copy(self, transfer: Transfer) -> None:
         transfer.wait()
-
-
-_FINGERPRINT_KEY = 0x9E3779B97F4A7C15 - (1 << 64)
-_FINGERPRINT_WORDS = 1 << 22
-
-
-def fingerprint_by_torch(memory: torch.Tensor) -> int:
-    """Compute `_adam.fingerprint` by torch operations on the device of `memory`, in pieces to bound temporaries."""
-    words = memory.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for start in range(0, words.numel(), _FINGERPRINT_WORDS):
-        piece = words[start : start + _FINGERPRINT_WORDS]
-        keys = torch.arange(start + 1, start + 1 + piece.numel(), device=memory.device) * _FINGERPRINT_KEY
-        mixed = piece ^ keys
-        total += ((mixed & 0xFFFFFFFF) * (mixed >> 32 & 0xFFFFFFFF) + (piece << 32 | piece >> 32 & 0xFFFFFFFF)).sum()
-    return int(total) % (1 << 64)

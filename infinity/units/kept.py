@@ -15,6 +15,7 @@ import torch
 
 from infinity.errors import LifetimeError, user_level
 from infinity.tiers.device import Device
+from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease, Pool
 from infinity.units.unit import Unit
 
@@ -25,7 +26,7 @@ class KeptBuffer:
 
     buffer: torch.Tensor
     generation: int
-    fingerprint: int
+    fingerprint: Fingerprint
 
 
 class KeptBuffers:
@@ -73,7 +74,7 @@ class KeptBuffers:
         kept = kept or self._kept.get(unit.index)
         if kept is None:
             return False
-        return self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
+        return bool(self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint)
 
     def note_overwritten(self, unit: Unit) -> None:
         """Record that an update begins while views of the unit are alive."""

@@ -22,6 +22,7 @@ from infinity.comm.communicator import Communicator
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.tiers.device import Device
+from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import binding, released, residents
@@ -443,9 +444,9 @@ class UnitStore:
     def _was_edited(self, unit: Unit) -> bool:
         """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier."""
         binding.adopt_assigned(unit)
-        return self._fingerprint(unit) != unit.fingerprint
+        return bool(self._fingerprint(unit) != unit.fingerprint)
 
-    def _fingerprint(self, unit: Unit) -> int:
+    def _fingerprint(self, unit: Unit) -> Fingerprint:
         assert unit.lease is not None
         return self._device.fingerprint(unit.lease.tensor)
 

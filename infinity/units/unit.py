@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.errors import ResidencyError, UsageError
 from infinity.plan.layout import UnitLayout
+from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 
@@ -103,7 +104,7 @@ class Unit:
         """Slots whose `.grad` the engine has taken in the present step."""
         self.assignments = [0] * len(parameters)
         """Number of `.data` assignments that the engine has adopted, by slot."""
-        self.fingerprint: int | None = None
+        self.fingerprint: Fingerprint | None = None
         """Fingerprint of the bytes in the tiers (`Device.fingerprint`); None: unknown, since they were overwritten."""
         self.strides = [_strides(slot.shape) for slot in layout.slots]
         """Strides of each parameter in the unit's flat tensor, by slot."""

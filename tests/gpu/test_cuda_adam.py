@@ -12,10 +12,13 @@ import torch
 from infinity.optim import cpu_adam, cuda_adam
 from infinity.optim.moments import zero_moments
 from infinity.rules import MOMENTS
+from infinity.tiers.device import CpuDevice
+from infinity.tiers.fingerprint import fingerprint_by_torch, fingerprint_on_device
 from support.adam_arrays import GUARD, Array
 from support.cuda_kernels import (
     GRADS,
     CudaKernels,
+    check_fingerprints,
     check_guards,
     check_halves,
     check_numbers_of_elements,
@@ -77,8 +80,19 @@ def test_sums(kernels: CudaKernels, dtype: str) -> None:
     check_sums(kernels, dtype, (*SIZES, 300 * 4096, 5_000_011))
 
 
+def test_fingerprints(kernels: CudaKernels) -> None:
+    check_fingerprints(kernels, (*SIZES, 70_001, 300 * 4096))
+
+
 def test_halves(kernels: CudaKernels) -> None:
     check_halves(kernels, SIZES)
+
+
+def test_a_fingerprint_on_the_device_has_the_bits_of_the_hosts() -> None:
+    memory = torch.randint(0, 256, (8 * 100_001,), dtype=torch.uint8)
+    expected = CpuDevice().fingerprint(memory)
+    for found in (fingerprint_on_device(memory.cuda()), fingerprint_by_torch(memory.cuda())):
+        assert int(found) % (1 << 64) == expected
 
 
 def test_every_half_and_every_remainder() -> None:

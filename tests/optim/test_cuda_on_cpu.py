@@ -25,7 +25,14 @@ from infinity.cli.report import collect
 from infinity.optim import cpu_adam, cuda_adam
 from infinity.optim.moments import zero_moments
 from support.adam_arrays import HYPER, make_problem
-from support.cuda_kernels import CudaKernels, check_halves, check_numbers_of_elements, check_sums, check_updates
+from support.cuda_kernels import (
+    CudaKernels,
+    check_fingerprints,
+    check_halves,
+    check_numbers_of_elements,
+    check_sums,
+    check_updates,
+)
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 SOURCES = Path(__file__).parents[2] / "csrc"
@@ -97,6 +104,10 @@ def test_random_bits_are_of_the_number_of_the_element(kernels: CudaKernels, mome
 
 def test_sums(kernels: CudaKernels, grad_dtype: str) -> None:
     check_sums(kernels, grad_dtype, (0, 1, 31, 32, 33, 4095, 4096, 4097, 70_001, 300 * 4096))
+
+
+def test_fingerprints(kernels: CudaKernels) -> None:
+    check_fingerprints(kernels, (*SIZES, 70_001, 300 * 4096))
 
 
 def test_halves(kernels: CudaKernels) -> None:

@@ -75,6 +75,12 @@ class CudaKernels:
         tiles.get()
         return int(out.get().view(np.uint64)[0])
 
+    def fingerprint(self, words: Array, offset: int) -> int:
+        """The hash, added to 7."""
+        at, out = self.place(words, offset), self.place(np.array([7], np.uint64), 0)
+        self.native.fingerprint(at.address, words.nbytes, out=out.address, device=0, stream=self.stream)
+        return int(out.get()[0])
+
     def split(self, master: Array, offset: int) -> tuple[Array, Array]:
         halves = [self.place(np.zeros(master.size, dtype), offset) for dtype in (np.uint16, np.int16)]
         placed = [self.place(master, offset), *halves]
@@ -133,3 +139,13 @@ def check_halves(kernels: CudaKernels, sizes: Sequence[int]) -> None:
             np.testing.assert_array_equal(found[0], high)
             np.testing.assert_array_equal(found[1], low)
             np.testing.assert_array_equal(kernels.join(high, low, offset), back)
+
+
+def check_fingerprints(kernels: CudaKernels, sizes: Sequence[int]) -> None:
+    """sizes: in words of 8 bytes. Arrays that begin in the middle of 16 bytes, too."""
+    rng = np.random.default_rng(15)
+    for n in sizes:
+        for offset in (0, 1):
+            words = rng.integers(0, 1 << 64, n, np.uint64)
+            expected = _adam.fingerprint(words.ctypes.data, words.nbytes, isa="plain")
+            assert kernels.fingerprint(words, offset) == (expected + 7) % (1 << 64), (n, offset)

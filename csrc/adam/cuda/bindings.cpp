@@ -35,6 +35,16 @@ void py_sum_of_squares(const py::object& address, const py::object& n, const std
     sum_of_squares(sum, {device, stream});
 }
 
+void py_fingerprint(const py::object& address, const py::object& nbytes, const py::object& out, int device,
+                    std::uintptr_t stream) {
+    const std::size_t count = to_count(nbytes);
+    if (count % 8 != 0) throw py::value_error("nbytes is " + std::to_string(count) + ": pass a multiple of 8");
+    const void* memory = pointer<const void>(ArrayChecks(count / 8).add("address", address, 8));
+    auto* sum = pointer<std::uint64_t>(ArrayChecks(1).add("out", out, 8));
+    const py::gil_scoped_release release;
+    fingerprint(memory, count, sum, {device, stream});
+}
+
 void py_split(const py::object& master, const py::object& param, const py::object& remainder, const py::object& n,
               int device, std::uintptr_t stream) {
     const std::size_t count = to_count(n);
@@ -80,6 +90,8 @@ PYBIND11_MODULE(_adam_cuda, m) {
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "out"_a, "tiles"_a,
           "scale"_a = 1.0, "initial"_a = 0.0, "initial_at"_a = py::none(), "device"_a, "stream"_a,
           "Write initial + sum of (scale * x)^2 in fp64 to `out`.");
+    m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, py::kw_only(), "out"_a, "device"_a, "stream"_a,
+          "Add the 64-bit hash of the bytes to the integer at `out`.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
           "Split fp32 into bf16 (half away from zero) and the int16 remainder.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "fingerprint.cuh"
 #include "norms.cuh"
 #include "update.cuh"
 
@@ -130,6 +131,14 @@ void sum_of_squares(const Sum& s, const Stream& stream) {
     }
     const std::size_t tiles = (s.n + kSumTile - 1) / kSumTile;
     launch(add_tiles, 1, 1, stream, s.tiles, tiles, s.scale, s.initial, s.initial_at, s.out);
+}
+
+void fingerprint(const void* memory, std::size_t nbytes, std::uint64_t* sum, const Stream& stream) {
+    if (nbytes == 0) return;
+    const bool aligned = reinterpret_cast<std::uintptr_t>(memory) % sizeof(Pair) == 0;
+    launch(add_words, nbytes / sizeof(std::uint64_t), kThreads * kWordsOfThread, stream,
+           static_cast<const std::uint64_t*>(memory), nbytes / sizeof(std::uint64_t), aligned,
+           reinterpret_cast<unsigned long long*>(sum));
 }
 
 void split(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n, const Stream& stream) {

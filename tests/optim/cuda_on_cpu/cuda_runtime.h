@@ -128,6 +128,10 @@ T __shfl_down_sync(unsigned, T value, unsigned lanes) {
     return cuda_on_cpu::exchange(value, lane + lanes < cuda_on_cpu::kWarp ? lane + lanes : lane);
 }
 
+inline unsigned long long atomicAdd(unsigned long long* sum, unsigned long long value) {
+    return *sum += value, *sum - value;
+}
+
 // ---- the run-time library ----
 
 enum cudaError_t {
