@@ -98,6 +98,21 @@ class UnitBuffers:
             "so that fewer are held at once, or gather fewer parameters at a time."
         )
 
+    def leaves_first(self, unit: Unit) -> bool:
+        """Return whether the trace evicts the unit before it uses it again, since as many others need its buffers.
+
+        False without a trace. Other units of its size that are used before are counted once.
+        """
+        size = self._sizes[unit.index]
+        others = self._pool.count(unit.layout.nbytes)
+        for index in self._tracer.order():
+            if index == unit.index or not others:
+                break
+            others -= self._sizes[index] == size
+        else:
+            return False
+        return not others
+
     def victims(self, unit: Unit) -> list[tuple[float, Unit]]:
         """Return (distance of next use, unit) for units whose buffer `unit` could take, furthest first."""
         size, last, next_use = self._sizes[unit.index], self._tracer.last, self._tracer.next_use

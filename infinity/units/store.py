@@ -183,6 +183,8 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         unit.move(Residency.FETCHING)
+        if unit.job is not None:
+            unit.job.done.wait()  # an update in the tier alone
         read: Transfer = DONE
         if not holds:
             read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
@@ -215,6 +217,8 @@ class UnitStore:
                 self._follow_update(unit)
             if unit.residency is not Residency.RELEASED:
                 continue
+            if unit.job is not None and not unit.job.done.done() and self._ranks.is_single:
+                return  # its update is under way in the tier alone
             lease = self.buffers.lease_ahead(unit)
             if lease is None:
                 return
@@ -231,7 +235,7 @@ class UnitStore:
         assert unit.lease is not None and self._pipeline is not None
         reached = self._device.compute_reached()
         arrives: Transfer | None = None
-        early, viewed = job.gradient is not None, False
+        early, viewed, leaves = job.gradient is not None, False, False
         if unit.residency is Residency.RESIDENT:
             arrives = reached
             if early and unit.job is not None and unit.is_viewed():
@@ -248,6 +252,8 @@ class UnitStore:
             self._leave(unit)
             if early and viewed:
                 arrives = self._leave_to_viewers(unit)
+            else:
+                leaves = early and self._is_rewritten_in_tier_only(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
             unit.fetched = arrives or DONE
@@ -264,11 +270,22 @@ class UnitStore:
         # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
         job.after = unit.snapshot_read if unit.job is None else unit.job.done
         unit.job = job
-        job.attach(unit.shard_bytes(self._ranks.shard_rank), arrives, reached, unit.fetched)
+        job.attach(None if leaves else unit.shard_bytes(self._ranks.shard_rank), arrives, reached, unit.fetched)
         unit.fetched = DONE
+        if leaves:
+            self._drop(unit, valid=False)
         self._pipeline.submit(job)
         if early and viewed:
             self.kept.warn(unit)
+
+    def _is_rewritten_in_tier_only(self, unit: Unit) -> bool:
+        """Return whether the unit's buffer is released as its update starts, so that nothing is copied into it.
+
+        On several ranks the copy is of a shard only, and views, which differ between ranks, must not change the order
+        of gathers.
+        """
+        assert self._pipeline is not None
+        return self._pipeline.in_tier and self._ranks.is_single and self.buffers.leaves_first(unit)
 
     def _leave_to_viewers(self, unit: Unit) -> Transfer:
         """Leave the buffer to its views, which backward may read until the step ends.
@@ -353,6 +370,9 @@ class UnitStore:
                 edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
                     self._evict(unit)
+                elif unit.job is not None:
+                    job, unit.job = unit.job, None
+                    job.done.wait()
                 if edited:
                     self._write_kept(unit)
 

@@ -225,6 +225,10 @@ class Tracer:
         """Return True if the trace has no further use of `unit` in this cycle. False without a trace."""
         return self._walk is not None and not self._walk.uses_again(unit)
 
+    def order(self) -> Iterator[int]:
+        """Return the distinct units of the trace in the order of their next uses. Nothing without a trace."""
+        return iter(()) if self._walk is None else self._walk.upcoming()
+
     def upcoming(self) -> Iterator[int]:
         """Return the next `AHEAD` distinct units, nearest first."""
-        return iter(()) if self._walk is None else islice(self._walk.upcoming(), AHEAD)
+        return islice(self.order(), AHEAD)

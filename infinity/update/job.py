@@ -66,13 +66,14 @@ class UpdateJob:
         """
 
     def attach(
-        self, target: torch.Tensor, arrives: Transfer | None, reached: Transfer, fetched: Transfer = DONE
+        self, target: torch.Tensor | None, arrives: Transfer | None, reached: Transfer, fetched: Transfer = DONE
     ) -> None:
         """Set the parameters to update.
 
-        target: this rank's shard of the unit's device buffer, uint8. It holds the parameters once `arrives` is done;
-        None: the update reads them from their tier. reached: done when compute no longer uses the buffer, so that it
-        may be written. fetched: done when the last fetch no longer reads their tier, so that it may be written.
+        target: this rank's shard of the unit's device buffer, uint8; None: the update changes the tier alone.
+        arrives: done when the target holds the parameters; None: the update reads them from their tier. reached: done
+        when compute no longer uses the buffer, so that it may be written. fetched: done when the last fetch no longer
+        reads their tier, so that it may be written.
         """
         self.target = target
         self.arrives = arrives

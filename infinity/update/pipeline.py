@@ -274,19 +274,19 @@ class UpdatePipeline:
 
     def _open(self, job: UpdateJob) -> _Running | None:
         places = self._places
-        target = job.target
-        assert target is not None
         plan = self._plan(job.layout)
         staging: Lease | None = None
-        work = target
         if places.param_slab is not None:
             work = places.param_slab.memory(plan.param)
-        elif places.param_pool is not None:
-            staging = places.param_pool.try_lease(target.numel())
-            if staging is None:
-                return None
-            work = staging.tensor
-        arrived = self._bring(job, target, work)
+        else:
+            assert job.target is not None
+            work = job.target
+            if places.param_pool is not None:
+                staging = places.param_pool.try_lease(work.numel())
+                if staging is None:
+                    return None
+                work = staging.tensor
+        arrived = self._bring(job, work)
         return _Running(job, plan, work, work.view(job.layout.dtype), arrived, staging, deque(plan.cuts))
 
     def _plan(self, layout: UnitLayout) -> _Plan:
@@ -295,20 +295,21 @@ class UpdatePipeline:
             plan = self._plans[layout.index] = _Plan(layout, self._places)
         return plan
 
-    def _bring(self, job: UpdateJob, target: torch.Tensor, work: torch.Tensor) -> Transfer:
-        """Start the copy of the parameters to `work` from their tier or from `target`, the unit's buffer."""
+    def _bring(self, job: UpdateJob, work: torch.Tensor) -> Transfer:
+        """Start the copy of the parameters to `work` from their tier or from the unit's buffer."""
         places = self._places
         try:
             job.after.wait()
             if places.param_slab is not None:
                 return job.fetched
-            if work is target:
+            assert job.target is not None
+            if work is job.target:
                 places.device.await_copy(job.reached)
             if job.arrives is None:
                 return places.param_tier.read(self._plan(job.layout).param, work)
-            if work is target:
+            if work is job.target:
                 return job.arrives
-            return places.device.copy(work, target, after=job.arrives)
+            return places.device.copy(work, job.target, after=job.arrives)
         except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
             return Failed(error)
 
@@ -424,8 +425,7 @@ class UpdatePipeline:
             write: Transfer = DONE
             if places.param_slab is None:
                 write = places.param_tier.write(running.plan.param, running.memory)
-            if not places.in_target:
-                assert job.target is not None
+            if not places.in_target and job.target is not None:
                 landed = places.device.copy(job.target, running.memory, after=job.reached)
         except BaseException as error:  # noqa: BLE001 - carried by the job
             running.failed = error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infinity.plan.pools import UNITS
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of, trained
@@ -98,3 +99,31 @@ def test_edits_before_an_update_count(late_device: LateDevice, param: str, optim
 
     expected, found = edited(None, "nvme", "nvme"), edited(late_device, param, optim)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_unit_that_leaves_before_its_next_use_is_not_copied_up_again(accumulation: int) -> None:
+    """Updated in host memory during backward, its parameters reach the device once in a step and direction."""
+    device = LateDevice()
+    batches = token_batches(8 * accumulation)
+    config = engine_config("cpu", "cpu", prefetch_bytes=20_000, accumulation=accumulation)
+    ups: list[int] = []
+    with open_engine(seeded(Stack), config, device) as engine:
+        losses = []
+        for number, batch in enumerate(batches):
+            if number % accumulation == 0:
+                before = device.to_device.copies - engine.parts.store.fetches
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if number % accumulation == accumulation - 1:
+                engine.parts.store.settle()
+                ups.append(device.to_device.copies - engine.parts.store.fetches - before)
+        buffers = engine.parts.plan.buffers(UNITS)
+        result = Result(losses, parameters_of(engine), len(engine.parts.units))
+    cpu = trained(seeded(Stack), batches, engine_config(accumulation=accumulation, prefetch_bytes=20_000))
+    assert_same(result, cpu)
+    if accumulation == 1:
+        assert ups[0] == result.units  # without a trace, each may be used next
+    assert 0 < max(ups[1:]) <= buffers < result.units
