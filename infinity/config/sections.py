@@ -124,7 +124,8 @@ class Infinity(Section):
     position of a parameter in the model."""
 
     adam_threads: CountOrZero = Field(default=0, le=1024)
-    """Threads of the update on the CPU; 0: one per core that the process may use."""
+    """Threads of the update on the CPU; 0: one per processor that the process may use. Ranks of one machine share
+    them, and beside a GPU three are left to the threads that feed it."""
 
     norm_of: Literal["model", "optimizer"] = "model"
     """Gradients in the norm of `gradient_clipping`, if some trainable parameters are in no group of the optimizer.

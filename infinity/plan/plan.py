@@ -144,7 +144,7 @@ def make_plan(
             part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu"
         ),
         seed=config.infinity.seed,
-        adam_threads=config.infinity.adam_threads,
+        adam_threads=config.infinity.adam_threads or device.processors,
         check_nan=config.infinity.check_nan,
         debug=config.infinity.debug,
     )

@@ -56,6 +56,8 @@ class DeviceInfo:
     """True if the host's I/O and optimizer kernels can work in the device's buffers."""
     nbytes: int = 0
     """Bytes of the device's own memory; 0 if it computes in the host's."""
+    processors: int = 0
+    """Number of the host's processors for updates; 0: all that the process may use."""
 
 
 @dataclass(frozen=True)

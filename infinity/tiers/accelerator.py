@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from infinity.plan.policy import DeviceInfo
-from infinity.tiers.available import available_memory
+from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint, fingerprint_on_device
 from infinity.tiers.memory import host_tensor
@@ -111,7 +111,8 @@ class AcceleratorDevice(Device):
 
     @property
     def info(self) -> DeviceInfo:
-        return DeviceInfo(self.torch_device.type, self.host_addressable, self._memory()[1])
+        processors = update_processors(feeding=True)
+        return DeviceInfo(self.torch_device.type, self.host_addressable, self._memory()[1], processors)
 
     def available_bytes(self) -> int:
         return self._memory()[0]

@@ -1,7 +1,11 @@
-"""Host memory available to this process: the machine's free memory, or less under a container's limit."""
+"""Host memory and processors available to this process.
+
+Memory: the machine's free memory, or less under a container's limit.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +64,20 @@ def _cache(stat: Path) -> int:
     except (OSError, ValueError):
         return 0
     return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+
+
+FEEDING = 3
+"""Processors left to the threads that feed an accelerator: the model's, autograd's, and one of the engine's."""
+
+
+def update_processors(*, feeding: bool) -> int:
+    """Return the number of processors for this rank's update; 0: all that the process may use.
+
+    Ranks of one machine that share its processors (`LOCAL_WORLD_SIZE` of torchrun) get equal parts. A rank that was
+    bound to some of them has these to itself. feeding: leave `FEEDING` to threads that feed an accelerator.
+    """
+    own, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if own == present else 1
+    if ranks == 1 and not feeding:
+        return 0
+    return max(1, own // ranks - (FEEDING if feeding else 0))

@@ -15,7 +15,7 @@ import torch
 
 from infinity.native import _adam
 from infinity.plan.policy import DeviceInfo
-from infinity.tiers.available import available_memory
+from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
@@ -31,7 +31,8 @@ class Device(ABC):
     @property
     def info(self) -> DeviceInfo:
         """Return the properties of the device that a plan depends on."""
-        return DeviceInfo(self.torch_device.type, self.host_addressable)
+        processors = update_processors(feeding=False)
+        return DeviceInfo(self.torch_device.type, self.host_addressable, processors=processors)
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 
-from infinity.tiers.available import available_memory
+from infinity.tiers.available import available_memory, update_processors
 
 
 def group(folder: Path, files: dict[str, str]) -> None:
@@ -45,3 +46,24 @@ def test_a_group_whose_path_is_the_hosts(tmp_path: Path) -> None:
     group(tmp_path / "proc/self", {"cgroup": "0::/docker/0123\n"})
     group(tmp_path / "sys/fs/cgroup", {"memory.max": "4096\n", "memory.current": "8192\n"})
     assert available_memory(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("bound", "ranks", "feeding", "expected"),
+    [
+        (16, 1, False, 0),
+        (16, 1, True, 13),
+        (16, 4, False, 4),
+        (16, 4, True, 1),
+        (4, 4, False, 0),  # bound to its part of the machine
+        (4, 4, True, 1),
+        (2, 1, True, 1),
+    ],
+)
+def test_ranks_share_processors_and_leave_some_to_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, bound: int, ranks: int, feeding: bool, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(bound)))
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert update_processors(feeding=feeding) == expected
