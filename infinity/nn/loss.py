@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 22
-"""Logits converted to fp32 at a time, 16 MiB."""
+"""Logits converted to fp32 at a time, 16 MiB on a CPU."""
+
+ON_DEVICES = 16
+"""Factor of `CHUNK_ELEMENTS` on other devices, where the launches of small chunks would take longer than their work."""
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -50,7 +53,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _rows(logits: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    elements = CHUNK_ELEMENTS if logits.is_cpu else CHUNK_ELEMENTS * ON_DEVICES
+    return max(1, elements // logits.shape[-1])
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:

@@ -46,3 +46,8 @@ def test_a_nan_or_an_infinite_logit_shows_in_the_loss() -> None:
 @pytest.mark.usefixtures("chunks")
 def test_no_target_counted_is_nan_as_in_torch() -> None:
     assert token_cross_entropy(torch.randn(14, 37, dtype=torch.bfloat16), torch.full((14,), -100)).isnan()
+
+
+def test_pieces_are_larger_on_other_devices() -> None:
+    on_cpu, elsewhere = (module._rows(torch.empty(8, 64, device=device)) for device in ("cpu", "meta"))
+    assert elsewhere == 16 * on_cpu == 16 * module.CHUNK_ELEMENTS // 64
