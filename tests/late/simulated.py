@@ -1,0 +1,211 @@
+"""The engine in virtual time: its own code on `late.clock`, with host work and waits that take a computed time.
+
+Replaced are the threads and locks of the engine's modules, its kernels on the host, which cost the bytes that they
+access, and the values that construction writes. Memory is reserved and not touched, so that models larger than this
+machine's memory run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from infinity.grads.collector import GradCollector
+from infinity.tiers.accelerator import StreamTransfer
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.transfer import DONE, Promise, Transfer, issued
+from infinity.units.binding import unbind
+from infinity.units.unit import Unit
+from infinity.update.kernels import update_run
+from late import clock
+from late.device import LateAccelerator
+
+MAP_NORESERVE = 0x4000
+"""Flag of Linux, for which `mmap` has no name."""
+
+
+FINGERPRINTS, GRADIENTS = "fingerprints", "gradients on device"
+"""Names of the engine's own kernels."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes a second of host memory, for each thread that works on it with all cores; bytes of both memories."""
+
+    memory: float = 150e9
+    nbytes: float = 4e12
+    device_nbytes: float = 139 * 2**30
+
+
+class SimulatedAccelerator(LateAccelerator):
+    """Device "late" in virtual time."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self._host = host
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        if destination.is_cpu and source.is_cpu:
+            if after is not None:
+                after.wait()
+            clock.clock().work("copy", 2 * source.nbytes / self._host.memory)
+            return DONE
+        after = None if after is None else issued(after)
+        clock.clock().turn()  # threads share the streams of copies
+        return super().copy(destination, source, after=after)
+
+    def fingerprint(self, memory: torch.Tensor) -> int:
+        began = clock.clock().now
+        with clock.clock().label(FINGERPRINTS):
+            result = super().fingerprint(memory)
+        clock.clock().note_site(began)
+        return result
+
+    def _memory(self) -> tuple[int, int]:
+        return int(self._host.device_nbytes), int(self._host.device_nbytes)
+
+
+def blank(model: nn.Module) -> nn.Module:
+    """Replace a model's parameters on the meta device by ones in memory that nothing touches."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in made:
+                value = host_tensor(parameter.nbytes).view(parameter.dtype).view(parameter.shape)
+                made[parameter] = nn.Parameter(value, parameter.requires_grad)
+            if parameter is not None:
+                module._parameters[name] = made[parameter]
+    return model
+
+
+@contextmanager
+def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
+    """Let engines of the block, around models of `blank`, run in virtual time. `late.clock.start` comes before."""
+    time = SimpleNamespace(perf_counter=lambda: clock.clock().now)
+    threads = SimpleNamespace(
+        Thread=clock.Thread, Lock=clock.Lock, Condition=clock.Condition, current_thread=threading.current_thread
+    )
+    mapping = SimpleNamespace(**{name: getattr(mmap, name) for name in dir(mmap)})
+    mapping.MAP_PRIVATE |= MAP_NORESERVE
+    replaced: dict[str, Any] = {
+        "infinity.update.pipeline.queue": SimpleNamespace(SimpleQueue=clock.SimpleQueue, Empty=queue.Empty),
+        "infinity.update.pipeline.threading": threads,
+        "infinity.tiers.transfer.threading": threads,
+        "infinity.tiers.pool.threading": threads,
+        "infinity.grads.store.Future": clock.Future,
+        "infinity.grads.store.ThreadPoolExecutor": clock.ThreadPoolExecutor,
+        "infinity.update.pipeline.time": time,
+        "infinity.units.store.time": time,
+        "infinity.grads.collector.time": time,
+        "infinity.observe.ledger.time": time,
+        "infinity.tiers.memory.mmap": mapping,
+        "infinity.tiers.slab.first_touch": lambda memory: None,
+        "infinity.tiers.open_tiers.available_memory": lambda: int(host.nbytes),
+        "infinity.engine.wiring.stream_in": _stream_in,
+        "infinity.engine.wiring.update_run": _update(host),
+        "infinity.grads.store.receive": _receive(host),
+        "infinity.grads.store.squared_norm": _squared_norm(host),
+    }
+    replaced |= {
+        "infinity.tiers.transfer.Promise.done": _promise_done,
+        "infinity.tiers.accelerator.StreamTransfer.wait": _stream_wait,
+        "infinity.tiers.accelerator.StreamTransfer.done": _stream_done,
+    }
+    for name in ("arrive", "end_backward"):
+        replaced[f"infinity.grads.collector.GradCollector.{name}"] = _labelled(getattr(GradCollector, name))
+    with _patched(replaced):
+        yield SimulatedAccelerator(host)
+
+
+@contextmanager
+def _patched(replaced: dict[str, Any]) -> Iterator[None]:
+    patches = [patch(name, value) for name, value in replaced.items()]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+_promise_is_done = Promise.done
+_stream_is_done = StreamTransfer.done
+_wait_for_stream = StreamTransfer.wait
+
+
+def _labelled(method: Callable[..., Any]) -> Callable[..., Any]:
+    def labelled(*arguments: Any) -> Any:
+        with clock.clock().label(GRADIENTS):
+            return method(*arguments)
+
+    return labelled
+
+
+def _promise_done(promise: Promise) -> bool:
+    clock.clock().turn()
+    return _promise_is_done(promise)
+
+
+def _stream_done(transfer: StreamTransfer) -> bool:
+    clock.clock().turn()
+    return _stream_is_done(transfer)
+
+
+def _stream_wait(transfer: StreamTransfer) -> None:
+    began = clock.clock().now
+    _wait_for_stream(transfer)
+    clock.clock().note_site(began)
+    clock.clock().turn()
+
+
+def _stream_in(
+    model: nn.Module, found: Sequence[Any], layouts: Sequence[Any], states: Any, ranks: Any, device: torch.device
+) -> list[Unit]:
+    """Make released units, without writing values to their tiers."""
+    units = []
+    for members, layout in zip(found, layouts, strict=True):
+        units.append(Unit(layout, list(members.parameters), device))
+        unbind(units[-1])
+    return units
+
+
+def _update(host: Host) -> Callable[..., None]:
+    def update(
+        states: dict[str, torch.Tensor], param: torch.Tensor, grad: torch.Tensor, *rest: Any, **more: Any
+    ) -> None:
+        if not param.is_cpu:
+            return update_run(states, param, grad, *rest, **more)
+        # States are read and written, gradients read. Parameters beside fp32 masters are only written.
+        read = sum(state.nbytes for state in states.values()) + grad.nbytes
+        written = sum(state.nbytes for state in states.values()) + param.nbytes
+        read += 0 if "master" in states else param.nbytes
+        clock.clock().work("update", (read + written) / host.memory)
+
+    return update
+
+
+def _receive(host: Host) -> Any:
+    def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, **more: Any) -> float:
+        clock.clock().work("gradient", (source.nbytes + (2 if add else 1) * target.nbytes) / host.memory)
+        return 1.0
+
+    return receive
+
+
+def _squared_norm(host: Host) -> Any:
+    def squared_norm(shard: torch.Tensor, *rest: Any) -> float:
+        clock.clock().work("norm", shard.nbytes / host.memory)
+        return 1.0
+
+    return squared_norm
