@@ -83,7 +83,9 @@ class EngineParts:
         """Return the bytes moved and the seconds waited so far; see `infinity.observe.ledger.Snapshot`."""
         nvme, traffic, training = self.tiers.get("nvme"), self.ranks.traffic, self.training
         return {
-            "wait_seconds": self.store.wait_seconds + (training.collector.wait_seconds if training else 0.0),
+            "wait_seconds": self.store.wait_seconds
+            + (training.collector.wait_seconds if training else 0.0)
+            + self.device.stalled_seconds(),
             "update_seconds": training.pipeline.seconds if training else 0.0,
             "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
             "nvme_bytes_written": getattr(nvme, "bytes_written", 0),

@@ -13,9 +13,9 @@ class Snapshot:
     """Counters since the engine was made; subtract two to get what happened between them.
 
     Bytes: nvme_bytes_read, nvme_bytes_written (this rank's), all_gather_bytes, reduce_scatter_bytes (of whole units).
-    Seconds: seconds (on the clock), wait_seconds (the model stood still until a unit arrived or a gradient left),
-    update_seconds (in Adam's kernels, beside the model or not). updated_elements: parameters updated. fetches: units
-    fetched.
+    Seconds: seconds (on the clock), wait_seconds (the model's thread, or its compute on a device, stood still until a
+    unit arrived or a gradient left), update_seconds (in Adam's kernels, beside the model or not). updated_elements:
+    parameters updated. fetches: units fetched.
     """
 
     seconds: float

@@ -18,6 +18,7 @@ from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint, fingerprint_on_device
 from infinity.tiers.memory import host_tensor
+from infinity.tiers.stalls import Stalls
 from infinity.tiers.transfer import DONE, Transfer, issued
 
 # torch 2.6 has shorter names.
@@ -54,6 +55,7 @@ class AcceleratorDevice(Device):
         self._helper = threading.local()
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""
+        self._stalls = Stalls()
         self._library = torch.get_device_module(device)
 
     def enter_thread(self) -> None:
@@ -95,7 +97,14 @@ class AcceleratorDevice(Device):
         return StreamTransfer(stream)
 
     def await_copy(self, transfer: Transfer) -> None:
-        _follow(self._current_stream(), transfer)
+        stream, transfer = self._current_stream(), issued(transfer)
+        if isinstance(transfer, StreamTransfer) and not hasattr(self._helper, "stream"):
+            self._stalls.wait(stream, transfer.event)
+        else:
+            _follow(stream, transfer)
+
+    def stalled_seconds(self) -> float:
+        return self._stalls.seconds()
 
     def compute_reached(self) -> Transfer:
         return StreamTransfer(self._current_stream())

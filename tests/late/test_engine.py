@@ -180,3 +180,16 @@ def test_a_wait_that_is_missing_shows(
     monkeypatch.setattr(owner, name, without)
     with pytest.raises((NonFiniteError, AssertionError)):
         assert_same(train("cpu", "cpu"), reference())
+
+
+def test_compute_that_stands_still_for_copies_is_measured(lazy: None) -> None:
+    """The ledger counts it with the time for which the model's thread waited."""
+    device = LateAccelerator()
+    with open_engine(seeded(Stack), engine_config("cpu", "cpu", prefetch_bytes=20_000), device) as engine:
+        for batch in on_device(BATCHES, device.torch_device):
+            engine.backward(engine(*batch))
+            engine.step()
+        torch.accelerator.synchronize()
+        assert device.stalled_seconds() > 0
+        waits = engine.parts.store.wait_seconds, engine.updates.collector.wait_seconds, device.stalled_seconds()
+        assert engine.ledger.snapshot().wait_seconds == pytest.approx(sum(waits))
