@@ -93,7 +93,8 @@ def assert_saves_alike(folder: Path, monkeypatch: pytest.MonkeyPatch, **options:
     assert content(folder / "background" / tag) == content(folder / "foreground" / tag)
     assert not pace.overdue
     assert len(pace.saved) == expected["units"]
-    assert list(dict.fromkeys(pace.waited)) == pace.saved[1:]  # the first is read at once
+    waited = list(dict.fromkeys(pace.waited))
+    assert waited in (pace.saved, pace.saved[1:])  # the first is read at once, unless the machine is busy
     assert {path.name for path in (folder / "background").iterdir()} == {tag, "latest"}
 
 
