@@ -92,6 +92,10 @@ class Infinity(Section):
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters fetched ahead of their use. `auto`: four times the largest unit; 0: no prefetching."""
 
+    read_ahead_bytes: Literal["auto"] | SizeOrZero = "auto"
+    """Bytes of parameters on nvme that are read into host memory before a buffer on the GPU is free for them. `auto`:
+    twice the largest unit's shard; 0: none. No effect on a CPU, which computes in these buffers."""
+
     cache_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters cached on the device that computes, in addition to those prefetched. Cached units are not
     read again in every pass. `auto`: all units if they fit in 16 MiB, else none."""
@@ -143,7 +147,7 @@ class Infinity(Section):
     """Expose lifetime errors: released buffers are filled with NaN and reused in the order of their release, and pools
     hold no more buffers than needed."""
 
-    @field_validator("prefetch_bytes", "cache_bytes", mode="before")
+    @field_validator("prefetch_bytes", "read_ahead_bytes", "cache_bytes", mode="before")
     @classmethod
     def _size_or_auto(cls, value: object) -> object:
         # Outside the union, so that an invalid size gives one problem instead of one for each member.

@@ -27,11 +27,12 @@ from infinity.plan.policy import (
 )
 from infinity.plan.pools import (
     COLLECTIVES,
+    READ_AHEAD,
     STAGING,
     PoolSpec,
     exchange_pool,
     gradient_pools,
-    staging_pool,
+    staging_pools,
     unit_pool,
     update_pools,
 )
@@ -88,11 +89,15 @@ class Plan:
     @property
     def own_pools(self) -> list[PoolSpec]:
         """Pools that the engine allocates. The nvme tier and the communicator allocate theirs themselves."""
-        return [pool for pool in self.pools if pool.name not in (STAGING, COLLECTIVES)]
+        return [pool for pool in self.pools if pool.name not in (STAGING, READ_AHEAD, COLLECTIVES)]
 
     def buffers(self, pool: str) -> int:
         """Return the number of buffers in a pool; 0 if there is none."""
-        return sum(sum(spec.sizes.values()) for spec in self.pools if spec.name == pool)
+        return sum(self.buffers_of(pool).values())
+
+    def buffers_of(self, pool: str) -> Mapping[int, int]:
+        """Return the buffers of a pool, bytes → count; empty if there is none."""
+        return next((spec.sizes for spec in self.pools if spec.name == pool), {})
 
 
 def make_plan(
@@ -121,7 +126,7 @@ def make_plan(
         pools += update_pools(trained, rules, device, debug=config.infinity.debug)
     io = plan_io(config, placement)
     if io is not None and not device.host_addressable:
-        pools.append(staging_pool())
+        pools += staging_pools(config, layouts, rules)
     if ranks.backend == "gloo":
         pools.append(exchange_pool(layouts, ranks))
     zero = config.zero_optimization

@@ -28,11 +28,14 @@ TILES = "tiles"
 GRADIENT_TILES = "gradient tiles"
 PARAMETER_SHARDS = "parameter shards"
 STAGING = "staging"
+READ_AHEAD = "reads ahead"
 COLLECTIVES = "collectives"
 
 STAGING_BYTES = 8 << 20
 """Bytes of a staging buffer, through which a disk and a device that cannot share memory exchange data."""
-STAGING_BUFFERS = 4
+STAGED_READS, STAGED_WRITES = 4, 2
+"""Staging buffers for reads and for writes under way."""
+_UNITS_READ_AHEAD = 2
 
 # The unit that computes, and its parent.
 _HELD = 2
@@ -53,6 +56,7 @@ _PIECES = (256 << 10, 4 << 20)
 """Smallest and largest bytes of a piece: smaller ones cost round trips, larger ones exceed the cache."""
 _LINE = 64
 """Alignment of a piece in bytes: whole elements of every dtype."""
+_PAGE = 4096
 _WIDEST = 4
 """Bytes of the largest element that is summed."""
 
@@ -146,9 +150,19 @@ def _in_flight(count: int, nbytes: int, *, debug: bool) -> int:
     return count if debug else max(count, min(4 * count, _SMALL // max(nbytes, 1)))
 
 
-def staging_pool() -> PoolSpec:
-    """Return the pool through which nvme and a device that the host cannot address exchange data."""
-    return PoolSpec(STAGING, "host", {STAGING_BYTES: STAGING_BUFFERS})
+def staging_pools(config: Config, layouts: Sequence[UnitLayout], policy: Policy) -> list[PoolSpec]:
+    """Return the pools through which nvme and a device that the host cannot address exchange data.
+
+    Parameters on nvme are read into host buffers before a device buffer is free for them.
+    """
+    pools = [PoolSpec(STAGING, "host", {STAGING_BYTES: STAGED_READS + STAGED_WRITES})]
+    largest = max(layout.shard_nbytes for layout in layouts)
+    asked = config.infinity.read_ahead_bytes
+    nbytes = _UNITS_READ_AHEAD * largest if asked == "auto" else int(asked)
+    if policy.param_tier == "nvme" and nbytes:
+        size = min(STAGING_BYTES, -(-largest // _PAGE) * _PAGE)
+        pools.append(PoolSpec(READ_AHEAD, "host", {size: -(-nbytes // size)}))
+    return pools
 
 
 def exchange_piece(largest_sum: int, ranks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,16 @@ class Tier(ABC):
     @abstractmethod
     def store(self, window: Window) -> Transfer:
         """Write a changed window back. Its owner releases the window after the transfer."""
+
+    reads_ahead = False
+    """True if `read_ahead` begins reads."""
+
+    def read_ahead(self, extents: Sequence[Extent]) -> None:  # noqa: B027 - memory is read at once
+        """Start reading `extents` into buffers of the tier's own, in this order, as far as these suffice.
+
+        A later `read` of a whole extent uses them. Buffers of other extents are reused. No write of the extents may be
+        under way. Does not wait.
+        """
 
     def register(self, memory: torch.Tensor) -> None:  # noqa: B027 - most tiers gain nothing by it
         """Register a buffer (from `memory.host_tensor`) that transfers will use repeatedly."""

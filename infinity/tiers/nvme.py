@@ -1,30 +1,28 @@
 """The nvme tier: one anonymous file per rank, or one striped over several drives, reserved at start and accessed by the
 native I/O engine.
 
-Transfers use host memory directly. Device memory that the host cannot address goes through pinned staging buffers, two
-in flight, on threads of the tier's own.
+Transfers use host memory directly. Device memory that the host cannot address goes through pinned host buffers
+(`infinity.tiers.staging`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from infinity.errors import ChecksumError
 from infinity.native import _aio
 from infinity.plan.placement import Extent
-from infinity.plan.pools import STAGING_BYTES, staging_pool
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
 from infinity.tiers.io import register
-from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import Failed, Transfer, run_on
+from infinity.tiers.pool import Pool
+from infinity.tiers.staging import Staging
+from infinity.tiers.transfer import Failed, Transfer
 
 
 class _Request:
@@ -72,24 +70,26 @@ class NvmeTier(Tier):
     on_device = False
 
     def __init__(
-        self, file: SwapFile, nbytes: int, engine: _aio.Engine, device: Device, checksum_block: int = 0
+        self,
+        file: SwapFile,
+        nbytes: int,
+        engine: _aio.Engine,
+        device: Device,
+        checksum_block: int = 0,
+        ahead: Mapping[int, int] | None = None,
     ) -> None:
+        """ahead: bytes → number of host buffers for reads ahead, for a device that the host cannot address."""
         if checksum_block:
             file.file.keep_checksums(file.nbytes, checksum_block)
         self.nbytes = nbytes
         self._file = file
         self._engine = engine
         self._device = device
-        self._reader: ThreadPoolExecutor | None = None
-        self._writer: ThreadPoolExecutor | None = None
+        self._staging: Staging | None = None
         if not device.host_addressable:
-            # A thread each, so that a queue of writes does not delay a fetch, and a read has the drive to itself.
-            self._reader, self._writer = (
-                ThreadPoolExecutor(1, thread_name_prefix=f"infinity-{name}", initializer=device.enter_thread)
-                for name in ("staging-reads", "staging-writes")
-            )
-            self._staging = Pool(self._staging_buffer, staging_pool().sizes, name="staging")
+            self._staging = Staging(device, self._staging_buffer, self._read, self._write, ahead or {})
             self.staging_nbytes = self._staging.nbytes
+            self.reads_ahead = bool(ahead)
 
     def _staging_buffer(self, nbytes: int) -> torch.Tensor:
         memory = self._device.host_buffer(nbytes)
@@ -105,14 +105,21 @@ class NvmeTier(Tier):
         return self._engine.bytes_written
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        if self._reader is None or self._device.is_host(destination):
+        if self._staging is None or self._device.is_host(destination):
             return self._read(extent, destination, offset)
-        return run_on(self._reader, self._staged_read, extent, destination, offset, self._device.compute_reached())
+        return self._staging.read(extent, destination, offset)
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
-        if self._writer is None or self._device.is_host(source):
+        if self._staging is None:
             return self._write(extent, source, offset)
-        return run_on(self._writer, self._staged_write, extent, source, offset, self._device.compute_reached())
+        self._staging.ahead.forget(extent)
+        if self._device.is_host(source):
+            return self._write(extent, source, offset)
+        return self._staging.write(extent, source, offset)
+
+    def read_ahead(self, extents: Sequence[Extent]) -> None:
+        if self._staging is not None:
+            self._staging.read_ahead(extents)
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         lease = pool.try_lease(nbytes)
@@ -133,9 +140,8 @@ class NvmeTier(Tier):
         register(self._engine, memory)
 
     def close(self) -> None:
-        for executor in (self._reader, self._writer):
-            if executor is not None:
-                executor.shutdown()
+        if self._staging is not None:
+            self._staging.close()
         self._engine.close()
         self._file.close()
 
@@ -146,56 +152,3 @@ class NvmeTier(Tier):
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         request = self._engine.write(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
         return _Request(request, memory, extent)
-
-    def _staged_read(self, extent: Extent, destination: torch.Tensor, offset: int, after: Transfer) -> None:
-        reading: deque[tuple[Transfer, Lease, torch.Tensor]] = deque()
-        try:
-            for piece, position in _pieces(destination):
-                if len(reading) == 2:
-                    self._land(*reading.popleft(), after)
-                with self._staging.lease(piece.numel()) as lease:
-                    transfer = self._read(extent, lease.tensor, offset + position)
-                    reading.append((transfer, lease.detach(), piece))
-            while reading:
-                self._land(*reading.popleft(), after)
-        finally:
-            for transfer, lease, _ in reading:
-                _settle(transfer, lease)
-
-    def _land(self, transfer: Transfer, lease: Lease, piece: torch.Tensor, after: Transfer) -> None:
-        with lease:
-            transfer.wait()
-            self._device.copy(piece, lease.tensor, after=after).wait()
-
-    def _staged_write(self, extent: Extent, source: torch.Tensor, offset: int, after: Transfer) -> None:
-        writing: deque[tuple[Transfer, Lease]] = deque()
-        try:
-            for piece, position in _pieces(source):
-                if len(writing) == 2:
-                    _finish(*writing.popleft())
-                with self._staging.lease(piece.numel()) as lease:
-                    self._device.copy(lease.tensor, piece, after=after).wait()
-                    transfer = self._write(extent, lease.tensor, offset + position)
-                    writing.append((transfer, lease.detach()))
-            while writing:
-                _finish(*writing.popleft())
-        finally:
-            for transfer, lease in writing:
-                _settle(transfer, lease)
-
-
-def _finish(transfer: Transfer, lease: Lease) -> None:
-    """Wait until the kernel has released the buffer, then return it to its pool."""
-    with lease:
-        transfer.wait()
-
-
-def _settle(transfer: Transfer, lease: Lease) -> None:
-    """Finish a transfer and ignore its OSError, since an earlier one propagates."""
-    with contextlib.suppress(OSError):
-        _finish(transfer, lease)
-
-
-def _pieces(tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    starts = range(0, tensor.numel(), STAGING_BYTES)
-    return [(tensor[start : start + STAGING_BYTES], start) for start in starts]

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from infinity.errors import OutOfMemoryError
 from infinity.plan.plan import Plan, shortage
+from infinity.plan.pools import READ_AHEAD
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -45,6 +46,6 @@ def _open_nvme(plan: Plan, device: Device, rank: int) -> Tier:
         undo.callback(file.close)
         engine = open_engine(io.engine, block_size=io.block_size, queue_depth=io.queue_depth, threads=io.threads)
         undo.callback(engine.close)
-        tier = NvmeTier(file, io.reserved, engine, device, io.checksum_block)
+        tier = NvmeTier(file, io.reserved, engine, device, io.checksum_block, plan.buffers_of(READ_AHEAD))
         undo.pop_all()
     return tier

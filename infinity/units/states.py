@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -123,6 +123,16 @@ class UnitStates:
         """Start reading this rank's shard of the parameters into `shard`, uint8 (shard_nbytes,)."""
         extent = self._extent(layout, State.PARAM)
         return self.tiers[extent.tier].read(extent, shard)
+
+    def reads_ahead(self, layout: UnitLayout) -> bool:
+        """Return whether `read_ahead` of the unit's parameters begins reads."""
+        return self._tier(layout, State.PARAM).reads_ahead
+
+    def read_ahead(self, layouts: Sequence[UnitLayout]) -> None:
+        """Start reading this rank's shards of the parameters, in this order, before `fetch`, if the tier can."""
+        if layouts:
+            extents = [self._extent(layout, State.PARAM) for layout in layouts]
+            self._tier(layouts[0], State.PARAM).read_ahead(extents)
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""

@@ -71,6 +71,7 @@ class UnitStore:
         self._states = states
         self._device = device
         self._ranks = ranks
+        self._reads_ahead = states.reads_ahead(self.units[0].layout)
         for unit in self.units:
             residents.add_parameters(unit, self)
 
@@ -207,6 +208,18 @@ class UnitStore:
         """Start fetching the next units of the trace, within the limits of `prefetch_bytes` and the pool."""
         if self._is_complete():
             return
+        self._fetch_ahead()
+        if self._reads_ahead:
+            # Ranks may differ in this: it takes no buffer of the device, and nothing is exchanged.
+            upcoming = (self.units[index] for index in self.tracer.upcoming())
+            self._states.read_ahead([unit.layout for unit in upcoming if self._may_be_read(unit)])
+
+    def _may_be_read(self, unit: Unit) -> bool:
+        """Return whether a unit's parameters are in their tier alone, and no write of them is due or under way."""
+        written = unit.job is None or unit.job.done.done()
+        return unit.residency is Residency.RELEASED and unit.due_update is None and written and unit not in self.kept
+
+    def _fetch_ahead(self) -> None:
         budget = self.prefetch_bytes
         for index in self.tracer.upcoming():
             unit = self.units[index]

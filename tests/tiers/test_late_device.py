@@ -11,10 +11,14 @@ Mutations that these tests were seen to catch (each by losses or parameters that
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 
+from infinity.plan.placement import Extent
 from infinity.plan.pools import UNITS
+from infinity.tiers.read_ahead import Piece, ReadAhead
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of, trained
@@ -127,3 +131,27 @@ def test_a_unit_that_leaves_before_its_next_use_is_not_copied_up_again(accumulat
     if accumulation == 1:
         assert ups[0] == result.units  # without a trace, each may be used next
     assert 0 < max(ups[1:]) <= buffers < result.units
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("read_ahead_bytes", ["auto", 0])
+def test_parameters_on_nvme_are_read_ahead_of_device_buffers(
+    monkeypatch: pytest.MonkeyPatch, read_ahead_bytes: str | int, clip: float
+) -> None:
+    taken: list[int] = []
+    take = ReadAhead.take
+
+    def count(ahead: ReadAhead, extent: Extent) -> deque[Piece]:
+        pieces = take(ahead, extent)
+        taken.append(len(pieces))
+        return pieces
+
+    monkeypatch.setattr(ReadAhead, "take", count)
+    config = engine_config("nvme", "cpu", prefetch_bytes=20_000, clip=clip)
+    config = config.model_copy(
+        update={"infinity": config.infinity.model_copy(update={"read_ahead_bytes": read_ahead_bytes})}
+    )
+    result = trained(seeded(Stack), BATCHES, config, LateDevice())
+    assert_same(result, trained(seeded(Stack), BATCHES, engine_config(prefetch_bytes=20_000, clip=clip)))
+    assert len(taken) > 30
+    assert (sum(taken) > 10) if read_ahead_bytes else not any(taken)
