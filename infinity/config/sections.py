@@ -90,7 +90,8 @@ class Infinity(Section):
     own the largest repeated block, if it is larger, up to a 16th of that memory."""
 
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
-    """Bytes of parameters fetched ahead of their use. `auto`: four times the largest unit; 0: no prefetching."""
+    """Bytes of parameters fetched ahead of their use. `auto`: the next four units, or as many as a repeated block has
+    if they are more; 0: no prefetching."""
 
     read_ahead_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters on nvme that are read into host memory before a buffer on the GPU is free for them. `auto`:

@@ -37,3 +37,5 @@ class Discovered:
     units: tuple[DiscoveredUnit, ...]
     held_together: frozenset[frozenset[int]] = field(default_factory=frozenset)
     """Sets of units (indices) that nested modules hold at once."""
+    blocks: frozenset[frozenset[int]] = field(default_factory=frozenset)
+    """Units (indices) of each repeated block that contains no other."""

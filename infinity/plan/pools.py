@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from infinity.plan.discovered import Discovered
 from infinity.plan.layout import UnitLayout
@@ -40,6 +42,10 @@ _UNITS_READ_AHEAD = 2
 # The unit that computes, and its parent.
 _HELD = 2
 _UPDATED = 1
+_AHEAD = 4
+"""Least number of units to prefetch by default."""
+_NARROW = 16
+"""Largest ratio of a buffer to a unit in it: a tiny unit does not take one of the few buffers of large ones."""
 _SMALL = 256 << 10
 """Total bytes up to which a pool of small buffers has more of them."""
 _STAYS = 16 << 20
@@ -79,20 +85,35 @@ def unit_pool(
 ) -> tuple[PoolSpec, int]:
     """Return the pool of device buffers for units, and the bytes of units to prefetch.
 
-    The buffers suffice for the units that nested modules hold at once, those prefetched or cached, and one whose update
-    is being written.
+    The buffers suffice for the units that nested modules hold at once, the next ones, those cached, and one whose
+    update is being written.
     """
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:
         return PoolSpec(UNITS, "device", size_classes(sizes, len(sizes))), sum(sizes)
-    largest = max(sizes)
-    section = config.infinity
-    prefetch = 4 * largest if section.prefetch_bytes == "auto" else int(section.prefetch_bytes)
-    if prefetch:  # a smaller budget would hold a buffer and never fill it
-        prefetch = max(prefetch, largest)
-    beside = math.ceil(prefetch / largest) + _cached_bytes(config, largest, len(sizes)) // largest + _UPDATED
-    together = [[sizes[unit] for unit in units] for units in discovered.held_together]
-    return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, together, beside)), prefetch
+    asked, largest = config.infinity.prefetch_bytes, max(sizes)
+    if asked == "auto":
+        count = max([_AHEAD, *map(len, discovered.blocks)])
+        ahead = [sizes[start : start + count] for start in range(len(sizes))]
+        prefetch = max(map(sum, ahead))
+    else:
+        prefetch = max(int(asked), largest) if asked else 0  # a smaller budget would hold a buffer and never fill it
+        ahead = list(_runs(sizes, prefetch))
+    beside = _cached_bytes(config, largest, len(sizes)) // largest + _UPDATED
+    held = [[sizes[unit] for unit in units] for units in discovered.held_together]
+    classes = size_classes(sizes, _HELD + beside, held, ahead, beside)
+    return PoolSpec(UNITS, "device", classes), prefetch
+
+
+def _runs(sizes: list[int], nbytes: int) -> Iterator[list[int]]:
+    """Yield the longest runs of consecutive units of at most `nbytes`, as their sizes."""
+    start = total = 0
+    for end, size in enumerate(sizes):
+        total += size
+        while total > nbytes:
+            total -= sizes[start]
+            start += 1
+        yield sizes[start : end + 1]
 
 
 def _cached_bytes(config: Config, largest: int, units: int) -> int:
@@ -185,34 +206,45 @@ def exchange_pool(layouts: Sequence[UnitLayout], ranks: RankInfo) -> PoolSpec:
 
 
 def size_classes(
-    sizes: Sequence[int], depth: int, together: Collection[Sequence[int]] = (), beside: int = 0
+    sizes: Sequence[int],
+    depth: int,
+    held: Collection[Sequence[int]] = (),
+    ahead: Collection[Sequence[int]] = (),
+    beside: int = 0,
 ) -> dict[int, int]:
     """Return buffer size → count that lets any `depth` units of these sizes be in memory at once, in the fewest bytes.
 
-    sizes: bytes of each unit. together: sets of units (as sizes) that nested modules hold at once. Each set fits along
-    with any `beside` others.
+    sizes: bytes of each unit. held, ahead: sets of units (as sizes): those that nested modules hold at once, and those
+    fetched ahead. Any two of them fit at once, along with any `beside` others.
 
-    A class that serves n units has min(n, depth) buffers of its largest unit's size, and more for `together`. Classes
-    are contiguous ranges of the sorted sizes; dynamic programming finds the best partition.
+    A class that serves n units has at most n buffers of its largest unit's size, and none serves a unit of less than
+    1/`_NARROW` of that size. Classes are contiguous ranges of the sorted sizes; dynamic programming finds the best
+    partition.
     """
     distinct = sorted(set(sizes))
     counts = [sizes.count(size) for size in distinct]
-    # Sets within `depth` do not change a class.
-    chains = {tuple(sorted(chain)) for chain in together if len(chain) + beside > depth}
-    below = [[bisect_left(chain, size) for size in (*distinct, math.inf)] for chain in chains]
+    of_held, of_ahead = _most(distinct, held), _most(distinct, ahead)
 
-    def buffers(start: int, end: int) -> int:
-        most = max((number[end] - number[start] for number in below), default=0)
-        return min(sum(counts[start:end]), max(depth, most + beside))
-
-    best: list[tuple[int, int]] = [(0, 0)]  # bytes for the first k distinct sizes, and where the last class starts
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    """For the first k distinct sizes: bytes, where the last class starts, and its buffers."""
     for end in range(1, len(distinct) + 1):
-        options = [(best[start][0] + buffers(start, end) * distinct[end - 1], start) for start in range(end)]
+        largest = distinct[end - 1]
+        together = (of_held(end) + of_ahead(end) + beside).tolist()
+        options = []
+        for start in range(bisect_left(distinct, -(-largest // _NARROW)), end):
+            buffers = min(sum(counts[start:end]), max(depth, together[start]))
+            options.append((best[start][0] + buffers * largest, start, buffers))
         best.append(min(options))
     classes: dict[int, int] = {}
     end = len(distinct)
     while end:
-        start = best[end][1]
-        classes[distinct[end - 1]] = buffers(start, end)
+        _, start, classes[distinct[end - 1]] = best[end]
         end = start
     return classes
+
+
+def _most(distinct: Sequence[int], sets: Collection[Sequence[int]]) -> Callable[[int], torch.Tensor]:
+    """Return a function: end → (end,) the most units that a set has of the sizes `distinct[start:end]`, by start."""
+    unlike = {tuple(sorted(one)) for one in sets} or {()}
+    below = torch.tensor([[bisect_left(one, size) for size in (*distinct, math.inf)] for one in unlike])
+    return lambda end: (below[:, end : end + 1] - below[:, :end]).amax(0)

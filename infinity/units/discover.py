@@ -18,7 +18,7 @@ from infinity.comm.dtensor import local
 from infinity.plan.discovered import Discovered, DiscoveredUnit, Member
 from infinity.plan.layout import UnitLayout
 from infinity.units.compiled import own_name, uncompiled
-from infinity.units.nesting import held_together
+from infinity.units.nesting import blocks, held_together
 
 # A subtree smaller than `unit_size / _CRUMB` does not justify a transfer of its own: it stays with its parent.
 _CRUMB = 64
@@ -238,4 +238,5 @@ def discover_model(
     )
     index_of = {id(p): index for index, unit in enumerate(found) for p in unit.parameters}
     needed = modules_to_hook(model, index_of, [unit.root for unit in found])
-    return ModelUnits(Discovered(units, frozenset(held_together(model, needed))), tuple(found), needed)
+    described = Discovered(units, frozenset(held_together(model, needed)), frozenset(blocks(model, index_of)))
+    return ModelUnits(described, tuple(found), needed)

@@ -1,4 +1,4 @@
-"""Finds the units held at once: a module holds its units while its submodules run. Pure."""
+"""Finds the units held at once, since a module holds its units while its submodules run, and those of a block. Pure."""
 
 from __future__ import annotations
 
@@ -29,3 +29,19 @@ def held_together(model: nn.Module, needed: Mapping[nn.Module, Sequence[int]]) -
 
     visit(model, frozenset())
     return found
+
+
+def blocks(model: nn.Module, unit_of: Mapping[int, int]) -> set[frozenset[int]]:
+    """Return the set of unit indices of each entry of a `ModuleList`, without the entries that contain others.
+
+    unit_of: id(parameter) → unit index.
+    """
+
+    def units(module: nn.Module) -> frozenset[int]:
+        return frozenset(unit_of[id(p)] for p in module.parameters() if id(p) in unit_of)
+
+    def entries(module: nn.Module) -> list[nn.Module]:
+        lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
+        return [entry for each in lists for entry in each.children()]
+
+    return {units(entry) for entry in entries(model) if not any(units(inner) for inner in entries(entry))}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
+import pytest
+import torch
 from hypothesis import given, strategies as st
 
-from infinity.plan.pools import size_classes
+from infinity.config import Config
+from infinity.plan.discovered import Discovered, DiscoveredUnit, Member
+from infinity.plan.plan import lay_out
+from infinity.plan.policy import RankInfo, policy
+from infinity.plan.pools import size_classes, unit_pool
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 
@@ -32,31 +38,42 @@ def test_any_units_fit_together(sizes: list[int], depth: int) -> None:
 
 
 @given(SIZES, st.integers(1, 5), st.integers(0, 3), st.data())
-def test_what_is_held_together_fits(sizes: list[int], depth: int, beside: int, data: st.DataObject) -> None:
-    """Units held together fit along with any `beside` others, and any `depth` units still fit."""
-    chains = data.draw(st.lists(st.sets(st.integers(0, len(sizes) - 1), min_size=1), max_size=3))
-    classes = size_classes(sizes, depth, [[sizes[unit] for unit in chain] for chain in chains], beside)
-    for chain in chains:
-        others = [unit for unit in range(len(sizes)) if unit not in chain]
+def test_what_is_held_and_fetched_ahead_fits(sizes: list[int], depth: int, beside: int, data: st.DataObject) -> None:
+    """Units held together fit along with those ahead and any `beside` others, and any `depth` units still fit."""
+    sets = st.lists(st.sets(st.integers(0, len(sizes) - 1), min_size=1), max_size=3)
+    held, ahead = data.draw(sets), data.draw(sets)
+    classes = size_classes(
+        sizes, depth, *([[sizes[unit] for unit in one] for one in each] for each in (held, ahead)), beside
+    )
+    for one, other in product(held or [set()], ahead or [set()]):
+        together = one | other
+        others = [unit for unit in range(len(sizes)) if unit not in together]
         for added in combinations(others, min(beside, len(others))):
-            assert fits(classes, tuple(sizes[unit] for unit in (*chain, *added)))
+            assert fits(classes, tuple(sizes[unit] for unit in (*together, *added)))
     assert all(fits(classes, together) for together in combinations(sizes, min(depth, len(sizes))))
     assert sum(classes.values()) <= len(sizes)
 
 
 def test_few_that_are_held_together_change_nothing() -> None:
     """Sets of at most `depth` units with those beside them, as a block and its parent, change no count."""
-    assert size_classes([100] * 24 + [30] * 2, 5, [[30, 100], [30, 100]], 3) == {100: 5}
+    assert size_classes([100] * 24 + [30] * 2, 5, [[30, 100], [30, 100]], [], 3) == {100: 5}
+
+
+def test_a_tiny_unit_takes_no_buffer_of_a_large_one() -> None:
+    assert size_classes([100] * 24 + [30] * 2 + [6] * 9, 5) == {100: 5, 6: 5}
+    assert size_classes([96] * 24 + [6], 5) == {96: 5}
 
 
 def cheapest(sizes: list[int], depth: int) -> int:
-    """Return the least bytes over all ways to cut the sorted sizes into classes."""
+    """Return the least bytes over all ways to cut the sorted sizes into classes without tiny units."""
     ordered = sorted(sizes)
     best = None
     for count in range(len(ordered)):
         for cuts in combinations(range(1, len(ordered)), count):
             bounds = [0, *cuts, len(ordered)]
             groups = [ordered[low:high] for low, high in pairwise(bounds)]
+            if any(group[0] * 16 < group[-1] for group in groups):
+                continue
             cost = sum(min(len(group), depth) * group[-1] for group in groups)
             best = cost if best is None else min(best, cost)
     assert best is not None
@@ -73,3 +90,41 @@ def test_equal_blocks_share_one_class() -> None:
     assert size_classes([100] * 24 + [30] * 2, 5) == {100: 5}  # the small ones take turns with the large
     assert size_classes([100] * 3 + [30] * 3, 5) == {100: 3, 30: 3}
     assert size_classes([], 3) == {}
+
+
+LINEAR, NORM, BLOCK, OUTER = 64 << 10, 2 << 10, 4, 8
+"""Elements of the units of a block, and numbers of units and blocks."""
+
+
+def units_of(layers: int = OUTER) -> Discovered:
+    """Return `layers` blocks of a tiny unit and three linears each."""
+    sizes = [NORM, LINEAR, LINEAR, LINEAR] * layers
+    members = [(Member(f"{number}", (size,), 0),) for number, size in enumerate(sizes)]
+    units = tuple(DiscoveredUnit(one[0].name, torch.float32, True, one) for one in members)
+    held = frozenset(frozenset({first, first + inner}) for first in range(0, len(sizes), BLOCK) for inner in (1, 2, 3))
+    every = frozenset(frozenset(range(first, first + BLOCK)) for first in range(0, len(sizes), BLOCK))
+    return Discovered(units, held, every)
+
+
+def planned(**infinity: object) -> tuple[dict[int, int], int]:
+    """Return the buffers of units, by their bytes, and the bytes of units ahead."""
+    config = Config.load({"train_batch_size": 1, "infinity": {"cache_bytes": 0, **infinity}})
+    discovered = units_of()
+    pool, ahead = unit_pool(config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo()))
+    return dict(pool.sizes), ahead
+
+
+def test_a_whole_block_fits_ahead() -> None:
+    """The buffers suffice for the unit in use, the next block and a unit that is updated."""
+    buffers, ahead = planned()
+    assert ahead >= 4 * (NORM + 3 * LINEAR)
+    assert buffers == {4 * LINEAR: 1 + 3 + 1, 4 * NORM: 1 + 1 + 1}
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_prefetch_is_spent_in_bytes(blocks: int) -> None:
+    """Tiny units take no place of the units ahead."""
+    asked = 4 * blocks * (NORM + 3 * LINEAR)
+    buffers, ahead = planned(prefetch_bytes=asked)
+    assert ahead == asked
+    assert buffers[4 * LINEAR] == 1 + 3 * blocks + 1

@@ -13,7 +13,7 @@ import infinity
 from infinity.errors import InfinityError
 from infinity.tiers.device import CpuDevice
 from infinity.units.discover import discover, modules_to_hook
-from infinity.units.nesting import held_together
+from infinity.units.nesting import blocks, held_together
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, train
@@ -129,3 +129,25 @@ def test_modules_that_are_nested_only_when_they_run_are_named(tmp_path: Path) ->
     said = r"needs a device buffer.*prefetch_bytes"
     with open_engine(seeded(lambda: Outside(20)), config) as engine, pytest.raises(InfinityError, match=said):
         engine(*BATCHES[0])
+
+
+class Experts(nn.Module):
+    """A list in an entry of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2)])
+
+
+def test_blocks_are_the_entries_of_the_innermost_lists() -> None:
+    model = nn.Module()
+    model.first = nn.Linear(2, 2)
+    model.layers = nn.ModuleList([Experts(), Experts()])
+    model.plain = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
+    unit_of = {id(p): number for number, p in enumerate(model.parameters())}
+    four = [sorted(block) for block in blocks(model, unit_of)]
+    starts = [unit_of[id(m.weight)] for m in (model.layers[0].experts[0][0], model.layers[0].experts[1][0])]
+    starts += [unit_of[id(m.weight)] for m in (model.layers[1].experts[0][0], model.layers[1].experts[1][0])]
+    starts.append(unit_of[id(model.plain[0][0].weight)])
+    assert sorted(four) == [list(range(start, start + 4)) for start in sorted(starts)]
