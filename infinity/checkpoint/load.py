@@ -31,7 +31,7 @@ from infinity.errors import CheckpointError
 from infinity.optim.cpu_adam import split_master
 from infinity.optim.moments import convert_moments, rounding_key
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.states import Flats, flat_tensor
+from infinity.units.records import Flats, flat_tensor
 from infinity.units.unit import Unit
 
 

@@ -26,7 +26,8 @@ from infinity.errors import CheckpointError, ChecksumError, RanksError
 from infinity.interrupts import uninterrupted
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.states import Flats, UnitStates
+from infinity.units.records import Flats
+from infinity.units.states import UnitStates
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ Rule = Callable[[Draft], None]
 _ZERO = "zero_optimization"
 _ALIGNMENT = 4096
 _LARGEST_TILE = 1 << 20
-"""Elements of the default tile, which no sub-group exceeds: larger tiles take memory and give no speed."""
+"""Elements of the default tile on nvme, which no sub-group exceeds: larger tiles take memory and give no speed."""
 
 
 def _old_bf16(draft: Draft) -> None:
@@ -92,7 +92,7 @@ def _tile(draft: Draft) -> None:
     group = _elements(draft, "sub_group_size")
     if group and group[1]:
         whole = int(group[1]) // _ALIGNMENT * _ALIGNMENT
-        draft.map(*group, "infinity.tile_size", max(_ALIGNMENT, min(_LARGEST_TILE, whole)))
+        draft.map(*group, "infinity.tile_size", "auto" if whole >= _LARGEST_TILE else max(_ALIGNMENT, whole))
 
 
 def _overflow_check(draft: Draft) -> None:

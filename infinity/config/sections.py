@@ -24,6 +24,7 @@ from infinity.config.fields import (
     SizeOrZero,
     Switch,
     Threads,
+    show,
 )
 from infinity.config.load import load_config
 from infinity.config.monitors import CSVMonitor, FlopsProfiler, TensorBoard, WandB
@@ -101,8 +102,9 @@ class Infinity(Section):
     """Bytes of parameters cached on the device that computes, in addition to those prefetched. Cached units are not
     read again in every pass. `auto`: all units if they fit in 16 MiB, else none."""
 
-    tile_size: Count = 1 << 20
-    """Elements that the update reads, computes and writes at a time, a multiple of 4096."""
+    tile_size: Literal["auto"] | Count = "auto"
+    """Elements that the update reads, computes and writes at a time, a multiple of 4096. `auto`: 1048576 with the
+    optimizer's states on nvme; a whole unit in memory, where larger tiles take no buffers."""
 
     update: Literal["auto", "during_backward", "after_backward", "next_forward"] = "auto"
     """When units are updated. `during_backward`: each unit once its gradient is complete (an error with clipping or a
@@ -162,10 +164,15 @@ class Infinity(Section):
             raise ValueError("must be more than 0, not 0")
         return size
 
-    @field_validator("tile_size")
+    @field_validator("tile_size", mode="before")
     @classmethod
-    def _aligned(cls, value: int) -> int:
-        return _multiple(value, "elements")
+    def _count_or_auto(cls, value: object) -> object:
+        # Outside the union, for the reason above.
+        if value == "auto":
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
+            raise ValueError(f'must be a whole number of elements from 1, or "auto", not {show(value)}')
+        return _multiple(int(value), "elements")
 
 
 class Config(Section):

@@ -23,8 +23,8 @@ from infinity.construction.sources import Source, is_loaded, source_of
 from infinity.errors import ModelError
 from infinity.plan.layout import UnitLayout
 from infinity.units.hooks import UnitParameters
+from infinity.units.records import Flats, flat_tensor
 from infinity.units.released import is_released
-from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import placeholder
 
 

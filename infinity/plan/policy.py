@@ -28,6 +28,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a dtype in the config → dtype."""
 
 
+DISK_TILE = 1 << 20
+"""Elements of a tile on nvme: six buffers of it are allocated, and larger ones are no faster."""
+WHOLE_SHARD = 1 << 40
+"""Elements of a tile in memory, at least those of any shard: a unit is one call of the kernel."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """The data-parallel ranks, as far as a plan depends on them."""
@@ -125,7 +131,7 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
             whole=whole,
         ),
         states=OptimizerFormat(config.infinity.master, config.optimizer.rule, config.infinity.moments),
-        tile_size=config.infinity.tile_size,
+        tile_size=_tile_size(config.infinity.tile_size, optim_tier),
         resident=not sharding.params,
         grads_whole=whole,
     )
@@ -147,6 +153,12 @@ def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) ->
     kept = DTYPES[config.data_types.grad_accum_dtype], torch.float32
     dtypes = [policy.grads(layout.dtype) for layout in layouts]
     return all((each.collected if policy.grads_whole else each.stored) in kept for each in dtypes)
+
+
+def _tile_size(asked: int | Literal["auto"], optim_tier: str) -> int:
+    if asked != "auto":
+        return asked
+    return DISK_TILE if optim_tier == "nvme" else WHOLE_SHARD
 
 
 def _communication(config: Config, ranks: RankInfo) -> torch.dtype | None:

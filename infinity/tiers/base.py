@@ -42,6 +42,8 @@ class Tier(ABC):
     """True if windows of this tier are device memory, so that kernels on them run on the device."""
     staging_nbytes = 0
     """Bytes of host buffers of the tier's own, through which it exchanges data with the device."""
+    in_memory = False
+    """True if extents are memory, so that any range can be read and written, and windows are views."""
     immediate = False
     """True if every transfer is done when it is returned."""
 

@@ -15,6 +15,8 @@ from infinity.tiers.transfer import DONE, Transfer
 class SlabTier(Tier):
     """A slab of `nbytes` of device memory (`on_device`) or of host memory (`pin`: pinned)."""
 
+    in_memory = True
+
     def __init__(self, name: str, nbytes: int, device: Device, *, on_device: bool, pin: bool = True) -> None:
         self.name = name
         self.nbytes = nbytes

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 
 import torch
 
@@ -14,24 +12,12 @@ from infinity.comm.side import SideChannel
 from infinity.optim.cpu_adam import join_master, split_master
 from infinity.plan.formats import StateFormat, StateKind
 from infinity.plan.layout import UnitLayout
-from infinity.plan.placement import Extent, Placement, State, Tile, tiles
+from infinity.plan.placement import Extent, Placement, State, tiles
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
-from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import Transfer
+from infinity.units.records import Flats, Records, flat_tensor
 from infinity.units.unit import Unit
-
-_BUFFERS = 2
-
-Flats = dict[str, torch.Tensor]
-"""State name → flat tensor: `master` (numel,) in fp32 and moments in the unit's format (`infinity.plan.formats`), or
-`param` (numel,) in the unit's dtype.
-"""
-
-
-def flat_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a zeroed, page-aligned host tensor (numel,)."""
-    return host_tensor(numel * dtype.itemsize).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -58,20 +44,7 @@ class UnitStates:
             self._write_param(layout, param)
         else:
             self._write_param(layout, shards["master"].to(layout.dtype))
-        tier, extent = self._tier(layout, State.OPTIM), self._extent(layout, State.OPTIM)
-        kinds = {kind.name: kind for kind in self.formats(layout.dtype).states}
-        writing: deque[Transfer] = deque()
-        for tile, record, fields in self._tiles(layout):
-            if len(writing) == _BUFFERS:
-                writing.popleft().wait()
-            for name, field in fields.items():
-                if name in shards:
-                    field.copy_(shards[name][kinds[name].part(tile.start, tile.stop)])
-                elif tile.stop == layout.shard_numel:
-                    field.zero_()  # buffers start as zeros; a shorter last tile lays its fields out differently
-            writing.append(tier.write(extent, record, tile.offset))
-        while writing:
-            writing.popleft().wait()
+        self._records(layout).write(shards)
 
     def read(self, layout: UnitLayout) -> Flats:
         """Return the unit's states, complete on every rank. Collective."""
@@ -150,42 +123,18 @@ class UnitStates:
         before, after = flat_tensor(layout.shard_numel, layout.dtype), flat_tensor(layout.shard_numel, layout.dtype)
         self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), before.view(torch.uint8)).wait()
         self.device.copy(after.view(torch.uint8), unit.shard_bytes(self.ranks.shard_rank)).wait()
-        changed = before.view(torch.int16) != after.view(torch.int16)
-        for tile, record, fields in self._tiles(layout):
-            part = slice(tile.start, tile.stop)
-            if not changed[part].any():
-                continue
-            tier, extent = self._tier(layout, State.OPTIM), self._extent(layout, State.OPTIM)
-            tier.read(extent, record, tile.offset).wait()
-            if "remainder" in fields:
-                fields["remainder"][changed[part]] = 0
-            else:
-                fields["master"][changed[part]] = after[part][changed[part]].float()
-            tier.write(extent, record, tile.offset).wait()
+        self._records(layout).sync_masters(before.view(torch.int16) != after.view(torch.int16), after)
 
     def _read_optimizer(self, layout: UnitLayout) -> Flats:
         kinds = self.formats(layout.dtype).states
         flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
-        for tile, record, fields in self._tiles(layout):
-            self._tier(layout, State.OPTIM).read(self._extent(layout, State.OPTIM), record, tile.offset).wait()
-            for kind in kinds:
-                self.ranks.shard(flats[kind.name])[kind.part(tile.start, tile.stop)].copy_(fields[kind.name])
+        self._records(layout).read({name: self.ranks.shard(flat) for name, flat in flats.items()})
         return flats
 
-    def _tiles(self, layout: UnitLayout) -> list[tuple[Tile, torch.Tensor, Flats]]:
-        """Return (tile, buffer for its bytes in the optimizer extent, views of its states in the buffer) for each tile.
-
-        Tiles share `_BUFFERS` buffers in turn, zeroed at first.
-        """
+    def _records(self, layout: UnitLayout) -> Records:
         states = self.formats(layout.dtype)
-        cut = tiles(layout.shard_numel, self.tile_size, states)
-        buffers = [host_tensor(cut[0].nbytes) for _ in range(_BUFFERS)]
-        found = []
-        for tile, buffer in zip(cut, cycle(buffers), strict=False):
-            ranges = states.ranges(tile.stop - tile.start)
-            fields = {name: place.of(buffer) for name, place in ranges.items()}
-            found.append((tile, buffer[: tile.nbytes], fields))
-        return found
+        extent = self._extent(layout, State.OPTIM)
+        return Records(self.tiers[extent.tier], extent, states, tiles(layout.shard_numel, self.tile_size, states))
 
     def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         aligned = flat_tensor(shard.numel(), shard.dtype)

@@ -151,7 +151,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"infinity": {"tile_size": "auto"}}, 'infinity.tile_size: "auto" is not a value of this key; set one'),
+        ({"infinity": {"seed": "auto"}}, 'infinity.seed: "auto" is not a value of this key; set one'),
         ({"train_batch_size": 0}, "train_batch_size: must be at least 1, not 0"),
         ({"train_batch_size": 1.5}, "train_batch_size: must be a whole number, not 1.5"),
         ({"train_batch_size": True}, "train_batch_size: must be a number, not true"),
@@ -232,6 +232,14 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"infinity": {"prefetch_bytes": "-1MiB"}}, "infinity.prefetch_bytes: a size cannot be negative"),
         ({"infinity": {"prefetch_bytes": True}}, "infinity.prefetch_bytes: True is not a size"),
         ({"infinity": {"tile_size": 9000}}, "infinity.tile_size: must be a multiple of 4096 elements, such as 8192"),
+        (
+            {"infinity": {"tile_size": 0.5}},
+            'infinity.tile_size: must be a whole number of elements from 1, or "auto", not 0.5',
+        ),
+        (
+            {"infinity": {"tile_size": "8k"}},
+            'infinity.tile_size: must be a whole number of elements from 1, or "auto", not "8k"',
+        ),
         ({"infinity": {"update": "later"}}, "infinity.update: must be"),
         (
             {"infinity": {"update": "during_backward"}, "gradient_clipping": 1.0},

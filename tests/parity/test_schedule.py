@@ -22,6 +22,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "everything ahead": {"prefetch_bytes": "1GiB"},
     "small tiles": {"tile_size": 4096},
     "one tile": {"tile_size": 1 << 20},
+    "tiles by the tier": {"tile_size": "auto", "optim": "cpu"},
     "two threads": {"adam_threads": 2},
     "small units": {"unit_size": 4096},
     "one large unit beside the blocks": {"unit_size": "64MiB"},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from infinity.config import Config
-from infinity.plan.policy import RankInfo, policy
+from infinity.plan.policy import DISK_TILE, WHOLE_SHARD, RankInfo, policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -47,3 +48,15 @@ def test_the_default_on_nccl_is_what_the_parameters_are_in() -> None:
     grads = policy(Config.load({}), 4, ranks).grads
     assert [grads(dtype).reduced for dtype in (FP32, BF16, FP16)] == [FP32, BF16, FP16]
     assert {grads(dtype).stored for dtype in (FP32, BF16, FP16)} == {FP32}
+
+
+@pytest.mark.parametrize(("device", "tile"), [("none", WHOLE_SHARD), ("cpu", WHOLE_SHARD), ("nvme", DISK_TILE)])
+def test_tiles_in_memory_are_whole_units(device: str, tile: int, tmp_path: Path) -> None:
+    """An explicit size holds for every tier."""
+    folder = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
+    content = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, **folder}},
+    }
+    assert policy(Config.load(content), 1, RankInfo()).tile_size == tile
+    assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), 1, RankInfo()).tile_size == 8192
