@@ -88,7 +88,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(bf16=False)
     parser.add_argument("--placement", choices=PLACEMENTS, default="cpu", help="where states live (cpu)")
     parser.add_argument("--moments", choices=MOMENTS, default="8bit", help="format of the optimizer's moments (8bit)")
-    parser.add_argument("--device-memory", type=parse_size, default="30GiB", metavar="SIZE", help="limit (30GiB)")
+    parser.add_argument(
+        "--device-memory", type=parse_size, default="30GiB", metavar="SIZE", help="infinity.memory.device (30GiB)"
+    )
     parser.add_argument("--nvme-path", type=Path, default=Path(tempfile.gettempdir()), help="folder for states")
     parser.add_argument("--data", help="text to train on (default: source of Python's standard library)")
     parser.add_argument("--seed", type=int, default=0)
@@ -117,7 +119,7 @@ def config_of(args: argparse.Namespace, placement: str, moments: MomentFormat) -
     for part in ("offload_param", "offload_optimizer"):
         if given["zero_optimization"][part]["device"] == "nvme":
             given["zero_optimization"][part]["nvme_path"] = str(args.nvme_path)
-    given["infinity"]["moments"] = moments
+    given["infinity"] |= {"moments": moments, "memory": {"device": args.device_memory}}
     return Config.load(
         {
             "steps_per_print": 0,

@@ -79,13 +79,12 @@ def _existing(path: Path) -> Path:
 
 def enforce(device: Device, limit: int) -> str:
     """Let torch allocate at most `limit` bytes of the device's memory. Returns one line that says so, or why not."""
-    if device.torch_device.type == "cpu":
-        return "device memory: this device is the host, so no limit applies"
-    library = torch.get_device_module(device.torch_device)
-    total = library.get_device_properties(device.torch_device).total_memory
+    total = device.info.nbytes
+    if not total:
+        return "device memory: this device is the host, so the limit holds for the engine's buffers only"
     if total <= limit:
         return f"device memory: {show_bytes(total)}, less than the limit of {show_bytes(limit)}"
-    library.set_per_process_memory_fraction(limit / total, device.torch_device)
+    device.limit(limit)
     return f"device memory: torch may allocate {limit:,} of {total:,} bytes"
 
 

@@ -82,17 +82,30 @@ class Aio(Section):
         return self
 
 
+class Memory(Section):
+    """Limits on memory."""
+
+    device: Size | None = None
+    """Bytes of device memory for this engine and the model's activations; by default all of it. With `auto`,
+    `unit_size` takes at most a 16th of them, and `prefetch_bytes` at most half of what states and gradients on the
+    device leave. torch may allocate no more on an accelerator. On the CPU, where activations are not limited, it counts
+    buffers of units and gradients and the states of offload device `none`."""
+
+
 class Infinity(Section):
     """Keys that DeepSpeed does not have."""
+
+    memory: Memory = Memory.model_construct()
+    """Limits on memory."""
 
     unit_size: Literal["auto"] | Size = "auto"
     """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.
     Layers below a 64th of it join the unit of their parent. `auto`: 64MiB on the CPU; on a device with memory of its
-    own the largest repeated block, if it is larger, up to a 16th of that memory."""
+    own, or with `memory.device`, the largest repeated block, if it is larger, up to a 16th of that memory."""
 
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters fetched ahead of their use. `auto`: the next four units, or as many as a repeated block has
-    if they are more; 0: no prefetching."""
+    if they are more, or fewer on a device without room for them; 0: no prefetching."""
 
     read_ahead_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters on nvme that are read into host memory before a buffer on the GPU is free for them. `auto`:

@@ -97,10 +97,11 @@ class EngineParts:
 
     def closer(self) -> Callable[[], None]:
         """Return a function that releases threads, memory and disk. It holds no reference to model or engine."""
-        tiers = list(self.tiers.values())
+        tiers, device = list(self.tiers.values()), self.device
 
         def close() -> None:
             for tier in tiers:
                 tier.close()
+            device.lift_limit()
 
         return close if self.training is None else self.training.closer(then=close)

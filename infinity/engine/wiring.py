@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,9 +78,9 @@ def plan_model(
     compute = dtype or compute_dtype(config)
     if ranks.is_main_rank:
         warn_of_emulation(config, compute, device.torch_device)
-    info = device.info
+    info = replace(device.info, limit=config.infinity.memory.device or 0)
     unit_size = unit_size_of(
-        config.infinity.unit_size, model, compute.itemsize if compute is not None else None, info.nbytes
+        config.infinity.unit_size, model, compute.itemsize if compute is not None else None, info.usable
     )
     units = discover_model(model, unit_size, groups, dtype=compute, copies=ranks.model.copies)
     plan = make_plan(config, units.discovered, ranks.info, info, train=train, dtype=dtype)
@@ -89,6 +89,8 @@ def plan_model(
         common += groups_in_common(config, groups)
         if plan.policy.optim_tier == "device" and plan.device.type != "cpu":
             check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
+    # Ranks on devices of different sizes would evict different units.
+    common.append(f"infinity.prefetch_bytes gives {plan.prefetch_bytes} bytes, {plan.buffers(sizes.UNITS)} buffers")
     return PlannedModel(plan, units, tuple(common))
 
 
@@ -111,8 +113,11 @@ def assemble(
     check_values(model)
     ranks.check_consistent(planned.common)
     ranks.set_layouts(plan.units)
-    tiers = open_tiers(plan, device, ranks.rank)
+    if plan.device.limit:
+        device.limit(plan.device.limit)
+    tiers: dict[str, Tier] = {}
     try:
+        tiers = open_tiers(plan, device, ranks.rank)
         states = UnitStates(plan.placement, tiers, plan.policy.states, plan.policy.tile_size, ranks, device)
         in_order = planned.units.in_order(plan.units)
         units = stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
@@ -123,6 +128,7 @@ def assemble(
     except BaseException:
         for tier in tiers.values():
             tier.close()
+        device.lift_limit()
         raise
 
 

@@ -118,8 +118,7 @@ def make_plan(
     accumulation = config.resolve_batch(ranks.size).accumulation if train else 1
     rules = policy(config, accumulation, ranks)
     placement = place(layouts, rules)
-    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules)
-    pools = [units]
+    pools: list[PoolSpec] = []
     trained = [layout for layout in layouts if layout.trainable]
     if train:
         pools += gradient_pools(trained, rules, ranks, device, debug=config.infinity.debug)
@@ -129,6 +128,10 @@ def make_plan(
         pools += staging_pools(config, layouts, rules)
     if ranks.backend == "gloo":
         pools.append(exchange_pool(layouts, ranks))
+    taken = placement.nbytes.get("device", 0) + sum(pool.nbytes for pool in pools if pool.tier == "device")
+    room = device.usable - taken if device.usable else None
+    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room)
+    pools.insert(0, units)
     zero = config.zero_optimization
     return Plan(
         units=layouts,
@@ -180,6 +183,9 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
     available: "host" → bytes; "device" → bytes, unless the device is the host.
     """
     needed = plan.nbytes()
+    if 0 < plan.device.limit < needed["device"]:
+        fix = f"raise infinity.memory.device, or {_fix(plan, 'device')}"
+        return "device memory (infinity.memory.device)", needed["device"], plan.device.limit, fix
     if plan.device.type == "cpu":
         needed = {"device": 0, "host": needed["device"] + needed["host"]}
     for tier in ("host", "device"):
@@ -190,7 +196,7 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
 
 def _fix(plan: Plan, tier: str) -> str:
     """Return which keys lower the bytes in `tier`: those of its extents, or of its pools if they are more."""
-    tiers = ("device", "host") if plan.device.type == "cpu" else (tier,)
+    tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
     extents = sum(plan.placement.nbytes.get(name, 0) for name in tiers)
     pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
     if extents >= pools or plan.policy.resident:

@@ -64,6 +64,13 @@ class DeviceInfo:
     """Bytes of the device's own memory; 0 if it computes in the host's."""
     processors: int = 0
     """Number of the host's processors for updates; 0: all that the process may use."""
+    limit: int = 0
+    """Bytes of it that may be used (`infinity.memory.device`); 0: all."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that sizes are derived from; 0: they depend on the model only."""
+        return min(self.nbytes, self.limit) if self.nbytes and self.limit else self.nbytes or self.limit
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ _HELD = 2
 _UPDATED = 1
 _AHEAD = 4
 """Least number of units to prefetch by default."""
+_SHARE = 2
+"""Divisor of the device's free memory: the rest is for activations, which no plan knows."""
 _NARROW = 16
 """Largest ratio of a buffer to a unit in it: a tiny unit does not take one of the few buffers of large ones."""
 _SMALL = 256 << 10
@@ -81,28 +83,38 @@ class PoolSpec:
 
 
 def unit_pool(
-    config: Config, discovered: Discovered, layouts: Sequence[UnitLayout], policy: Policy
+    config: Config,
+    discovered: Discovered,
+    layouts: Sequence[UnitLayout],
+    policy: Policy,
+    room: int | None = None,
 ) -> tuple[PoolSpec, int]:
     """Return the pool of device buffers for units, and the bytes of units to prefetch.
 
     The buffers suffice for the units that nested modules hold at once, the next ones, those cached, and one whose
-    update is being written.
+    update is being written. room: bytes of the device for these buffers, the activations and everything else. By
+    default, buffers take half of it, but at least one unit is prefetched.
     """
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:
         return PoolSpec(UNITS, "device", size_classes(sizes, len(sizes))), sum(sizes)
     asked, largest = config.infinity.prefetch_bytes, max(sizes)
-    if asked == "auto":
-        count = max([_AHEAD, *map(len, discovered.blocks)])
-        ahead = [sizes[start : start + count] for start in range(len(sizes))]
-        prefetch = max(map(sum, ahead))
-    else:
-        prefetch = max(int(asked), largest) if asked else 0  # a smaller budget would hold a buffer and never fill it
-        ahead = list(_runs(sizes, prefetch))
     beside = _cached_bytes(config, largest, len(sizes)) // largest + _UPDATED
     held = [[sizes[unit] for unit in units] for units in discovered.held_together]
-    classes = size_classes(sizes, _HELD + beside, held, ahead, beside)
-    return PoolSpec(UNITS, "device", classes), prefetch
+
+    def pool(ahead: Sequence[Sequence[int]]) -> PoolSpec:
+        return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, held, ahead, beside))
+
+    if asked != "auto":
+        prefetch = max(int(asked), largest) if asked else 0  # a smaller budget would hold a buffer and never fill it
+        return pool(list(_runs(sizes, prefetch))), prefetch
+    count = max([_AHEAD, *map(len, discovered.blocks)])
+    while True:
+        ahead = [sizes[start : start + count] for start in range(len(sizes))]
+        found = pool(ahead)
+        if count == 1 or room is None or found.nbytes <= room // _SHARE:
+            return found, max(map(sum, ahead))
+        count -= 1
 
 
 def _runs(sizes: list[int], nbytes: int) -> Iterator[list[int]]:

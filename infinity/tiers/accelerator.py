@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.observe.log import logger
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
@@ -57,6 +58,8 @@ class AcceleratorDevice(Device):
         """The stream on which a model's thread computed last."""
         self._stalls = Stalls()
         self._library = torch.get_device_module(device)
+        self._fraction: float | None = None
+        """Share of the memory that torch could allocate before `limit`; None: no limit is set."""
 
     def enter_thread(self) -> None:
         _set_index(self.torch_device)
@@ -121,10 +124,29 @@ class AcceleratorDevice(Device):
     @property
     def info(self) -> DeviceInfo:
         processors = update_processors(feeding=True)
-        return DeviceInfo(self.torch_device.type, self.host_addressable, self._memory()[1], processors)
+        return DeviceInfo(self.torch_device.type, self.host_addressable, self._memory()[1], processors=processors)
 
     def available_bytes(self) -> int:
         return self._memory()[0]
+
+    def limit(self, nbytes: int) -> None:
+        total = self._memory()[1]
+        if nbytes >= total:
+            return
+        restrict = getattr(self._library, "set_per_process_memory_fraction", None)
+        if restrict is None:
+            kind = self.torch_device.type
+            logger.warning("infinity.memory.device: torch limits no memory of %s, so only buffers are counted", kind)
+            return
+        if self._fraction is None:
+            present = getattr(self._library, "get_per_process_memory_fraction", None)  # torch 2.6 has none
+            self._fraction = 1.0 if present is None else present(self.torch_device)
+        restrict(nbytes / total, self.torch_device)
+
+    def lift_limit(self) -> None:
+        if self._fraction is not None:
+            fraction, self._fraction = self._fraction, None
+            self._library.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def _memory(self) -> tuple[int, int]:
         """Return the bytes that are free, and all bytes, of the device; those of the host if torch cannot tell."""

@@ -91,6 +91,12 @@ class Device(ABC):
         """Return the bytes that can still be allocated on the device."""
         return available_memory()
 
+    def limit(self, nbytes: int) -> None:  # noqa: B027 - nothing limits the host
+        """Let torch allocate at most `nbytes` of the device's memory, until `lift_limit`."""
+
+    def lift_limit(self) -> None:  # noqa: B027 - nothing limits the host
+        """Restore the limit of before `limit`. Idempotent."""
+
     def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
         """Return host memory, uint8 (nbytes,), for copies to and from this device; pinned if `pin` and useful."""
         return host_tensor(nbytes)

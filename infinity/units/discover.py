@@ -121,7 +121,7 @@ class _Walk:
 def unit_size_of(asked: int | Literal["auto"], model: nn.Module, width: int | None, device_nbytes: int) -> int:
     """Return the unit size in bytes; "auto" (`infinity.unit_size`) is resolved.
 
-    width: as of `discover`. device_nbytes: memory of the device; 0 if it is the host's.
+    width: as of `discover`. device_nbytes: `DeviceInfo.usable`.
     """
     if asked != "auto":
         return asked

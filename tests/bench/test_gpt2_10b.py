@@ -126,19 +126,12 @@ def test_bytes_on_a_device_are_held_against_its_limit() -> None:
     assert [(need.memory, need.missing) for need in found] == [("device", 1000), ("host", 0), ("nvme", 0)]
 
 
-@pytest.mark.parametrize(("total", "fraction"), [(80 << 30, [30 / 80]), (16 << 30, [])])
-def test_limit_is_enforced_on_larger_devices(
-    total: int, fraction: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[float] = []
-    library = SimpleNamespace(
-        get_device_properties=lambda device: SimpleNamespace(total_memory=total),
-        set_per_process_memory_fraction=lambda share, device: limits.append(share),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: library)
-    device: Any = SimpleNamespace(torch_device=torch.device("cuda", 0))
+@pytest.mark.parametrize(("total", "limits"), [(80 << 30, [30 << 30]), (16 << 30, []), (0, [])])
+def test_limit_is_enforced_on_larger_devices(total: int, limits: list[int]) -> None:
+    found: list[int] = []
+    device: Any = SimpleNamespace(info=DeviceInfo("cuda", host_addressable=False, nbytes=total), limit=found.append)
     memory.enforce(device, 30 << 30)
-    assert limits == fraction
+    assert found == limits
 
 
 def test_copies_are_counted_by_direction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,9 @@ from support.ranks import Group
         ({"unit_size": 2048}, "infinity.unit_size = 100000", "infinity.unit_size = 2048"),
         ({"moments": "8bit"}, "infinity.moments = fp32", "infinity.moments = 8bit"),
         ({"prefetch_bytes": 0}, "infinity.prefetch_bytes = auto", "infinity.prefetch_bytes = 0"),
+        ({"memory": {"device": "1GiB"}}, "infinity.memory.device = None", "infinity.memory.device = 1073741824"),
+        # It decides how many gradients a rank collects at once, and so when it reduces one.
+        ({"debug": False}, "infinity.debug = True", "infinity.debug = False"),
     ],
     ids=str,
 )
@@ -57,7 +60,7 @@ def test_keys_that_may_differ(pair: Group, tmp_path: Path) -> None:
     """Keys about a rank's machine may differ; the ranks train."""
     other = tmp_path / "other"
     other.mkdir()
-    options = {"folder": str(other), "adam_threads": 2, "debug": False, "aio": {"queue_depth": 4, "block_size": 65536}}
+    options = {"folder": str(other), "adam_threads": 2, "aio": {"queue_depth": 4, "block_size": 65536}}
     raised = pair.run(odd_cases.odd, folder=str(tmp_path), which=1, options=options, top={"steps_per_print": 3})
     assert raised == [{}, {}]
 

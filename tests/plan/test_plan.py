@@ -18,6 +18,7 @@ from infinity.engine.describe import describe
 from infinity.engine.wiring import plan_model
 from infinity.errors import OutOfMemoryError
 from infinity.plan.plan import Plan, shortage
+from infinity.plan.policy import DeviceInfo
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
@@ -134,6 +135,69 @@ def test_too_little_memory_is_refused_before_a_byte(
     with pytest.raises(OutOfMemoryError, match=fix):
         infinity.initialize(model=seeded(Stack), config=engine_config(folder=tmp_path, **options), device=device)
     assert (device.device_bytes, device.host_bytes, list(tmp_path.iterdir())) == (0, 0, [])
+
+
+LIMIT = {"param": "cpu", "optim": "cpu", "cache_bytes": 0, "unit_size": 4096}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("optim", ["none", "cpu", "nvme"])
+def test_a_limit_of_device_memory_holds_to_the_byte(optim: str, late: bool, tmp_path: Path) -> None:
+    """Less memory gives a smaller depth ahead, then an error that names the key and the missing bytes."""
+    device = CountingLateDevice() if late else CountingDevice()
+    options = {**LIMIT, "optim": optim}
+    ample = described(options, tmp_path, device)
+    least = described({**options, "memory": {"device": 1}}, tmp_path, device)
+    assert least.prefetch_bytes < ample.prefetch_bytes
+    needed = least.nbytes()["device"]
+    assert needed < ample.nbytes()["device"]
+
+    def open_with(limit: int) -> infinity.Engine:
+        config = engine_config(folder=tmp_path, **options, memory={"device": limit})
+        return infinity.initialize(model=seeded(Stack), config=config, device=device)[0]
+
+    with open_with(needed) as engine:
+        assert device.device_bytes == needed == engine.ledger.tier_bytes()["device"]
+    device.device_bytes = device.host_bytes = 0
+    said = rf"infinity\.memory\.device.*{needed:,} bytes are needed.* 1 are missing; raise infinity\.memory\.device"
+    with pytest.raises(OutOfMemoryError, match=said):
+        open_with(needed - 1)
+    assert (device.device_bytes, device.host_bytes, list(tmp_path.iterdir())) == (0, 0, [])
+
+
+def test_ranks_compare_the_depth_ahead(tmp_path: Path) -> None:
+    """Ranks on devices of different sizes would evict different units."""
+
+    class Sized(CpuDevice):
+        def __init__(self, nbytes: int) -> None:
+            self.nbytes = nbytes
+
+        @property
+        def info(self) -> DeviceInfo:
+            return DeviceInfo("cuda", host_addressable=False, nbytes=self.nbytes)
+
+    model, config = seeded(Stack), engine_config(folder=tmp_path, **LIMIT)
+    small, large, larger = (
+        plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).common
+        for device in map(Sized, (200_000, 1 << 30, 1 << 31))
+    )
+    assert large == larger and len(small) == len(large)
+    (pair,) = [(one, other) for one, other in zip(small, large, strict=True) if one != other]
+    assert all(line.startswith("infinity.prefetch_bytes gives ") for line in pair)
+
+
+def test_units_are_cut_by_the_limit_of_device_memory(tmp_path: Path) -> None:
+    """`unit_size: auto` takes a 16th of it, on the CPU too."""
+
+    def largest(**options: Any) -> int:
+        with torch.device("meta"):
+            model = Repeated(2, width=4096)
+        config = engine_config(folder=tmp_path, unit_size="auto", **options)
+        seam = CpuDevice()
+        plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+        return max(layout.nbytes for layout in plan.units)
+
+    assert largest() == largest(memory={"device": "1GiB"}) < largest(memory={"device": "16GiB"})
 
 
 class Repeated(nn.Module):

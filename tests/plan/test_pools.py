@@ -128,3 +128,28 @@ def test_prefetch_is_spent_in_bytes(blocks: int) -> None:
     buffers, ahead = planned(prefetch_bytes=asked)
     assert ahead == asked
     assert buffers[4 * LINEAR] == 1 + 3 * blocks + 1
+
+
+def limited(room: int, **infinity: object) -> tuple[int, int]:
+    """Return the bytes of the buffers of units, and those ahead."""
+    config = Config.load({"train_batch_size": 1, "infinity": {"cache_bytes": 0, **infinity}})
+    discovered = units_of()
+    layouts = lay_out(discovered, None, 1)
+    pool, ahead = unit_pool(config, discovered, layouts, policy(config, 1, RankInfo()), room)
+    return pool.nbytes, ahead
+
+
+def test_the_depth_ahead_is_the_largest_that_fits_in_half_of_the_room() -> None:
+    whole, block = limited(1 << 40)
+    before = whole, block
+    for room in range(2 * whole, 0, -4 * LINEAR):
+        nbytes, ahead = limited(room)
+        assert nbytes <= room // 2 or ahead == 4 * LINEAR  # at least one unit ahead
+        assert (nbytes, ahead) <= before
+        before = nbytes, ahead
+    assert limited(2 * whole) == (whole, block)
+    assert limited(2 * whole - 1)[1] < block
+
+
+def test_an_explicit_depth_ahead_does_not_depend_on_the_room() -> None:
+    assert limited(1, prefetch_bytes=8 * LINEAR) == limited(1 << 40, prefetch_bytes=8 * LINEAR)
