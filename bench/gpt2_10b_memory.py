@@ -57,7 +57,7 @@ def activation_bytes(shape: GPT2Config, batch: int, itemsize: int) -> int:
 
 def needs(plan: Plan, activations: int, available: dict[str, int]) -> list[Need]:
     """Return what the plan and its activations take of each memory. On the CPU, the device's share is the host's."""
-    needed = plan.nbytes()
+    needed = plan.peak_nbytes()
     needed["device"] += activations
     if plan.device.type == "cpu":
         needed["host"] += needed.pop("device")

@@ -23,7 +23,7 @@ def describe(plan: Plan) -> str:
     The cells of states have the tier and the bytes of this rank's part. Two cells have neither:
     "-"             a frozen unit has no gradient, master and moments
     "on arrival"    backward passes the gradient to the update; its tier stores it only while the update has to wait, as
-                    in the first step. The totals include the space for it.
+                    in the first step. The totals include its space on nvme. Its memory is listed apart.
     """
     rows = [_HEAD, *_rows(plan)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
@@ -35,13 +35,18 @@ def describe(plan: Plan) -> str:
         ranks = f", tensor parallel over {plan.ranks.model_parallel} ranks{ranks}"
     purpose = f"update {plan.update.replace('_', ' ')}" if plan.update else "for inference"
     held = plan.nbytes()
+    passing = "".join(
+        f"; up to {show_bytes(more)} more on {tier} while gradients wait, as in the first step"
+        for tier, more in plan.passing.items()
+    )
     return "\n".join(
         [
             *lines,
             "",
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
             "this rank holds "
-            + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in ("device", "host", "nvme")),
+            + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))
+            + passing,
         ]
     )
 
@@ -137,10 +142,5 @@ def _kind(plan: Plan, layout: UnitLayout) -> _Kind:
 
 
 def _passes(plan: Plan, layout: UnitLayout, state: State) -> bool:
-    """Return True for gradients that the update consumes as they arrive, so that their extent is rarely used.
-
-    Gradients of several micro-batches add up in their extent, unless they add up in device buffers.
-    """
-    if state is not State.GRAD or not layout.trainable or plan.update != "during_backward":
-        return False
-    return plan.managed_accumulation and (plan.accumulation == 1 or plan.policy.grads_whole)
+    """Return True for gradients that the update consumes as they arrive, so that their extent is rarely used."""
+    return state is State.GRAD and layout.trainable and plan.update is not None and plan.policy.grads_pass

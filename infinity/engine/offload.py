@@ -21,6 +21,8 @@ def offload(parts: EngineParts) -> None:
         raise LifetimeError(f"internal error: {leased} buffers of the device are leased after all units were released")
     if parts.training is not None:
         parts.training.pipeline.forget_buffers()
+        if parts.training.passing is not None:
+            parts.training.passing.clear()
     for tier in _slabs(parts):
         tier.offload()
     for pool in pools:

@@ -17,6 +17,7 @@ from infinity.grads.store import GradStore
 from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.passing import PassingTier
 from infinity.tiers.pools import Pools
 from infinity.units.backward import BackwardTracker
 from infinity.units.states import UnitStates
@@ -34,6 +35,8 @@ class UpdateParts:
     gradients: GradStore
     pipeline: UpdatePipeline
     updater: Updater
+    passing: PassingTier | None
+    """Memory of stored gradients that no tier reserves."""
     saver: Saver = field(default_factory=Saver)
 
     def closer(self, then: Callable[[], None]) -> Callable[[], None]:
@@ -70,13 +73,18 @@ class EngineParts:
         return self.store.units
 
     def tier_bytes(self) -> dict[str, int]:
-        """Return tier → allocated bytes, pools included. `Plan.nbytes` returns the same before allocation."""
+        """Return tier → allocated bytes, pools included. `Plan.nbytes` returns the same before allocation, without
+        gradients that are stored at present in `Plan.passing`.
+        """
         held = {"device": 0, "host": self.ranks.nbytes, "nvme": 0}
         for name, tier in self.tiers.items():
             held[name] += tier.nbytes
             held["host"] += tier.staging_nbytes
         for name in ("device", "host"):
             held[name] += self.pools.nbytes(name)
+        passing = self.training.passing if self.training is not None else None
+        if passing is not None:
+            held[passing.name] += passing.nbytes
         return held
 
     def counters(self) -> dict[str, Any]:

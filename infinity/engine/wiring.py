@@ -32,6 +32,7 @@ from infinity.plan.policy import compute_dtype, updates_in_place
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.open_tiers import open_tiers
+from infinity.tiers.passing import PassingTier
 from infinity.tiers.pools import Pools
 from infinity.tiers.slab import SlabTier
 from infinity.units.aliases import check_aliases
@@ -150,17 +151,25 @@ def wire(
     if plan.update is None:
         store = make_store(None, None)
     else:
-        buffers = _grad_buffers(plan, tiers, pools, device)
+        grad_tier = _grad_tier(plan, tiers, device)
+        buffers = _grad_buffers(plan, grad_tier, pools, device)
         gradients = GradStore(ranks, buffers)
         kernel = partial(update_run, seed=plan.seed, threads=plan.adam_threads)
-        pipeline = UpdatePipeline(_update_buffers(plan, tiers, pools, device), kernel)
+        pipeline = UpdatePipeline(_update_buffers(plan, tiers, grad_tier, pools, device), kernel)
         collector: GradCollector  # assigned below, since store and collector refer to each other
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
         updater = Updater(store, gradients, ranks, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
         early = updater if plan.update == "during_backward" else None
         step = Step(plan.accumulation, early=early is not None, managed=plan.managed_accumulation)
         collector = GradCollector(units, ranks, buffers, gradients, step, early, on_arrival=backward.notice)
-        training = UpdateParts(step=step, collector=collector, gradients=gradients, pipeline=pipeline, updater=updater)
+        training = UpdateParts(
+            step=step,
+            collector=collector,
+            gradients=gradients,
+            pipeline=pipeline,
+            updater=updater,
+            passing=grad_tier if isinstance(grad_tier, PassingTier) else None,
+        )
     return EngineParts(
         plan=plan,
         device=device,
@@ -176,10 +185,15 @@ def wire(
     )
 
 
-def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> GradBuffers:
+def _grad_tier(plan: Plan, tiers: dict[str, Tier], device: Device) -> Tier:
+    name = plan.policy.optim_tier
+    return tiers[name] if plan.policy.grads_reserved else PassingTier(name, device, on_device=name == "device")
+
+
+def _grad_buffers(plan: Plan, tier: Tier, pools: Pools, device: Device) -> GradBuffers:
     return GradBuffers(
         device=device,
-        tier=tiers[plan.policy.optim_tier],
+        tier=tier,
         placement=plan.placement,
         dtypes=plan.policy.grads,
         pool=pools[sizes.GRADIENTS],
@@ -199,13 +213,13 @@ def _param_slab(plan: Plan, tiers: dict[str, Tier]) -> SlabTier | None:
     return slab
 
 
-def _update_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> UpdateBuffers:
+def _update_buffers(plan: Plan, tiers: dict[str, Tier], grad_tier: Tier, pools: Pools, device: Device) -> UpdateBuffers:
     rules, tier = plan.policy, tiers[plan.policy.optim_tier]
     return UpdateBuffers(
         device=device,
         param_tier=tiers[rules.param_tier],
         optim_tier=tier,
-        grad_tier=tier,
+        grad_tier=grad_tier,
         param_extent=partial(plan.placement.of, state=State.PARAM),
         optim_extent=partial(plan.placement.of, state=State.OPTIM),
         grad_extent=partial(plan.placement.of, state=State.GRAD),

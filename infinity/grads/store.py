@@ -268,6 +268,7 @@ class GradStore:
 
     def forget(self) -> None:
         """Reset the step, after its gradients were dropped or passed to the update. Moves under way continue."""
+        self._places.tier.trim()
         self.units = set()
         self.slots = {}
         self._squares = {}
@@ -278,6 +279,8 @@ class GradStore:
         for move in self._moves:
             move.exception()
         self._moves = []
+        for index in self.units:
+            self._places.tier.discard(self._places.placement.of(index, State.GRAD))
         self.forget()
 
     def close(self) -> None:

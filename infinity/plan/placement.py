@@ -81,10 +81,19 @@ class Policy:
     states: Callable[[torch.dtype], StateFormat]
     """Dtype of parameters → format of their optimizer states."""
     tile_size: int
+    grads_pass: bool = False
+    """True if the update consumes gradients as they arrive. Their tier stores those of steps whose order is new, as of
+    the first, and of steps that depart from the last."""
     resident: bool = False
     """True if every unit stays in a device buffer."""
     grads_whole: bool = False
     """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
+
+    @property
+    def grads_reserved(self) -> bool:
+        """True if the memory of stored gradients is reserved, instead of allocated while it is used. Space on nvme
+        always is."""
+        return not self.grads_pass or self.grad_tier == "nvme"
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,8 @@ class Placement:
 
     extents: Mapping[tuple[int, State], Extent]
     nbytes: Mapping[str, int]
+    passing: Mapping[str, int]
+    """Tier → bytes of gradients whose memory is allocated while it is used (`Policy.grads_reserved`)."""
     granule: int = EXTENT_ALIGNMENT
     """Alignment in bytes of extents and of the ranges in which they are read and written."""
 
@@ -107,12 +118,14 @@ def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
     """Return the extents of one rank's shards. Frozen units have a `param` extent only."""
     extents: dict[tuple[int, State], Extent] = {}
     used: dict[str, int] = {}
+    passing: dict[str, int] = {}
     granule = EXTENT_ALIGNMENT
 
     def add(layout: UnitLayout, state: State, tier: str, nbytes: int) -> None:
-        offset = used.get(tier, 0)
+        counted = used if state is not State.GRAD or policy.grads_reserved else passing
+        offset = counted.get(tier, 0)
         extents[layout.index, state] = Extent(tier, offset, nbytes, f"{_CALLED[state]} of unit {layout.name}")
-        used[tier] = offset + -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+        counted[tier] = offset + -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
 
     for layout in layouts:
         add(layout, State.PARAM, policy.param_tier, layout.shard_nbytes)
@@ -127,7 +140,7 @@ def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
             width = policy.grads(layout.dtype).stored.itemsize
             add(layout, State.GRAD, policy.grad_tier, layout.shard_numel * width)
             granule = math.gcd(granule, policy.tile_size * width)
-    return Placement(extents, used, granule)
+    return Placement(extents, used, passing, granule)
 
 
 def checksum_block(granule: int, block_size: int, chunk: int) -> int:

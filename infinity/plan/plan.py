@@ -78,13 +78,23 @@ class Plan:
     """Poison released buffers, and reuse each as late as possible."""
 
     def nbytes(self) -> dict[str, int]:
-        """Return tier → bytes that the engine allocates: extents and pools."""
+        """Return tier → bytes that the engine allocates for its whole life: extents and pools."""
         held = {"device": 0, "host": 0, "nvme": 0, **self.placement.nbytes}
         if self.io is not None:
             held["nvme"] = self.io.reserved
         for pool in self.pools:
             held[pool.tier] += pool.nbytes
         return held
+
+    @property
+    def passing(self) -> Mapping[str, int]:
+        """Tier → bytes that gradients may take beside `nbytes`: all of them in the first two steps, and later those of
+        units that cannot be updated as backward leaves them."""
+        return self.placement.passing if self.update is not None else {}
+
+    def peak_nbytes(self) -> dict[str, int]:
+        """Return tier → bytes that must be available: `nbytes` and `passing`."""
+        return {tier: nbytes + self.passing.get(tier, 0) for tier, nbytes in self.nbytes().items()}
 
     @property
     def own_pools(self) -> list[PoolSpec]:
@@ -128,7 +138,9 @@ def make_plan(
         pools += staging_pools(config, layouts, rules)
     if ranks.backend == "gloo":
         pools.append(exchange_pool(layouts, ranks))
-    taken = placement.nbytes.get("device", 0) + sum(pool.nbytes for pool in pools if pool.tier == "device")
+    taken = sum(held.get("device", 0) for held in (placement.nbytes, placement.passing)) + sum(
+        pool.nbytes for pool in pools if pool.tier == "device"
+    )
     room = device.usable - taken if device.usable else None
     units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room)
     pools.insert(0, units)
@@ -182,7 +194,7 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
 
     available: "host" → bytes; "device" → bytes, unless the device is the host.
     """
-    needed = plan.nbytes()
+    needed = plan.peak_nbytes()
     if 0 < plan.device.limit < needed["device"]:
         fix = f"raise infinity.memory.device, or {_fix(plan, 'device')}"
         return "device memory (infinity.memory.device)", needed["device"], plan.device.limit, fix
@@ -197,7 +209,7 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
 def _fix(plan: Plan, tier: str) -> str:
     """Return which keys lower the bytes in `tier`: those of its extents, or of its pools if they are more."""
     tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
-    extents = sum(plan.placement.nbytes.get(name, 0) for name in tiers)
+    extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
     pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
     if extents >= pools or plan.policy.resident:
         devices = "nvme" if "host" in tiers else "cpu or nvme"

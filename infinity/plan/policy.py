@@ -138,6 +138,7 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
             whole=whole,
         ),
         states=OptimizerFormat(config.infinity.master, config.optimizer.rule, config.infinity.moments),
+        grads_pass=_consumed_on_arrival(config, accumulation, whole),
         tile_size=_tile_size(config.infinity.tile_size, optim_tier),
         resident=not sharding.params,
         grads_whole=whole,
@@ -160,6 +161,15 @@ def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) ->
     kept = DTYPES[config.data_types.grad_accum_dtype], torch.float32
     dtypes = [policy.grads(layout.dtype) for layout in layouts]
     return all((each.collected if policy.grads_whole else each.stored) in kept for each in dtypes)
+
+
+def _consumed_on_arrival(config: Config, accumulation: int, whole: bool) -> bool:
+    """Return whether the update consumes gradients as they arrive. Those of several micro-batches add up in their
+    tier, unless they add up in device buffers (`whole`).
+    """
+    if not config.managed_gradient_accumulation or update_schedule(config) != "during_backward":
+        return False
+    return whole or (accumulation == 1 and not config.infinity.accumulation_buffers)
 
 
 def _tile_size(asked: int | Literal["auto"], optim_tier: str) -> int:

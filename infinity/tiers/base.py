@@ -73,6 +73,15 @@ class Tier(ABC):
         under way. Does not wait.
         """
 
+    def discard(self, extent: Extent, read: torch.Tensor | None = None) -> None:  # noqa: B027 - space stays reserved
+        """Allow `trim` to release the extent's memory until it is written again. No-op on tiers that reserve it.
+
+        read: a window's tensor; if the extent has been written again since, its bytes stay.
+        """
+
+    def trim(self) -> None:  # noqa: B027 - space stays reserved
+        """Release the memory of extents that were discarded before the last call and not written since."""
+
     def register(self, memory: torch.Tensor) -> None:  # noqa: B027 - most tiers gain nothing by it
         """Register a buffer (from `memory.host_tensor`) that transfers will use repeatedly."""
 

@@ -451,6 +451,9 @@ class UpdatePipeline:
             window.release()
         if not write.item.last:
             return
+        if write.item.grad is not None:
+            assert self._places.grad_tier is not None and running.plan.grad is not None
+            self._places.grad_tier.discard(running.plan.grad, write.item.grad.tensor)
         running.forget()
         if running.staging is not None:
             running.staging.release()

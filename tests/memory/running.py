@@ -38,7 +38,7 @@ def planned(layers: int, folder: str, **options: Any) -> int:
     module = model(layers)
     groups: list[dict[str, object]] = [{"params": list(module.parameters())}]
     plan = plan_model(module, config(folder, **options), groups, device, Communicator(device)).plan
-    held = plan.nbytes()
+    held = plan.peak_nbytes()
     return held["device"] + held["host"]
 
 

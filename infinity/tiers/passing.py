@@ -1,0 +1,92 @@
+"""Memory for extents that rarely hold bytes: a write allocates it, and it is released some time after `discard`."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from infinity.errors import InfinityError
+from infinity.plan.placement import Extent
+from infinity.tiers.base import Tier, Window
+from infinity.tiers.device import Device
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.pool import Pool
+from infinity.tiers.transfer import DONE, Transfer
+
+
+class PassingTier(Tier):
+    """Extents in device memory (`on_device`) or in unpinned host memory, each in an allocation of its own.
+
+    Extents are written whole. A write replaces bytes that were not discarded, so that their readers keep them. It takes
+    the allocation of discarded ones, since a unit that is written in one step may be written in each.
+    """
+
+    in_memory = True
+
+    def __init__(self, name: str, device: Device, *, on_device: bool) -> None:
+        self.name = name
+        self.on_device = on_device
+        self.immediate = device.host_addressable
+        self._device = device
+        self._held: dict[int, torch.Tensor] = {}
+        """Offset of an extent → its memory."""
+        self._spare: dict[int, torch.Tensor] = {}
+        """The same for extents that were discarded since the last `trim`, and before it."""
+        self._old: dict[int, torch.Tensor] = {}
+        self._access = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that are allocated at present."""
+        with self._access:
+            return sum(memory.numel() for each in (self._held, self._spare, self._old) for memory in each.values())
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        assert offset == 0 and source.numel() == extent.nbytes
+        with self._access:
+            memory = self._spare.pop(extent.offset, None)
+            if memory is None:
+                memory = self._old.pop(extent.offset, None)
+        if memory is None:
+            memory = self._device.empty(extent.nbytes) if self.on_device else host_tensor(extent.nbytes)
+        written = self._device.copy(memory, source)
+        with self._access:
+            self._held[extent.offset] = memory
+        return written
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        return self._device.copy(destination, self._view(extent, offset, destination.numel()))
+
+    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        return Window(self._view(extent, offset, nbytes), DONE, extent, offset)
+
+    def store(self, window: Window) -> Transfer:
+        return DONE
+
+    def discard(self, extent: Extent, read: torch.Tensor | None = None) -> None:
+        with self._access:
+            memory = self._held.get(extent.offset)
+            if memory is not None and (read is None or _shares_storage(memory, read)):
+                self._spare[extent.offset] = self._held.pop(extent.offset)
+
+    def trim(self) -> None:
+        with self._access:
+            self._old, self._spare = self._spare, {}
+
+    def clear(self) -> None:
+        """Release all memory. No bytes may be held."""
+        with self._access:
+            assert not self._held
+            self._spare, self._old = {}, {}
+
+    def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
+        with self._access:
+            memory = self._held.get(extent.offset)
+        if memory is None:
+            raise InfinityError(f"internal error: the {extent.name} was read and is not stored")
+        return memory[offset : offset + nbytes]
+
+
+def _shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
