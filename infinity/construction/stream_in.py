@@ -17,6 +17,7 @@ from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
+from infinity.units.records import Flats
 from infinity.units.remote import is_remote, plain
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit

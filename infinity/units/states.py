@@ -15,6 +15,7 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Extent, Placement, State, tiles
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.memory import PAGE
 from infinity.tiers.transfer import Transfer
 from infinity.units.records import Flats, Records, flat_tensor
 from infinity.units.unit import Unit
@@ -35,15 +36,16 @@ class UnitStates:
         """Write this rank's shards. A trained unit needs `master`; moments left out are zero. A frozen one needs
         `param`.
         """
-        if not layout.trainable:
-            self._write_param(layout, self.ranks.shard(flats["param"]))
-            return
         shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
+        if not layout.trainable:
+            self._write_param(layout, shards["param"])
+            return
+        param = shards["master"]
         if layout.dtype == torch.bfloat16:
-            param, shards["remainder"] = split_master(shards["master"])
-            self._write_param(layout, param)
-        else:
-            self._write_param(layout, shards["master"].to(layout.dtype))
+            halves = [flat_tensor(layout.shard_numel, dtype) for dtype in (layout.dtype, torch.int16)]
+            param, shards["remainder"] = halves
+            split_master(shards["master"], (param, shards["remainder"]))
+        self._write_param(layout, param)
         self._records(layout).write(shards)
 
     def read(self, layout: UnitLayout) -> Flats:
@@ -137,8 +139,11 @@ class UnitStates:
         return Records(self.tiers[extent.tier], extent, states, tiles(layout.shard_numel, self.tile_size, states))
 
     def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
-        aligned = flat_tensor(shard.numel(), shard.dtype)
-        aligned.copy_(shard)
+        """Write this rank's shard of the parameters, (shard_numel,) in the unit's dtype or fp32."""
+        aligned = shard
+        if shard.dtype != layout.dtype or shard.data_ptr() % PAGE:
+            aligned = flat_tensor(shard.numel(), layout.dtype)
+            aligned.copy_(shard)
         extent = self._extent(layout, State.PARAM)
         self._tier(layout, State.PARAM).write(extent, aligned.view(torch.uint8)).wait()
 
