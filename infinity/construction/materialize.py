@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from infinity.comm.dtensor import is_distributed
+from infinity.construction.draws import ParallelDraws
 from infinity.construction.init_rules import Rules, reset, resets
 from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, stand_ins
 from infinity.construction.sources import Source, is_loaded, source_of
@@ -133,9 +135,10 @@ class Materializer:
     the model built on the cpu, whose modules draw from one generator in turn, some of them twice.
     """
 
-    def __init__(self, model: nn.Module, roots: set[str]) -> None:
-        """roots: paths of the modules that units stand at."""
+    def __init__(self, model: nn.Module, roots: set[str], pool: Executor) -> None:
+        """roots: paths of the modules that units stand at. pool: threads that draw random numbers."""
         self._model = model
+        self._draws = ParallelDraws(pool)
         self._roots = roots
         self._rules = Rules(model)
         drawn = _drawn(model)
@@ -151,13 +154,17 @@ class Materializer:
             for parameter in module.parameters(recurse=False):
                 self._owner.setdefault(parameter, module)
 
-    def materialize(self, root: str, wanted: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    def materialize(
+        self, root: str, wanted: Sequence[nn.Parameter], room: Sequence[torch.Tensor]
+    ) -> tuple[nn.Parameter, ...]:
         """Return the parameters `wanted` of the unit at path `root`, with values on the host.
+
+        room: memory of each one's shape. Parameters of the same dtype are made there.
 
         Parameters with a source are returned as placeholders. Shared parameters stay shared over the whole model and
         get their values from the first module that holds them. Raises ModelError if a rule leaves a value unset.
         """
-        fresh = {parameter: _unset(parameter) for parameter in wanted if parameter.is_meta}
+        fresh = {p: _unset(p, place) for p, place in zip(wanted, room, strict=True) if p.is_meta}
         if fresh:
             self._made.update(fresh)
             for module in self._model.modules():
@@ -167,10 +174,11 @@ class Materializer:
                         self._owner[fresh[held]] = self._owner[held]
             values = {made for parameter, made in fresh.items() if source_of(parameter) is None}
             if values:
-                for path, module in self._scope(self._model.get_submodule(root), root):
-                    self._fill(path, module, values)
-                for parameter, made in fresh.items():
-                    self._reach(parameter, made)
+                with self._draws:
+                    for path, module in self._scope(self._model.get_submodule(root), root):
+                        self._fill(path, module, values)
+                    for parameter, made in fresh.items():
+                        self._reach(parameter, made)
                 self._check_set(fresh)
             for made in set(fresh.values()) - values:
                 made.data = placeholder(tuple(made.shape), made.dtype, made.device)
@@ -223,9 +231,13 @@ class Materializer:
                 )
 
 
-def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    """Return an uninitialised copy on the host; NaN if a rule will set it, which reveals values left unset."""
-    value = torch.empty_like(parameter, device="cpu")
+def _unset(parameter: nn.Parameter, room: torch.Tensor) -> nn.Parameter:
+    """Return a parameter on the host, in `room` if it fits.
+
+    If a rule will set it, it is NaN, which reveals values left unset.
+    """
+    fits = room.dtype == parameter.dtype and parameter.is_contiguous() and source_of(parameter) is None
+    value = room if fits else torch.empty_like(parameter, device="cpu")
     if source_of(parameter) is None and value.is_floating_point():
         value.fill_(math.nan)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -239,17 +251,20 @@ def _is_set(parameter: nn.Parameter) -> bool:
     return not value.isnan().any()
 
 
-def initial_states(layout: UnitLayout, values: Sequence[torch.Tensor | None]) -> Flats:
-    """Return a unit's states before the first step: `master` in fp32, or `param` for a frozen unit, each (numel,).
-
-    values: values of the parameters in slot order; None leaves zeros. Moments are left out, since they are zero.
+def empty_states(layout: UnitLayout) -> Flats:
+    """Return zeros for a unit's states before the first step: `master` in fp32, or `param` for a frozen unit, each
+    (numel,). Moments are left out, since they are zero.
     """
     name, dtype = ("master", torch.float32) if layout.trainable else ("param", layout.dtype)
-    flat = flat_tensor(layout.numel, dtype)
-    for slot, value in zip(layout.slots, values, strict=True):
-        if value is not None:
-            flat[slot.offset : slot.stop].view(slot.shape).copy_(value)
-    return {name: flat}
+    return {name: flat_tensor(layout.numel, dtype)}
+
+
+def put(value: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy `value` to `place`, of the same shape, unless it was made there."""
+    if not value.is_set_to(place):
+        # A rule may have made it another view of the same memory.
+        overlaps = value.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+        place.copy_(value.clone() if overlaps else value)
 
 
 def read_shard(layout: UnitLayout, flat: torch.Tensor, sources: Sequence[Source | None], rank: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import nn
 
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import is_distributed, local
-from infinity.construction.materialize import Materializer, initial_states, read_shard
+from infinity.construction.materialize import Materializer, empty_states, put, read_shard
 from infinity.construction.sources import source_of
 from infinity.construction.spill import check_kept
 from infinity.errors import RanksError
@@ -19,7 +20,7 @@ from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
 from infinity.units.records import Flats
 from infinity.units.remote import is_remote, plain
-from infinity.units.states import UnitStates
+from infinity.units.states import Flats, UnitStates
 from infinity.units.unit import Unit
 
 
@@ -31,35 +32,65 @@ def stream_in(
     ranks: Communicator,
     device: torch.device,
 ) -> list[Unit]:
-    """Write the values of `model` to their tiers and return its units, released. Peak memory: a unit.
+    """Write the values of `model` to their tiers and return its units, released. Peak memory: two units.
 
     found: in the order of the slots. Values are rank 0's, or read from each parameter's source. Raises RanksError if
     ranks differ in the parameters that have one.
     """
     _check_sources(found, ranks)
-    values = Materializer(model, {unit.root for unit in found})
     units = []
-    for members, layout in zip(found, layouts, strict=True):
-        sources = [source_of(parameter) for parameter in members.parameters]
-        parameters = values.materialize(members.root, members.parameters)
-        held = [
-            None if source is not None or is_remote(p) else local(p).data
-            for p, source in zip(parameters, sources, strict=True)
-        ]
-        flats = initial_states(layout, held)
-        for flat in flats.values():
+    with ThreadPoolExecutor(torch.get_num_threads(), "infinity-draws") as pool, _Writer(states) as writer:
+        values = Materializer(model, {unit.root for unit in found}, pool)
+        for members, layout in zip(found, layouts, strict=True):
+            sources = [source_of(parameter) for parameter in members.parameters]
+            flats = empty_states(layout)
+            (flat,) = flats.values()
+            room = [flat[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
+            parameters = values.materialize(members.root, members.parameters, room)
+            for parameter, source, place in zip(parameters, sources, room, strict=True):
+                if source is None and not is_remote(parameter):
+                    put(local(parameter).data, place)
             if None in sources:
                 ranks.broadcast(flat)
             read_shard(layout, flat, sources, ranks.shard_rank)
-        states.write(layout, flats)
-        for parameter in parameters:
-            plain(parameter)
-        units.append(Unit(layout, list(parameters), device))
-        unbind(units[-1])
-        del held, flats
-        return_freed_memory()
+            writer.write(layout, flats)
+            for parameter in parameters:
+                plain(parameter)
+            units.append(Unit(layout, list(parameters), device))
+            unbind(units[-1])
+            del flats, flat, room, place
+            return_freed_memory()
     check_kept(model)
     return units
+
+
+class _Writer:
+    """Writes a unit's states on a thread of its own, while the next unit is made. One at a time, which bounds memory.
+
+    Raises the error of a write at the next one, or at the end of the block.
+    """
+
+    def __init__(self, states: UnitStates) -> None:
+        self._states = states
+        self._thread = ThreadPoolExecutor(1, "infinity-construction", initializer=states.device.enter_thread)
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self._finish()
+
+    def write(self, layout: UnitLayout, flats: Flats) -> None:
+        """Write `flats` to their tiers as soon as the last write has ended. They must not change from now on."""
+        self._finish()
+        self._last = self._thread.submit(self._states.write, layout, flats)
+
+    def _finish(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
 
 def _check_sources(found: Sequence[UnitParameters], ranks: Communicator) -> None:

@@ -515,7 +515,7 @@ def test_space_is_given_back_as_units_are_taken_over(leaves_nothing: Path) -> No
         engine = TrainingEngine(model, tiny(leaves_nothing), device=CpuDevice())
     with engine:
         assert seen == sorted(seen, reverse=True)
-        assert seen[0] == begun > seen[len(seen) // 2] > seen[-1]
+        assert begun > seen[len(seen) // 2] > seen[-1]
         assert spill.nbytes == 0
         losses = train(engine, token_batches(2))
     assert all(loss > 0 for loss in losses)
