@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from infinity.comm.dtensor import is_distributed
+from infinity.construction.apply import apply_rule, aside, is_set, seeded
 from infinity.construction.draws import ParallelDraws
 from infinity.construction.init_rules import Rules, reset, resets
 from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, stand_ins
 from infinity.construction.sources import Source, is_loaded, source_of
+from infinity.construction.trial import fingerprint
 from infinity.errors import ModelError
 from infinity.plan.layout import UnitLayout
 from infinity.units.hooks import UnitParameters
@@ -89,11 +90,11 @@ def make_buffers(model: nn.Module) -> None:
             continue
         made: list[dict[str, torch.Tensor]] = []
         others = {name for name in module._buffers if name not in on_meta}
-        with _aside(module, set(module._parameters), others), stand_ins(_below(module)):
+        with aside(module, set(module._parameters), others), stand_ins(_below(module)):
             for fill in (0, 1):
                 made.append({name: torch.full_like(buffer, fill, device="cpu") for name, buffer in on_meta.items()})
                 module._buffers.update(made[-1])
-                _seeded(rules.of(module), module, 0)
+                seeded(rules.of(module), module, 0)
         for name, buffer in on_meta.items():
             module._buffers[name] = made[0][name] if torch.equal(made[0][name], made[1][name]) else buffer
 
@@ -102,37 +103,14 @@ def _below(module: nn.Module) -> Iterator[nn.Module]:
     return (each for each in module.modules() if each is not module)
 
 
-def _seeded(initialize: Callable[[nn.Module], None], module: nn.Module, seed: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        initialize(module)
-
-
-@contextmanager
-def _aside(module: nn.Module, parameters: set[str], buffers: set[str]) -> Iterator[None]:
-    """Replace the named parameters and buffers of a module by stand-ins in the block, which take its changes.
-
-    Stand-ins of parameters are uninitialised; those of buffers are clones.
-    """
-    held = {name: p for name, p in module._parameters.items() if p is not None and name in parameters}
-    kept = {name: b for name, b in module._buffers.items() if b is not None and name in buffers}
-    for name, parameter in held.items():
-        stand_in = torch.empty(parameter.shape, dtype=parameter.dtype)
-        module._parameters[name] = nn.Parameter(stand_in, parameter.requires_grad)
-    module._buffers.update({name: buffer.clone() for name, buffer in kept.items()})
-    try:
-        yield
-    finally:
-        module._parameters.update(held)
-        module._buffers.update(kept)
-
-
 class Materializer:
     """Initialises the parameters of a model on the meta device, unit by unit. A model with values keeps them.
 
     Each module draws from a seed of its own, derived from one draw of torch's generator and the module's name. So the
-    values depend on `torch.manual_seed` and the model alone, not on tiers, units or ranks. They differ from those of
-    the model built on the cpu, whose modules draw from one generator in turn, some of them twice.
+    values depend on `torch.manual_seed` and the model alone, not on tiers, units, threads or ranks. They differ from
+    those of the model built on the cpu, whose modules draw from one generator in turn, some of them twice.
+
+    seed: the draw. Set it to rank 0's before the first unit, so that each rank may make a part.
     """
 
     def __init__(self, model: nn.Module, roots: set[str], pool: Executor) -> None:
@@ -148,21 +126,20 @@ class Materializer:
         self._paths = {module: path for path, module in model.named_modules()}
         self._made: dict[nn.Parameter, nn.Parameter] = {}
         on_meta = any(parameter.is_meta for parameter in model.parameters())
-        self._seed = int(torch.randint(1 << 62, ())) if on_meta else 0
+        self.seed = int(torch.randint(1 << 62, ())) if on_meta else 0
         self._owner: dict[nn.Parameter, nn.Module] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self._owner.setdefault(parameter, module)
 
     def materialize(
-        self, root: str, wanted: Sequence[nn.Parameter], room: Sequence[torch.Tensor]
+        self, root: str, wanted: Sequence[nn.Parameter], room: Sequence[torch.Tensor | None]
     ) -> tuple[nn.Parameter, ...]:
         """Return the parameters `wanted` of the unit at path `root`, with values on the host.
 
-        room: memory of each one's shape. Parameters of the same dtype are made there.
-
-        Parameters with a source are returned as placeholders. Shared parameters stay shared over the whole model and
-        get their values from the first module that holds them. Raises ModelError if a rule leaves a value unset.
+        room: memory of each one's shape, in which parameters of the same dtype are made. Parameters on the meta device
+        without room are returned as placeholders. Shared parameters stay shared over the whole model and get their
+        values from the first module that holds them. Raises ModelError if a rule leaves a value unset.
         """
         fresh = {p: _unset(p, place) for p, place in zip(wanted, room, strict=True) if p.is_meta}
         if fresh:
@@ -172,17 +149,26 @@ class Materializer:
                     if held is not None and held in fresh:
                         module._parameters[name] = fresh[held]
                         self._owner[fresh[held]] = self._owner[held]
-            values = {made for parameter, made in fresh.items() if source_of(parameter) is None}
-            if values:
+            made = {p: fresh[p] for p, place in zip(wanted, room, strict=True) if p in fresh and place is not None}
+            left_out = {fresh[p] for p in fresh.keys() - made.keys() if source_of(p) is None}
+            if made:
                 with self._draws:
                     for path, module in self._scope(self._model.get_submodule(root), root):
-                        self._fill(path, module, values)
-                    for parameter, made in fresh.items():
-                        self._reach(parameter, made)
-                self._check_set(fresh)
-            for made in set(fresh.values()) - values:
-                made.data = placeholder(tuple(made.shape), made.dtype, made.device)
+                        self._fill(path, module, set(made.values()), left_out)
+                    for parameter, value in made.items():
+                        self._reach(parameter, value)
+                self._check_set(made)
+            for parameter in fresh.keys() - made.keys():
+                value = fresh[parameter]
+                value.data = placeholder(tuple(value.shape), value.dtype, value.device)
         return tuple(self._made.get(parameter, parameter) for parameter in wanted)
+
+    def fingerprint(self) -> bytes:
+        """Return `trial.fingerprint` of the model; empty if a rule edits parameters of other modules."""
+        if self._reached:
+            return b""
+        with self._draws:
+            return fingerprint(self._model, self._rules, _drawn(self._model))
 
     def _scope(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         """Yield (path, module), children before parents as in `Module.apply`, without subtrees of other units."""
@@ -192,37 +178,35 @@ class Materializer:
                 yield from self._scope(child, child_path)
         yield path, module
 
-    def _fill(self, path: str, module: nn.Module, values: set[nn.Parameter]) -> None:
-        """Initialise one module. Stand-ins replace parameters outside `values` or shared with an earlier module."""
-        others = {
-            name
-            for name, held in module._parameters.items()
-            if held is not None and not (held in values and self._owner[held] is module)
-        }
+    def _fill(
+        self, path: str, module: nn.Module, values: set[nn.Parameter], left_out: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Initialise one module. Stand-ins replace parameters outside `values` or shared with an earlier module.
+
+        A module without values is skipped if it has parameters in `left_out`, which another rank makes. Its buffers are
+        made on every rank.
+        """
+        own = {name: held for name, held in module._parameters.items() if held is not None}
+        others = {name for name, held in own.items() if not (held in values and self._owner[held] is module)}
+        if others == own.keys() and any(held in left_out for held in own.values()) and not module._buffers:
+            return
         loaded = {name for name, buffer in module._buffers.items() if buffer is not None and is_loaded(buffer)}
-        seed = self._seed_of(path)
-        rule = self._rules.of(module)
-        with _aside(module, others, loaded), stand_ins(_below(module) if module in self._reaching else ()):
-            _seeded(rule, module, seed)
-            held = {name: p for name, p in module._parameters.items() if p is not None}
-            left = {name for name, parameter in held.items() if name not in others and not _is_set(parameter)}
-            if left and rule is not reset:  # the rule keeps the values of the constructor
-                with _aside(module, held.keys() - left, set(module._buffers)):
-                    _seeded(reset, module, seed)
+        with aside(module, others, loaded), stand_ins(_below(module) if module in self._reaching else ()):
+            apply_rule(self._rules.of(module), module, self._seed_of(path), others)
 
     def _reach(self, parameter: nn.Parameter, made: nn.Parameter) -> None:
         """Apply the rules of enclosing modules that edit this parameter. Stand-ins replace all other parameters."""
         for module in self._reached.get(parameter, ()):
             with stand_ins(module.modules(), keep=made):
-                _seeded(self._rules.of(module), module, self._seed_of(self._paths[module], self._names[parameter]))
+                seeded(self._rules.of(module), module, self._seed_of(self._paths[module], self._names[parameter]))
 
     def _seed_of(self, *names: str) -> int:
-        own_seed = hashlib.blake2b("\0".join(names).encode(), digest_size=8, key=self._seed.to_bytes(8, "little"))
+        own_seed = hashlib.blake2b("\0".join(names).encode(), digest_size=8, key=self.seed.to_bytes(8, "little"))
         return int.from_bytes(own_seed.digest(), "little")
 
-    def _check_set(self, fresh: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        for parameter, made in fresh.items():
-            if source_of(parameter) is None and not _is_set(made):
+    def _check_set(self, made: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for parameter, value in made.items():
+            if not is_set(value):
                 owner = self._owner[parameter]
                 rule = self._rules.of(owner)
                 raise ModelError(
@@ -231,24 +215,16 @@ class Materializer:
                 )
 
 
-def _unset(parameter: nn.Parameter, room: torch.Tensor) -> nn.Parameter:
+def _unset(parameter: nn.Parameter, room: torch.Tensor | None) -> nn.Parameter:
     """Return a parameter on the host, in `room` if it fits.
 
-    If a rule will set it, it is NaN, which reveals values left unset.
+    With room, a rule will set it; it is NaN, which reveals values left unset.
     """
-    fits = room.dtype == parameter.dtype and parameter.is_contiguous() and source_of(parameter) is None
-    value = room if fits else torch.empty_like(parameter, device="cpu")
-    if source_of(parameter) is None and value.is_floating_point():
+    fits = room is not None and room.dtype == parameter.dtype and parameter.is_contiguous()
+    value = room if fits and room is not None else torch.empty_like(parameter, device="cpu")
+    if room is not None and value.is_floating_point():
         value.fill_(math.nan)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
-
-
-def _is_set(parameter: nn.Parameter) -> bool:
-    """True if no value is NaN. The sum is only a quick test: infinities may sum to NaN as well."""
-    value = parameter.data
-    if not value.is_floating_point() or not value.sum(dtype=torch.float32).isnan():
-        return True
-    return not value.isnan().any()
 
 
 def empty_states(layout: UnitLayout) -> Flats:

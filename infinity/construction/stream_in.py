@@ -34,23 +34,31 @@ def stream_in(
 ) -> list[Unit]:
     """Write the values of `model` to their tiers and return its units, released. Peak memory: two units.
 
-    found: in the order of the slots. Values are rank 0's, or read from each parameter's source. Raises RanksError if
-    ranks differ in the parameters that have one.
+    found: in the order of the slots. Values are read from each parameter's source; or made from rank 0's seed, each
+    rank its shards; or rank 0's. Raises RanksError if ranks differ in the parameters that have a source.
     """
     _check_sources(found, ranks)
     units = []
     with ThreadPoolExecutor(torch.get_num_threads(), "infinity-draws") as pool, _Writer(states) as writer:
         values = Materializer(model, {unit.root for unit in found}, pool)
+        apart = _share_seed(values, ranks)
         for members, layout in zip(found, layouts, strict=True):
             sources = [source_of(parameter) for parameter in members.parameters]
+            makes_shard = apart and all(s or p.is_meta for s, p in zip(sources, members.parameters, strict=True))
             flats = empty_states(layout)
             (flat,) = flats.values()
-            room = [flat[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
+            low, high = layout.shard_range(ranks.shard_rank) if makes_shard else (0, layout.numel)
+            room = [
+                flat[slot.offset : slot.stop].view(slot.shape)
+                if source is None and slot.offset < high and slot.stop > low
+                else None
+                for slot, source in zip(layout.slots, sources, strict=True)
+            ]
             parameters = values.materialize(members.root, members.parameters, room)
-            for parameter, source, place in zip(parameters, sources, room, strict=True):
-                if source is None and not is_remote(parameter):
+            for parameter, place in zip(parameters, room, strict=True):
+                if place is not None and not is_remote(parameter):
                     put(local(parameter).data, place)
-            if None in sources:
+            if None in sources and not makes_shard:
                 ranks.broadcast(flat)
             read_shard(layout, flat, sources, ranks.shard_rank)
             writer.write(layout, flats)
@@ -62,6 +70,18 @@ def stream_in(
             return_freed_memory()
     check_kept(model)
     return units
+
+
+def _share_seed(values: Materializer, ranks: Communicator) -> bool:
+    """Give all ranks the seed of rank 0. Returns True if each may make only the parameters of its own shards.
+
+    Otherwise all make all, and rank 0's are used: ranks without shards, and rules that may differ among ranks.
+    """
+    if ranks.shards == 1:
+        return False
+    said = ranks.gather((values.seed, values.fingerprint()))
+    values.seed = said[0][0]
+    return bool(said[0][1]) and len({fingerprint for _, fingerprint in said}) == 1
 
 
 class _Writer:
