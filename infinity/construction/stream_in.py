@@ -20,7 +20,7 @@ from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
 from infinity.units.records import Flats
 from infinity.units.remote import is_remote, plain
-from infinity.units.states import Flats, UnitStates
+from infinity.units.states import UnitStates
 from infinity.units.unit import Unit
 
 
