@@ -14,7 +14,7 @@ import torch
 from infinity.plan.discovered import Discovered, DiscoveredUnit
 from infinity.plan.io import IoPlan, plan_io
 from infinity.plan.layout import NormOf, UnitLayout, layout_unit
-from infinity.plan.placement import Placement, Policy, place
+from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, Policy, State, place
 from infinity.plan.policy import (
     DeviceInfo,
     RankInfo,
@@ -100,6 +100,21 @@ class Plan:
     def own_pools(self) -> list[PoolSpec]:
         """Pools that the engine allocates. The nvme tier and the communicator allocate theirs themselves."""
         return [pool for pool in self.pools if pool.name not in (STAGING, READ_AHEAD, COLLECTIVES)]
+
+    def pinned(self, tier: str) -> list[tuple[int, int]]:
+        """Return bytes [start, stop) of a tier that the device copies: parameters, and gradients stored in place.
+
+        Empty if it is not host memory, or is not to be pinned. Optimizer states in host memory never leave it.
+        """
+        if tier != "host" or self.device.host_addressable or not self.pin_memory:
+            return []
+        states = (State.PARAM, State.GRAD) if self.policy.grads_reserved else (State.PARAM,)
+        found = [
+            (extent.offset, extent.offset + -(-extent.nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT)
+            for (_, state), extent in self.placement.extents.items()
+            if state in states and extent.tier == tier
+        ]
+        return sorted(found)
 
     def buffers(self, pool: str) -> int:
         """Return the number of buffers in a pool; 0 if there is none."""

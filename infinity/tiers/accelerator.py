@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint, fingerprint_on_device
-from infinity.tiers.memory import host_tensor
+from infinity.tiers.memory import host_tensor, pin_ranges
 from infinity.tiers.stalls import Stalls
 from infinity.tiers.transfer import DONE, Transfer, issued
 
@@ -85,6 +85,10 @@ class AcceleratorDevice(Device):
 
     def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
         return host_tensor(nbytes, pin=pin and self.torch_device.type == "cuda")
+
+    def pin(self, memory: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        if self.torch_device.type == "cuda":
+            pin_ranges(memory, ranges)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         if destination.is_cpu and source.is_cpu:

@@ -10,6 +10,7 @@ Which copy and kernel waits for what: docs/design.md [Note: order on a device].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -100,6 +101,9 @@ class Device(ABC):
     def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
         """Return host memory, uint8 (nbytes,), for copies to and from this device; pinned if `pin` and useful."""
         return host_tensor(nbytes)
+
+    def pin(self, memory: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - the host copies
+        """Pin bytes [start, stop) of `memory`, an unpinned `host_buffer`, if that is useful. ranges: ascending."""
 
 
 class CpuDevice(Device):

@@ -12,17 +12,19 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from infinity.errors import OutOfMemoryError
+from infinity.errors import OutOfMemoryError, user_level
 from infinity.native import _adam
 from infinity.tiers.available import available_memory
 
 PAGE = mmap.PAGESIZE
 _SEGMENT = 64 << 20
+_LARGEST_REGISTRATION = 64 << 30
+"""Drivers of branch 580 refuse one registration of 512 GiB."""
 
 
 def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
@@ -47,7 +49,7 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     _mappings[tensor.data_ptr()] = mapping
     if pin:
         first_touch(tensor)  # otherwise registration would place all pages on this thread's node
-        _pin(tensor, length)
+        pin_ranges(tensor, [(0, length)])
     return tensor
 
 
@@ -98,22 +100,39 @@ def before_unmapping(tensor: torch.Tensor, callback: Callable[[], None]) -> None
 _pin_refused = False
 
 
-def _pin(tensor: torch.Tensor, length: int) -> None:
-    """Register the memory of `tensor` with CUDA for as long as it is mapped."""
+def pin_ranges(memory: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+    """Register bytes [start, stop) of `memory`, from `host_tensor`, with CUDA for as long as it is mapped.
+
+    ranges: in ascending order, each from the start of a page. Consecutive ones are registered together, up to
+    `_LARGEST_REGISTRATION`: no copy may cross registrations. If one fails, warns once, and the rest stays unpinned.
+    """
     global _pin_refused
     cudart = torch.cuda.cudart()
-    result = int(cudart.cudaHostRegister(tensor.data_ptr(), length, 0))
-    if result == 0:
-        before_unmapping(tensor, partial(cudart.cudaHostUnregister, tensor.data_ptr()))
+    for start, stop in _joined(ranges):
+        address = memory.data_ptr() + start
+        result = int(cudart.cudaHostRegister(address, stop - start, 0))
+        if result == 0:
+            before_unmapping(memory, partial(cudart.cudaHostUnregister, address))
+            continue
+        _clear_cuda_error()
+        if not _pin_refused:
+            _pin_refused = True
+            warnings.warn(
+                f"{stop - start:,} bytes of host memory could not be pinned (CUDA error {result}): copies to and from "
+                "the GPU are slower and do not overlap. Free host memory, or set pin_memory to false to pin no states.",
+                stacklevel=user_level(),
+            )
         return
-    _clear_cuda_error()
-    if not _pin_refused:
-        _pin_refused = True
-        warnings.warn(
-            f"{length:,} bytes of host memory could not be pinned (CUDA error {result}): copies to and from the GPU "
-            "are slower and do not overlap. Free host memory, or set pin_memory to false to pin no states.",
-            stacklevel=3,
-        )
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start and stop - joined[-1][0] <= _LARGEST_REGISTRATION:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def _clear_cuda_error() -> None:

@@ -35,7 +35,7 @@ def open_tiers(plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
 
 
 def _open_slab(name: str, plan: Plan, device: Device) -> Tier:
-    return SlabTier(name, plan.placement.nbytes[name], device, on_device=name == "device", pin=plan.pin_memory)
+    return SlabTier(name, plan.placement.nbytes[name], device, on_device=name == "device", pinned=plan.pinned(name))
 
 
 def _open_nvme(plan: Plan, device: Device, rank: int) -> Tier:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from infinity.plan.placement import Extent
@@ -13,21 +15,24 @@ from infinity.tiers.transfer import DONE, Transfer
 
 
 class SlabTier(Tier):
-    """A slab of `nbytes` of device memory (`on_device`) or of host memory (`pin`: pinned)."""
+    """A slab of `nbytes` of device memory (`on_device`) or of host memory."""
 
     in_memory = True
 
-    def __init__(self, name: str, nbytes: int, device: Device, *, on_device: bool, pin: bool = True) -> None:
+    def __init__(
+        self, name: str, nbytes: int, device: Device, *, on_device: bool, pinned: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """pinned: bytes [start, stop) of host memory that the device copies, in ascending order."""
         self.name = name
         self.nbytes = nbytes
         self.on_device = on_device
         self.immediate = device.host_addressable
         self._device = device
-        self._pin = pin
         self._is_offloaded = False
-        self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=pin)
-        if not self._slab.is_cuda and not self._slab.is_pinned():  # pinned memory was touched before
+        self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=False)
+        if self._slab.is_cpu:
             first_touch(self._slab)
+            device.pin(self._slab, pinned)  # after the touch, since it would place all pages on this thread's node
 
     def offload(self) -> None:
         """Move a slab of device memory to host memory, until `reload`. Extents can be read and written meanwhile.
@@ -36,7 +41,7 @@ class SlabTier(Tier):
         """
         if not self.on_device or self._device.host_addressable or self._is_offloaded:
             return
-        self._move(self._device.host_buffer(self.nbytes, pin=self._pin))
+        self._move(self._device.host_buffer(self.nbytes, pin=False))
         self._is_offloaded = True
 
     def reload(self) -> None:

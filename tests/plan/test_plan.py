@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.config import Config
 from infinity.engine.describe import describe
 from infinity.engine.wiring import plan_model
 from infinity.errors import OutOfMemoryError
+from infinity.plan.placement import State
 from infinity.plan.plan import Plan, shortage
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.device import CpuDevice
@@ -286,3 +288,26 @@ def test_a_llama_of_7b_takes_eight_lines(tmp_path: Path) -> None:
     plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
     text = describe(plan)
     assert "model.layers.0 … 31 (32 alike)" in text and len(text.splitlines()) <= 9
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("pin", [True, False])
+def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin: bool) -> None:
+    """Parameters, and gradients whose memory is reserved; never optimizer states, which the host updates."""
+    options = {"param": "cpu", "optim": "cpu", "clip": clip}
+    config = engine_config(**options).model_dump(mode="json", exclude_unset=True)
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part]["pin_memory"] = pin
+    model = seeded(Stack)
+    plan = plan_model(model, Config.load(config), [], LateDevice(), Communicator(CpuDevice())).plan
+    pinned = plan.pinned("host")
+    if not pin:
+        assert not pinned
+        return
+    offsets = {start for start, _ in pinned}
+    copied = [State.PARAM, State.GRAD] if clip else [State.PARAM]
+    assert offsets == {plan.placement.of(unit.index, state).offset for unit in plan.units for state in copied}
+    assert plan.placement.nbytes["host"] > 1.5 * sum(stop - start for start, stop in pinned)
+    assert all(before[1] <= after[0] for before, after in pairwise(pinned))
+    on_host = plan_model(model, Config.load(config), [], CpuDevice(), Communicator(CpuDevice())).plan
+    assert not on_host.pinned("host")

@@ -94,6 +94,26 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.Monke
     assert not first.any() and not second.any()
 
 
+def test_ranges_are_registered_one_by_one_and_unregistered_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consecutive ranges share a registration, which no copy of a whole range crosses."""
+    made: list[tuple[int, int]] = []
+    ended: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: made.append((address, nbytes)) or 0,
+        cudaHostUnregister=ended.append,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(memory, "_LARGEST_REGISTRATION", 3 * 4096)
+    slab = host_tensor(16 * 4096)
+    start = slab.data_ptr()
+    pages = [(0, 1), (2, 3), (3, 5), (5, 6), (10, 14)]
+    memory.pin_ranges(slab, [(first * 4096, last * 4096) for first, last in pages])
+    registered = [(start + first * 4096, (last - first) * 4096) for first, last in [(0, 1), (2, 5), (5, 6), (10, 14)]]
+    assert made == registered
+    del slab
+    assert sorted(ended) == [address for address, _ in registered]
+
+
 _FIXED_NOREPLACE = 0x100000
 
 
