@@ -1,4 +1,4 @@
-"""Announcements, which ranks compare before each collective, since different collectives would deadlock."""
+"""Announcements: descriptions of collectives, which ranks compare, since different collectives would deadlock."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ _VERBS = {
 }
 
 
+_SYNCHRONOUS = frozenset(Operation) - {Operation.BROADCAST, Operation.GIVE_UP}
+
+
 @dataclass(frozen=True)
 class Announcement:
     """A collective that a rank is about to issue. All ranks issue it if theirs are equal."""
@@ -54,6 +57,12 @@ class Announcement:
     def of(cls, words: Sequence[int]) -> Announcement:
         operation, unit, length = words
         return cls(Operation(operation), None if unit < 0 else unit, length)
+
+    def is_synchronous(self, ranks: int) -> bool:
+        """Return whether no rank can end this collective before all of `ranks` have begun it."""
+        if self.operation is Operation.ALL_GATHER_STATE:  # a rank with an empty part sends nothing
+            return self.length >= ranks
+        return self.operation in _SYNCHRONOUS
 
     def text(self, unit_names: Sequence[str]) -> str:
         """Return the text of an error, such as "gathers unit blocks.3"."""

@@ -1,8 +1,8 @@
 """Collectives over the ranks of one engine.
 
 Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own. So
-all ranks issue the same collectives in the same order, regardless of when reads complete. Before each collective, ranks
-check that all issue the same one: ranks that gather different units would deadlock or exchange unrelated bytes.
+all ranks issue the same collectives in the same order, regardless of when reads complete. They agree on each one
+(`infinity.comm.announcer`): ranks that gather different units would deadlock or exchange unrelated bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from infinity.comm.agreement import by_value, disagreement, failures
-from infinity.comm.announcements import WORDS, Announcement, Operation, flag_words, pack_flags, unpack_flags
-from infinity.comm.groups import Group, backend_of, data_parallel, destroy_group, duplicate_group
+from infinity.comm.agreement import disagreement
+from infinity.comm.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
+from infinity.comm.announcer import Announcer
+from infinity.comm.groups import Group, OnDevice, backend_of, data_parallel, destroy_group, duplicate_group
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
-from infinity.errors import InfinityError, RanksError
+from infinity.errors import RanksError
 from infinity.plan.layout import UnitLayout
 from infinity.plan.policy import RankInfo
 from infinity.plan.pools import largest_sum
@@ -67,19 +68,21 @@ class Communicator:
         self.rank, self.size = 0, 1
         self.backend = ""
         self._met = False
-        self._failure = ""
-        self._disagreement = ""
         self.replicas = data_parallel(group)
         self._mesh = TensorParallelMesh()
         if self.replicas is not None:
             self.rank, self.size = dist.get_rank(self.replicas), dist.get_world_size(self.replicas)
             self.backend = backend_of(self.replicas, device.torch_device)
             self._group = duplicate_group(self.replicas, self.backend)
-            if self.backend == "gloo":
-                # A rank whose construction fails leaves at once, while others are still connecting to it.
-                dist.barrier(self._group)
-            self._words = self._group if self.backend == "gloo" else duplicate_group(self.replicas, "gloo")
-            self._pairs = PairwiseCollectives(self._words, self.rank, self.size)
+            # Sums of host memory would wait for the collectives of units on a device.
+            self._host = self._group if self.backend == "gloo" else duplicate_group(self.replicas, "gloo")
+            self._pairs = PairwiseCollectives(self._host, self.rank, self.size)
+            # A group of its own, which outlives the others if ranks disagree: see `_leave`.
+            self._words = duplicate_group(self.replicas, "gloo")
+            # A rank whose construction fails leaves at once, while others are still connecting to it.
+            dist.barrier(self._words)
+            pending = None if self.backend == "gloo" else OnDevice(self._group, device)
+            self._announcer = Announcer(self._words, self.rank, self.size, pending)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm", initializer=device.enter_thread)
 
     @property
@@ -95,7 +98,12 @@ class Communicator:
     @property
     def error(self) -> str:
         """The error that prevents all further collectives; empty if there is none."""
-        return self._disagreement
+        return "" if self.is_single else self._announcer.error
+
+    @property
+    def exchanges(self) -> int:
+        """Number of exchanges of announcements."""
+        return 0 if self.is_single else self._announcer.exchanges
 
     @property
     def model(self) -> TensorParallelMesh:
@@ -130,8 +138,10 @@ class Communicator:
         # The same number of words for every collective, so that ranks that issue different ones can compare them.
         self._flag_words = flag_words(max(len(layout.slots) for layout in units))
         if self.backend == "gloo":
-            self._pairs = PairwiseCollectives(self._words, self.rank, self.size, sums=largest_sum(units, self.size))
+            self._pairs = PairwiseCollectives(self._host, self.rank, self.size, sums=largest_sum(units, self.size))
             self.nbytes = self._pairs.nbytes
+        if not self.is_single:
+            self._announcer.unit_names = [layout.name for layout in units]
 
     def _straight(self, flat: torch.Tensor) -> bool:
         """Return whether `PairwiseCollectives` exchanges `flat` instead of the backend: host memory on gloo."""
@@ -144,13 +154,13 @@ class Communicator:
         if self.is_single:
             return
         self._met = True
-        self._disagreement = self._thread.submit(self._meet, lines).result()
-        if self._disagreement:
-            raise RanksError(self._disagreement)
+        self._announcer.error = self._thread.submit(self._meet, lines).result()
+        if self.error:
+            raise RanksError(self.error)
 
     def _meet(self, lines: Sequence[str]) -> str:
-        with self._ended_ranks_raise():
-            return disagreement(lines, self._failure, self._words)
+        with self._announcer.ended_ranks_raise():
+            return disagreement(lines, self._announcer.failure, self._words)
 
     @contextmanager
     def construction(self) -> Iterator[None]:
@@ -167,9 +177,9 @@ class Communicator:
 
         Does nothing if all ranks have the same error or the others have left.
         """
-        if self.is_single or self._disagreement or not isinstance(error, Exception):
+        if self.is_single or self.error or not isinstance(error, Exception):
             return
-        self._failure = f"{type(error).__name__}: {error}"
+        self._announcer.failure = f"{type(error).__name__}: {error}"
         with suppress(RanksError):
             if self._met:
                 self._together(Operation.GIVE_UP, 0, lambda: None)
@@ -209,50 +219,25 @@ class Communicator:
     def _agreed(
         self, announced: Announcement, present: set[int], collective: Callable[..., _Result], *arguments: Any
     ) -> _Result:
-        """Check that all ranks issue the same collective, then return `collective(*arguments)`.
+        """Return `collective(*arguments)`, which all ranks issue.
 
         present: slots or flags, to which those of the other ranks are added. Raises RanksError on all ranks if they
-        differ, for this and every later collective.
-        """
-        if not self._disagreement:
-            flags = pack_flags(present, self._flag_words)
-            with self._ended_ranks_raise():
-                said = self._pairs.all_gather_ints([*announced.words(), *flags])
-            announcements = [Announcement.of(words[:WORDS]) for words in said]
-            if len(set(announcements)) == 1:
-                for words in said:
-                    present |= unpack_flags(words[WORDS:])
-                with self._ended_ranks_raise():
-                    return collective(*arguments)
-            gave_up = any(announcement.operation is Operation.GIVE_UP for announcement in announcements)
-            self._disagreement = failures(self._failure, self._words) if gave_up else self._describe(announcements)
-        raise RanksError(self._disagreement)
-
-    @contextmanager
-    def _ended_ranks_raise(self) -> Iterator[None]:
-        """Convert an error in a collective to RanksError, for this and every later one: a rank that ended leaves the
-        others without its part.
+        issue different collectives, for this and every later one.
         """
         try:
-            yield
-        except InfinityError:
-            raise
-        except RuntimeError as error:
-            self._disagreement = (
-                f"a collective failed ({error}). Another rank probably ended, closed its engine, or did not answer "
-                "within the process group's timeout: see the last messages of the other ranks."
-            )
-            raise RanksError(self._disagreement) from error
+            return self._announcer.run(announced, present, self._flag_words, lambda: collective(*arguments))
+        finally:
+            if self.error:
+                self._leave()
 
-    def _describe(self, announcements: list[Announcement]) -> str:
-        names = [layout.name for layout in self._units]
-        parts = [f"{who} {announced.text(names)}" for announced, who in by_value(announcements).items()]
-        return (
-            f"the ranks issued different collectives: {'; '.join(parts)}. All ranks must use the same units in the "
-            "same order, and save, load and read states together. Control flow must not depend on rank-local data: run "
-            "skipped blocks on empty inputs instead, or raise infinity.unit_size to the size of the block that holds "
-            "all experts, which makes them one unit."
-        )
+    def _leave(self) -> None:
+        """Leave the groups of collectives, so that ranks which wait in one for this rank do not wait on."""
+        if hasattr(self, "_group"):
+            if self.error:
+                self._announcer.abort()
+            for group in dict.fromkeys((self._group, self._host)):
+                destroy_group(group)
+            del self._group, self._host, self._pairs  # the last references, which keep connections open
 
     def _together(self, operation: Operation, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it with the same length."""
@@ -329,10 +314,6 @@ class Communicator:
         """Return the union of unit indices over ranks. Without shards, returns `members` without a collective."""
         if self.is_single or not self._sharded:
             return members
-        some = {0} if members else set()
-        self._thread.submit(self._agreed, Announcement(Operation.REFRESH_VIEWS), some, lambda: None).result()
-        if not some:
-            return set()
         flags = pack_flags(members, flag_words(len(self._units)))
         said = self._together(Operation.REFRESH_VIEWS, len(flags), lambda: self._pairs.all_gather_ints(flags))
         return set().union(*map(unpack_flags, said))
@@ -355,7 +336,7 @@ class Communicator:
         # On the host: the device's stream has collectives of units queued, which a sum would wait for.
         mine = torch.tensor(values, dtype=torch.float64)
         parts = torch.empty(self.size * len(values), dtype=torch.float64)
-        _all_gather(parts, mine, group=self._words)
+        _all_gather(parts, mine, group=self._host)
         return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
     def gather(self, mine: Any) -> list[Any]:
@@ -367,7 +348,7 @@ class Communicator:
 
     def _gather_objects(self, mine: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine, group=self._words)
+        dist.all_gather_object(found, mine, group=self._host)
         return found
 
     def sum_over_shards(self, *values: float) -> tuple[float, ...]:
@@ -376,15 +357,16 @@ class Communicator:
 
     def barrier(self) -> None:
         if not self.is_single:
-            self._together(Operation.BARRIER, 0, dist.barrier, self._words)
+            self._together(Operation.BARRIER, 0, lambda: dist.barrier(self._host))
 
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""
         if not self.is_single:
             self._thread.shutdown()
-            for group in dict.fromkeys((self._group, self._words)):
-                destroy_group(group)
-            del self._group, self._words, self._pairs  # the last references, which keep connections open
+            self._leave()
+            self._announcer.close()
+            destroy_group(self._words)
+            del self._words
 
 
 def refuse(error: Exception, group: Group | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.errors import UsageError
+from infinity.tiers.device import Device
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 """Type of the user's data-parallel group; a mesh must have one dimension."""
@@ -104,6 +105,39 @@ def _names() -> dict[dist.ProcessGroup, str]:
 
 def _occupy(name: str) -> None:
     _names()[dist.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
+
+
+class OnDevice:
+    """Collectives of `group` that `device` executes after they return."""
+
+    def __init__(self, group: dist.ProcessGroup, device: Device) -> None:
+        self._group, self._device = group, device
+
+    def wait(self) -> None:
+        """Wait for those that this thread issued."""
+        self._device.compute_reached().wait()
+
+    def abort(self) -> None:
+        """End them, from any thread. Their results are invalid."""
+        backend: Any = self._group._get_backend(self._device.torch_device)
+        backend.abort()
+
+
+class Store(Protocol):
+    """The methods of torch's stores that are used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """Return a store of the ranks of `group`, on a connection of its own if torch can make one."""
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    clone = getattr(store, "clone", None)  # a caller that waits for a key blocks the connection
+    return cast(Store, store if clone is None else clone())
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

@@ -25,3 +25,10 @@ def test_flags_survive_the_exchange(members: set[int]) -> None:
 def test_every_operation_has_a_text() -> None:
     texts = {Announcement(operation, 1).text(["blocks.0", "blocks.1"]) for operation in Operation}
     assert len(texts) == len(Operation) and all(text.endswith(" unit blocks.1") for text in texts)
+
+
+def test_collectives_that_a_rank_may_leave_before_another_enters() -> None:
+    """A broadcast is over for its source at once; a rank whose part is empty is not waited for."""
+    loose = {operation for operation in Operation if not Announcement(operation, length=4).is_synchronous(4)}
+    assert loose == {Operation.BROADCAST, Operation.GIVE_UP}
+    assert not Announcement(Operation.ALL_GATHER_STATE, length=3).is_synchronous(4)
