@@ -2,10 +2,13 @@
 
     python bench/collectives.py                      # 2 and 4 ranks, about 2 minutes on 2 cores
     python bench/collectives.py --ranks 2 --rounds 5 --name trial
+    python bench/collectives.py --only agreement     # what else the result holds is kept
 
 Every collective in every round, after a barrier, in an order that rotates. Wall is the median on rank 0; CPU is that of
-its process, the kernel's copies included. "all-to-all" is gloo's, into a copy, and a sum of that in rank order. Writes
-bench/results/collectives.json, then draws collectives.md from it.
+its process, the kernel's copies included. "all-to-all" is gloo's, into a copy, and a sum of that in rank order.
+
+"agreement" is `infinity.comm.announcer` around a collective that does nothing, predicted from earlier ones or never
+seen before; a sample is the mean of many. Writes bench/results/collectives.json, then draws collectives.md from it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import harness
-from report.page import publish
+from report.page import load, publish
+
+MEASUREMENTS = ("transfers", "agreement")
 
 
 def arguments() -> argparse.Namespace:
@@ -27,6 +32,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64], help="MiB of fp32")
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--agreeing", type=int, nargs="+", default=[2, 4, 8, 16], help="ranks that agree")
+    parser.add_argument("--units", type=int, default=100, help="collectives of a sample of agreement")
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="what to measure")
     return parser.parse_args()
 
 
@@ -42,7 +50,6 @@ def candidates(rank: int, ranks: int, numel: int) -> dict[tuple[str, str], Calla
     world = dist.group.WORLD
     assert world is not None
     pairs = PairwiseCollectives(world, rank, ranks, sums=shard.nbytes)
-    words, said = torch.zeros(3, dtype=torch.int64), torch.empty(3 * ranks, dtype=torch.int64)
 
     def all_to_all() -> None:
         dist.all_to_all_single(copy, flat)
@@ -59,13 +66,10 @@ def candidates(rank: int, ranks: int, numel: int) -> dict[tuple[str, str], Calla
         ("all-gather", "pairs"): lambda: pairs.all_gather(flat),
         ("all-reduce", "gloo"): lambda: dist.all_reduce(flat),
         ("all-reduce", "pairs"): lambda: pairs.all_reduce(flat),
-        ("agreement", "gloo"): lambda: communicator._all_gather(said, words),
-        ("agreement", "pairs"): lambda: pairs.all_gather_ints([0, 0, 0]),
     }
 
 
-def serve(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
-    """One rank; the first writes what it measured to `folder`."""
+def joined(rank: int, ranks: int, folder: str) -> None:
     import warnings
 
     import torch
@@ -74,6 +78,49 @@ def serve(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+
+
+def agree(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
+    """One rank; the first writes what it measured to `folder`."""
+    import itertools
+
+    import torch.distributed as dist
+
+    from infinity.comm.announcements import Announcement, Operation
+    from infinity.comm.announcer import Announcer
+    from infinity.comm.groups import duplicate_group
+
+    joined(rank, ranks, folder)
+    world = dist.group.WORLD
+    assert world is not None
+    announcer = Announcer(duplicate_group(world, "gloo"), rank, ranks)
+    unseen = itertools.count(args.units)
+    samples = []
+    for how in ("predicted", "unseen"):
+        for number in range(-3, args.rounds):  # the first rounds have no example yet
+            units = [next(unseen) for _ in range(args.units)] if how == "unseen" else range(args.units)
+            dist.barrier()
+            before = announcer.exchanges
+            began, spent = time.perf_counter(), time.process_time()
+            for unit in units:
+                announcer.run(Announcement(Operation.ALL_GATHER, unit), set(), 1, lambda: None)
+            seconds, spent = time.perf_counter() - began, time.process_time() - spent
+            messages = (announcer.exchanges - before) * (ranks - 1)
+            if number >= 0:
+                each = {"seconds": seconds, "cpu": spent, "messages": messages}
+                means = {key: value / args.units for key, value in each.items()}
+                samples.append({"ranks": ranks, "how": how, **means})
+    if rank == 0:
+        Path(folder, "samples.json").write_text(json.dumps(samples))
+    announcer.close()
+    dist.destroy_process_group()
+
+
+def serve(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
+    """One rank; the first writes what it measured to `folder`."""
+    import torch.distributed as dist
+
+    joined(rank, ranks, folder)
     samples = []
     for size in args.sizes:
         runs = candidates(rank, ranks, int(size * 2**18))
@@ -90,11 +137,11 @@ def serve(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def measure(ranks: int, args: argparse.Namespace) -> list[harness.Result]:
+def measure(rank: Callable[..., None], ranks: int, args: argparse.Namespace) -> list[harness.Result]:
     from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:
-        spawn(serve, (ranks, args, folder), nprocs=ranks)
+        spawn(rank, (ranks, args, folder), nprocs=ranks)
         return list(json.loads(Path(folder, "samples.json").read_text()))
 
 
@@ -103,8 +150,14 @@ def main() -> None:
     target = harness.target(args)
     if not args.redraw:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        samples = [sample for ranks in args.ranks for sample in measure(ranks, args)]
-        harness.write_json(target, {**harness.head("collectives"), "samples": samples})
+        result = load(target) if set(args.only) < set(MEASUREMENTS) and target.exists() else {}
+        head = harness.head("collectives")
+        if "transfers" in args.only:
+            result |= {**head, "samples": [sample for ranks in args.ranks for sample in measure(serve, ranks, args)]}
+        if "agreement" in args.only:
+            samples = [sample for ranks in args.agreeing for sample in measure(agree, ranks, args)]
+            result = {**head, "samples": [], **result, "agreement": {**head, "samples": samples}}
+        harness.write_json(target, result)
     publish(target)
 
 

@@ -9,8 +9,13 @@ LEGEND = """\
 All ranks run on one machine, over the loopback device.
 Cells are milliseconds of wall time / of rank 0's CPU, medians.
 pairs: `infinity.comm.pairs`, which training on gloo takes.
-Sizes are those of the whole tensor; an agreement, which comes before every collective, is a few integers from each \
-rank, whatever the size."""
+Sizes are those of the whole tensor."""
+
+AGREEMENT = """\
+Before a collective, ranks agree that all issue the same one (`infinity/comm/announcer.py`).
+A collective that earlier ones predict costs no message; one without an example costs an exchange between all ranks.
+Cells are microseconds of wall time / of rank 0's CPU for each collective, medians, and messages that a rank sends.
+All ranks run on one machine, so that wall time with more ranks than cores includes the work of others."""
 
 
 def tables(result: Result) -> str:
@@ -28,8 +33,25 @@ def tables(result: Result) -> str:
     return "\n\n".join(parts)
 
 
+def agreement(result: Result) -> str:
+    samples = result.get("agreement", {}).get("samples", [])
+    found = grouped(samples, "ranks", "how")
+    columns = list(dict.fromkeys(how for _, how in found))
+    cells = {
+        key: f"{1e6 * median(s, 'seconds'):.1f} / {1e6 * median(s, 'cpu'):.1f}; {median(s, 'messages'):g}"
+        for key, s in found.items()
+    }
+    rows = [[str(ranks), *(cells[ranks, how] for how in columns)] for ranks in dict.fromkeys(key[0] for key in found)]
+    return "\n\n".join([setup(result["agreement"]), AGREEMENT, table(["ranks", *columns], rows)]) if rows else ""
+
+
 def fragments(result: Result) -> dict[str, str]:
-    return {"setup": setup(result), "tables": tables(result)}
+    return {"setup": setup(result), "tables": tables(result), "agreement": agreement(result)}
 
 
-REPORT = Report(lambda result: "Collectives of host memory over gloo", fragments)
+def figures(result: Result) -> dict[str, float]:
+    found = grouped(result.get("agreement", {}).get("samples", []), "ranks", "how")
+    return {f"agreement: {ranks} ranks, {how}, µs": 1e6 * median(s, "seconds") for (ranks, how), s in found.items()}
+
+
+REPORT = Report(lambda result: "Collectives of host memory over gloo", fragments, figures)
