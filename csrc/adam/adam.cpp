@@ -102,12 +102,12 @@ double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, s
 }
 
 double receive(const Kernels& kernels, const void* source, DType source_dtype, void* target, DType target_dtype,
-               std::size_t n, bool add, int threads) {
+               std::size_t n, bool add, double initial, int threads) {
     const ReceiveFn kernel = kernels.receive[static_cast<std::size_t>(target_dtype)];
     const SumFn sum = kernels.sum_of_squares[static_cast<std::size_t>(target_dtype)];
     const auto* const from = static_cast<const char*>(source);
     auto* const to = static_cast<char*>(target);
-    return sum_tiles(n, threads, 1.0, 0.0, [&](std::size_t at, std::size_t count) {
+    return sum_tiles(n, threads, 1.0, initial, [&](std::size_t at, std::size_t count) {
         kernel(from + at * bytes_of(source_dtype), source_dtype, to + at * bytes_of(target_dtype), count, add);
         return sum(to + at * bytes_of(target_dtype), count);
     });

@@ -64,8 +64,8 @@ double py_sum_of_squares(const py::object& address, const py::object& n, const s
 }
 
 double py_receive(const py::object& source, const py::object& target, const py::object& n,
-                  const std::string& source_dtype, const std::string& target_dtype, bool add, const py::object& threads,
-                  const std::string& isa) {
+                  const std::string& source_dtype, const std::string& target_dtype, bool add, double initial,
+                  const py::object& threads, const std::string& isa) {
     const DType from_type = to_dtype("source_dtype", source_dtype), to_type = to_dtype("target_dtype", target_dtype);
     const Kernels& kernels = to_kernels(isa);
     const std::size_t count = to_count(n);
@@ -74,7 +74,7 @@ double py_receive(const py::object& source, const py::object& target, const py::
     const void* from = pointer<const void>(checks.add("source", source, from_type == DType::kFp32 ? 4 : 2));
     void* to = pointer<void>(checks.add("target", target, to_type == DType::kFp32 ? 4 : 2));
     const py::gil_scoped_release release;
-    return receive(kernels, from, from_type, to, to_type, count, add, workers);
+    return receive(kernels, from, from_type, to, to_type, count, add, initial, workers);
 }
 
 std::uint64_t py_fingerprint(const py::object& address, const py::object& nbytes, const py::object& threads,
@@ -143,8 +143,8 @@ PYBIND11_MODULE(_adam, m) {
           "initial"_a = 0.0, "threads"_a = 0, "isa"_a = "auto",
           "Return initial + sum of (scale * x)^2 in fp64, bit-identical for any number of threads.");
     m.def("receive", &py_receive, "source"_a, "target"_a, "n"_a, py::kw_only(), "source_dtype"_a, "target_dtype"_a,
-          "add"_a = false, "threads"_a = 0, "isa"_a = "auto",
-          "Set target = source, or target += source; return the sum of squares of the result.");
+          "add"_a = false, "initial"_a = 0.0, "threads"_a = 0, "isa"_a = "auto",
+          "Set target = source, or target += source; return initial + the sum of squares of the result.");
     m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, "threads"_a = 0, "isa"_a = "auto",
           "Return a 64-bit hash of the bytes, independent of the number of threads.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",

@@ -119,10 +119,12 @@ def receive(
     source_dtype: DType,
     target_dtype: DType,
     add: bool = False,
+    initial: float = 0.0,
     threads: int = 0,
     isa: str = "auto",
 ) -> float:
-    """Set target = source, or target += source with `add`, and return `sum_of_squares` of the result, in one pass.
+    """Set target = source, or target += source with `add`, and return `sum_of_squares` of the result from `initial` on,
+    in one pass.
 
     Adds in fp32, then rounds to target_dtype, to nearest with ties to even. A NaN is stored as 0x7FC00000, in bf16 as
     0x7FC0, in fp16 as 0x7E00.

@@ -120,8 +120,17 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, thr
     return _adam.sum_of_squares(address, n, DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
 
 
-def receive(target: Tensor, source: Tensor, *, add: bool = False, at: int | None = None, threads: int = 0) -> float:
-    """Copy `source` to `target`, or add it, and return `sum_of_squares(target)`, in one pass over memory.
+def receive(
+    target: Tensor,
+    source: Tensor,
+    *,
+    add: bool = False,
+    at: int | None = None,
+    initial: float = 0.0,
+    threads: int = 0,
+) -> float:
+    """Copy `source` to `target`, or add it, and return `sum_of_squares(target)` from `initial` on, in one pass over
+    memory.
 
     Both are fp32, bf16 or fp16, of any shape. at: offset in `target`, in elements, where `source` begins; None: both
     have the same numel. Sums are computed in fp32 and rounded to the target's dtype to nearest, ties to even, as in
@@ -139,6 +148,7 @@ def receive(target: Tensor, source: Tensor, *, add: bool = False, at: int | None
         source_dtype=DTYPES[source.dtype],
         target_dtype=DTYPES[target.dtype],
         add=add,
+        initial=initial,
         threads=threads,
     )
 
