@@ -181,6 +181,11 @@ class Step:
         finally:
             self._unsynced -= 1
 
+    @property
+    def may_end(self) -> bool:
+        """False if another micro-batch of the step is known to follow the running backward."""
+        return self.is_last_micro_step or not (self._unsynced or self.managed or self.boundary is False)
+
     def begin_backward(self) -> None:
         self.is_last_micro_step = self._ends_step and not self._unsynced
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +23,9 @@ from infinity.engine.precision import warn_of_emulation
 from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.errors import ConfigError
+from infinity.grads.buffers import GradBuffers
 from infinity.grads.collector import GradCollector
-from infinity.grads.store import GradBuffers, GradStore
+from infinity.grads.store import GradStore
 from infinity.plan import pools as sizes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan, make_plan
@@ -195,11 +196,11 @@ def _grad_buffers(plan: Plan, tier: Tier, pools: Pools, device: Device) -> GradB
         device=device,
         tier=tier,
         placement=plan.placement,
-        dtypes=plan.policy.grads,
+        dtypes=cache(plan.policy.grads),
         pool=pools[sizes.GRADIENTS],
         reduce_pool=pools.get(sizes.GRADIENTS_TO_REDUCE),
         host_pool=pools.get(sizes.GRADIENT_SHARDS),
-        stored_pool=pools[sizes.STORED_GRADIENTS],
+        stored_pool=pools.get(sizes.STORED_GRADIENTS),
         whole=plan.policy.grads_whole,
         threads=plan.adam_threads,
     )

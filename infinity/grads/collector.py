@@ -19,7 +19,8 @@ import torch
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import local_gradient
 from infinity.errors import LifetimeError
-from infinity.grads.store import GradBuffers, GradStore, Sent
+from infinity.grads.buffers import GradBuffers, Sent
+from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.plan.layout import Slot
 from infinity.tiers.pool import Lease, Pool
@@ -71,6 +72,8 @@ class StepState(Protocol):
     def updated(self) -> Collection[int]: ...
     @property
     def is_last_micro_step(self) -> bool: ...
+    @property
+    def may_end(self) -> bool: ...
     @property
     def weight(self) -> float: ...
     def add_updated(self, units: Iterable[int]) -> None: ...
@@ -155,6 +158,10 @@ class GradCollector:
         weight = self._step.weight
         if weight != 1.0:
             gradient = gradient * weight  # not in place: autograd or a user's hook may hold it
+        if slot in collecting.squares and self._stores_wider(unit):
+            # Another gradient of the parameter in this backward: their sum would round to the dtype collected.
+            self._send(unit, complete=False)
+            collecting = self._begin(unit)
         squares = collecting.squares
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         unit.collected.add(slot)
@@ -184,6 +191,13 @@ class GradCollector:
                 self._passed.add(index)
                 if index in self._predictable and self._sends:
                     self._send(self._units[index], complete=True)
+
+    def _stores_wider(self, unit: Unit) -> bool:
+        """Return whether sums of the unit's gradients are exact to more bits in their tier than where they are
+        collected. Several ranks sum in the dtype of their reduction, since a send is a collective.
+        """
+        dtypes = self._places.dtypes_of(unit)
+        return self._ranks.is_single and dtypes.collected.itemsize < dtypes.stored.itemsize
 
     @property
     def _sends(self) -> bool:
@@ -265,7 +279,8 @@ class GradCollector:
                         flat[place.offset : place.stop].zero_()
         lease, flat = self._as_reduced(unit, collecting)
         reduced = self._ranks.reduce(flat, unit.layout, present)
-        sent = Sent(unit, flat, lease, reduced, present, collecting.total(unit.layout.slots))
+        squares = collecting.total(unit.layout.slots)
+        sent = Sent(unit, flat, lease, reduced, present, squares, self._step.may_end)
         if complete and self._step.is_last_micro_step and self._updater and self._updater.can_update_now(unit):
             self._step.add_updated([unit.index])
             self._updater.update_now(unit, self._store.land(sent))

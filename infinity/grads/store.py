@@ -1,6 +1,7 @@
 """Passes reduced gradients to the update at once, or to their tier, where later gradients of the step are added.
 
-Runs on a thread of its own, in order of submission, so that backward does not wait for reductions or disks.
+A thread of its own moves them, in order of submission, so that backward does not wait for reductions. A second one
+waits for writes.
 """
 
 from __future__ import annotations
@@ -8,69 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from infinity.comm.communicator import Communicator
-from infinity.plan.grad_dtypes import GradDtypes
-from infinity.plan.placement import Placement, State
-from infinity.tiers.base import Tier
-from infinity.tiers.device import Device
+from infinity.grads.buffers import GradBuffers, Sent
+from infinity.grads.landing import Landing
+from infinity.grads.squares import Squares
+from infinity.plan.placement import State
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer, issued
 from infinity.units.unit import Unit
 from infinity.update.job import INLINE, Gradient
-from infinity.update.kernels import receive, squared_norm
-
-
-@dataclass
-class GradBuffers:
-    """Tier of gradients, and the buffers on the way."""
-
-    device: Device
-    tier: Tier
-    placement: Placement
-    dtypes: Callable[[torch.dtype], GradDtypes]
-    """Dtype of parameters → dtypes of their gradients."""
-    pool: Pool
-    """Buffers of whole units, in the `collected` dtype."""
-    reduce_pool: Pool | None
-    """Buffers of whole units, in the `reduced` dtype; None if it is the same."""
-    host_pool: Pool | None
-    """Host buffers for reduced shards; None if the host works in the device's buffers."""
-    stored_pool: Pool
-    """Buffers for stored shards that gradients are added to."""
-    whole: bool
-    """True if gradients are summed over micro-batches before they are reduced, each in its own buffer of `pool`."""
-    threads: int
-    """Threads of a pass over a gradient in host memory; 0: one per processor."""
-
-    def dtypes_of(self, unit: Unit) -> GradDtypes:
-        return self.dtypes(unit.layout.dtype)
-
-
-@dataclass
-class Sent:
-    """A unit's gradient in transit, in a leased buffer: (numel,) until it is reduced, then this rank's shard."""
-
-    unit: Unit
-    flat: torch.Tensor
-    lease: Lease
-    reduced: Transfer
-    """Done when it is reduced, after the compute that produced it."""
-    present: set[int]
-    """Slots with a gradient; after the reduction, on any rank."""
-    squares: float | None
-    """Sum of squares if it is known, else None."""
-
-    def move(self, lease: Lease, flat: torch.Tensor) -> None:
-        """Release the present buffer; continue in `flat`, a view of `lease`."""
-        self.lease.release()
-        self.lease, self.flat = lease, flat
-
+from infinity.update.kernels import squared_norm
 
 _Result = TypeVar("_Result")
 
@@ -85,9 +37,16 @@ def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Resul
     return future
 
 
+def _finish(stored: Transfer, gradient: Gradient) -> None:
+    try:
+        stored.wait()
+    finally:
+        gradient.release()
+
+
 def _squares_of(gradient: Future[Gradient]) -> float:
     """Return the gradient's sum of squares; NaN if it did not land, since the update raises that error."""
-    return math.nan if gradient.exception() is not None else gradient.result().squares
+    return math.nan if gradient.exception() is not None else gradient.result().squares()
 
 
 class GradStore:
@@ -100,12 +59,19 @@ class GradStore:
         """unit → slots that received a gradient in this step, on any rank; complete once the gradient has landed."""
         self._ranks = ranks
         self._places = places
-        self._squares: dict[int, Future[float]] = {}
+        self._landing = Landing(ranks, places)
+        self._squares: dict[int, Future[Squares]] = {}
         """unit → sum of squares of its stored gradient."""
+        self._unsummed: dict[int, Unit] = {}
+        """Units whose stored gradient has no sum of squares yet."""
         self._landed: dict[int, Future[Gradient]] = {}
         """unit → gradient that was passed to the update."""
-        self._moves: list[Future[None]] = []
-        self._mover = ThreadPoolExecutor(1, thread_name_prefix="infinity-grads", initializer=places.device.enter_thread)
+        self._moves: list[Future[Future[None] | None]] = []
+        """Moves, each with the end of its write if that continues."""
+        self._mover, self._writer = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"infinity-{name}", initializer=places.device.enter_thread)
+            for name in ("grads", "grad-writes")
+        )
 
     def land(self, sent: Sent) -> Future[Gradient]:
         """Return the gradient plus the stored part, in memory that the update can work in."""
@@ -123,8 +89,12 @@ class GradStore:
         index = sent.unit.index
         add = index in self.units
         self.units.add(index)
-        squares: Future[float] = Future()
+        squares: Future[Squares] = Future()
         self._squares[index] = squares
+        if sent.last or self._landing.sums_each:
+            self._unsummed.pop(index, None)
+        else:
+            self._unsummed[index] = sent.unit
         if self._is_small(sent) and self._places.tier.immediate:
             self._moves.append(_carried_out(self._keep, sent, self.slots, add, squares))
         else:
@@ -138,77 +108,38 @@ class GradStore:
         places = self._places
         return sent.unit.layout.shard_numel <= INLINE and self._ranks.is_single and places.device.host_addressable
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    # -- the threads -------------------------------------------------------------------------------------------------
 
     def _land(self, sent: Sent, slots: dict[int, set[int]], add: bool) -> Gradient:
-        """Return the reduced shard plus the stored part, in memory that the update works in.
+        """slots: `self.slots` of the gradient's step, which may have ended since."""
+        self._reduce(sent, slots)
+        return self._landing.land(sent, add=add)
 
-        slots: `self.slots` of the gradient's step, which may have ended since.
-        """
+    def _keep(self, sent: Sent, slots: dict[int, set[int]], add: bool, squares: Future[Squares]) -> Future[None] | None:
+        """Store a gradient. Returns the end of its write if that continues."""
+        try:
+            self._reduce(sent, slots)
+            gradient, stored = self._landing.store(sent, add=add)
+        except BaseException as error:
+            squares.set_exception(error)
+            raise
+        squares.set_result(gradient.squares)
+        if stored.done():
+            _finish(stored, gradient)
+            return None
+        # Another thread waits, so that this one brings the next gradient meanwhile.
+        written = self._writer.submit(_finish, stored, gradient)
+        self._landing.note_writing(sent.unit, written)
+        return written
+
+    def _reduce(self, sent: Sent, slots: dict[int, set[int]]) -> None:
         try:
             sent.reduced = issued(sent.reduced)
-            slots.setdefault(sent.unit.index, set()).update(sent.present)
-            sent.flat = self._ranks.shard(sent.flat)
-            self._reach_host(sent)
-            squares = self._sum_up(sent, add)
-            return Gradient(sent.flat, sent.lease, squares, self._places.device.compute_reached())
         except BaseException:
             sent.lease.release()
-            raise
-        finally:
             del sent.flat
-
-    def _reach_host(self, sent: Sent) -> None:
-        """Copy the shard to a host buffer if the update works on the host."""
-        places, shard = self._places, sent.flat
-        if places.host_pool is None:
-            places.device.await_copy(sent.reduced)
-            return
-        with places.host_pool.lease(shard.numel() * shard.element_size()) as host:
-            places.device.copy(host.tensor, shard.view(torch.uint8), after=sent.reduced).wait()
-            sent.move(host.detach(), host.flat(shard.dtype))
-
-    def _sum_up(self, sent: Sent, add: bool) -> float:
-        """Convert the shard to the stored dtype and, with `add`, add the stored shard. Returns the sum of squares."""
-        places, unit, shard = self._places, sent.unit, sent.flat
-        dtype = places.dtypes_of(unit).stored
-        if not add and dtype == shard.dtype:
-            if sent.squares is not None:
-                return sent.squares
-            return squared_norm(shard, unit.layout.parts(self._ranks.shard_rank), places.threads)
-        with places.stored_pool.lease(shard.numel() * dtype.itemsize) as lease:
-            if add:
-                places.tier.read(places.placement.of(unit.index, State.GRAD), lease.tensor).wait()
-            if dtype == shard.dtype:
-                return self._receive(unit, shard, lease.flat(dtype), add=True)
-            squares = self._receive(unit, lease.flat(dtype), shard, add=add)
-            sent.move(lease.detach(), lease.flat(dtype))
-            return squares
-
-    def _receive(self, unit: Unit, target: torch.Tensor, source: torch.Tensor, *, add: bool) -> float:
-        """Copy a shard to `target`, or add it, in any dtypes. Zeroes padding. Returns the norm's part of the sum."""
-        squares, end = 0.0, 0
-        for part in unit.layout.parts(self._ranks.shard_rank):
-            target[end : part.start].zero_()
-            place, end = slice(part.start, part.stop), part.stop
-            received = receive(target[place], source[place], add=add, threads=self._places.threads)
-            squares += received / part.copies if part.in_norm else 0.0
-        target[end:].zero_()
-        return squares
-
-    def _keep(self, sent: Sent, slots: dict[int, set[int]], add: bool, squares: Future[float]) -> None:
-        try:
-            gradient = self._land(sent, slots, add)
-            try:
-                squares.set_result(gradient.squares)
-                extent = self._places.placement.of(sent.unit.index, State.GRAD)
-                self._places.tier.write(extent, gradient.shard.view(torch.uint8)).wait()
-            finally:
-                gradient.release()
-        except BaseException as error:
-            if not squares.done():
-                squares.set_exception(error)
             raise
+        slots.setdefault(sent.unit.index, set()).update(sent.present)
 
     # -- access ------------------------------------------------------------------------------------------------------
 
@@ -228,9 +159,11 @@ class GradStore:
         aligned = host_tensor(shard.numel() * shard.element_size())
         aligned.copy_(shard.view(torch.uint8))
         self._places.tier.write(self._places.placement.of(unit.index, State.GRAD), aligned).wait()
-        squares: Future[float] = Future()
-        squares.set_result(squared_norm(shard, unit.layout.parts(self._ranks.shard_rank)))
+        total = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank))
+        squares: Future[Squares] = Future()
+        squares.set_result(lambda: total)
         self._squares[unit.index] = squares
+        self._unsummed.pop(unit.index, None)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -238,28 +171,38 @@ class GradStore:
         """Wait until every gradient has landed. Raises the error of one that failed."""
         moves, self._moves = self._moves, []
         for move in moves:
-            move.result()
+            if (written := move.result()) is not None:
+                written.result()
 
     def squared_norms(self) -> tuple[float, ...]:
         """Return the sums of squares over all ranks of the stored gradients, and of all gradients of the step.
 
         Units are added in their order. Waits for the gradients.
         """
-        stored = sum(self._squares[index].result() for index in sorted(self.units))
+        self._sum_unsummed()
+        stored = sum(self._squares[index].result()() for index in sorted(self.units))
         return self._ranks.sum_over_shards(stored, self.step_squares()() if self._landed else stored)
 
     def step_squares(self) -> Callable[[], float]:
         """Return a function that waits for all gradients of the step and returns their sum of squares on this rank, in
         unit order. It may be called after the step.
         """
+        self._sum_unsummed()
         # The end of a step replaces these collections and does not change them.
         stored, squares, landed = self.units, self._squares, self._landed
 
         def total() -> float:
             units = sorted({*stored, *landed})
-            return sum(squares[i].result() if i in stored else _squares_of(landed[i]) for i in units)
+            return sum(squares[i].result()() if i in stored else _squares_of(landed[i]) for i in units)
 
         return total
+
+    def _sum_unsummed(self) -> None:
+        """Sum the squares of stored gradients that no later micro-batch has added to."""
+        for index, unit in self._unsummed.items():
+            if index in self.units:
+                self._squares[index] = self._mover.submit(self._landing.squares_of_stored, unit)
+        self._unsummed = {}
 
     def take_ready(self) -> list[int]:
         """Return the units with stored gradients, in unit order, and pass the gradients on to the update."""
@@ -272,12 +215,14 @@ class GradStore:
         self.units = set()
         self.slots = {}
         self._squares = {}
+        self._unsummed = {}
         self._landed = {}
 
     def discard(self) -> None:
         """Drop all gradients and ignore errors of their moves."""
         for move in self._moves:
-            move.exception()
+            if move.exception() is None and (written := move.result()) is not None:
+                written.exception()
         self._moves = []
         for index in self.units:
             self._places.tier.discard(self._places.placement.of(index, State.GRAD))
@@ -285,3 +230,5 @@ class GradStore:
 
     def close(self) -> None:
         self._mover.shutdown()
+        self._writer.shutdown()
+        self._landing.close()

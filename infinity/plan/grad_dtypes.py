@@ -33,15 +33,17 @@ def grad_dtypes(
     are summed over micro-batches. exchanged: gradients are reduced over ranks. whole: gradients are summed over
     micro-batches before they are reduced.
 
-    Only the two sums round. Without a sum over micro-batches gradients are stored in the reduced dtype; without ranks
-    they are collected in the dtype of the sum.
+    Only the two sums round. Without a sum over micro-batches gradients are stored in the reduced dtype. Without ranks
+    they are collected in their own dtype if the sum represents it exactly, and in the dtype of the sum otherwise, or if
+    they are summed where they are collected.
     """
     reduced = communication or own
     if not summed:
         only = reduced if exchanged else own
         return GradDtypes(only, only, only)
     if not exchanged:
-        return GradDtypes(accumulation, accumulation, accumulation)
+        leaving = own if accumulation == torch.float32 and not whole else accumulation
+        return GradDtypes(leaving, leaving, accumulation)
     if whole:
         return GradDtypes(accumulation, reduced, reduced)
     return GradDtypes(reduced, reduced, accumulation)

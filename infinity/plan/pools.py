@@ -152,8 +152,9 @@ def gradient_pools(
     if not device.host_addressable and not on_device:
         yield PoolSpec(GRADIENT_SHARDS, "host", size_classes([nbytes // ranks.shards for nbytes in reduced], few))
     yield PoolSpec(GRADIENTS, "device", size_classes(collected, at_once))
-    sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
-    yield PoolSpec(STORED_GRADIENTS, "device" if on_device else "host", {max(stored): sums})
+    if policy.optim_tier == "nvme" or not policy.grads_reserved:  # reserved memory: they are added in place
+        sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
+        yield PoolSpec(STORED_GRADIENTS, "device" if on_device else "host", {max(stored): sums})
 
 
 def update_pools(

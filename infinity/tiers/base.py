@@ -82,6 +82,12 @@ class Tier(ABC):
     def trim(self) -> None:  # noqa: B027 - space stays reserved
         """Release the memory of extents that were discarded before the last call and not written since."""
 
+    def memory(self, extent: Extent) -> torch.Tensor | None:
+        """Return the bytes of an extent, uint8 (nbytes,), to work on in place; None on tiers without reserved
+        memory.
+        """
+        return None
+
     def register(self, memory: torch.Tensor) -> None:  # noqa: B027 - most tiers gain nothing by it
         """Register a buffer (from `memory.host_tensor`) that transfers will use repeatedly."""
 

@@ -19,18 +19,28 @@ thread would take longer."""
 
 
 class Gradient:
-    """A reduced gradient shard (shard_numel,) in a leased buffer, and its sum of squares."""
+    """A reduced gradient shard (shard_numel,) in a leased buffer or in its extent, and its sum of squares."""
 
-    def __init__(self, shard: torch.Tensor, lease: Lease, squares: float, reached: Transfer) -> None:
-        """reached: done when `shard` is computed, for an update on the device."""
+    def __init__(
+        self, shard: torch.Tensor, lease: Lease | None, squares: Callable[[], float], reached: Transfer
+    ) -> None:
+        """lease: released with the gradient; None: the shard is in its extent alone. squares: returns the sum, and may
+        wait for the device. reached: done when `shard` is computed, for an update on the device.
+        """
         self.shard = shard
         self.squares = squares
         self.reached = reached
         self._lease = lease
+        self._released = Promise()
 
     def release(self) -> None:
         del self.shard
-        self._lease.release()
+        if self._lease is not None:
+            self._lease.release()
+        self._released.keep()
+
+    def wait_until_released(self) -> None:
+        self._released.wait()
 
 
 @dataclass

@@ -120,7 +120,10 @@ def _fused(
     )
 
 
+SUM_TILE = 4096
+"""Elements of a tile of a sum of squares (kSumTile in csrc/adam/types.h)."""
 _NORM_TILE = 1 << 22
+"""Elements that torch sums at a time."""
 
 
 def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -> float:
@@ -134,29 +137,49 @@ def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -
     return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts if part.in_norm), 0.0)
 
 
-def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, at: int | None = None, threads: int = 0) -> float:
-    """Copy a gradient to `target`, or add it. Returns the sum of squares of the result.
+def receive(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    add: bool,
+    at: int | None = None,
+    initial: float = 0.0,
+    threads: int = 0,
+) -> float:
+    """Copy a gradient to `target`, or add it. Returns `initial` + the sum of squares of the result.
 
-    at: offset in a 1-D `target`, in elements, where `source` (of any shape) begins; None: both have the same shape.
+    All are in host memory. at: offset in a 1-D `target`, in elements, where `source` (of any shape) begins; None: both
+    have the same shape.
 
-    Takes one pass in host memory if `source` is contiguous.
+    Takes one pass if `source` is contiguous. `target` may be received in pieces cut at multiples of `SUM_TILE`, each
+    with the result of the one before as `initial`: the bits are those of one call.
     """
-    on_host = target.is_cpu and source.is_cpu
-    if on_host and source.is_contiguous() and not source.is_neg() and source.dtype in DTYPES:
-        return receive_flat(target, source, add=add, at=at, threads=threads)
+    if source.is_contiguous() and not source.is_neg() and source.dtype in DTYPES:
+        return receive_flat(target, source, add=add, at=at, initial=initial, threads=threads)
     if at is not None:
         target = target[at : at + source.numel()].view(source.shape)
     if add:
         target.add_(source)
     else:
         target.copy_(source)
-    return _squares(target, threads)
+    return sum_of_squares(target, initial=initial, threads=threads)
+
+
+def squares_into(out: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the sum of squares of `values` to `out`, fp64 () on the same device. The host does not wait."""
+    if values.is_cpu:
+        out.fill_(sum_of_squares(values))
+    elif _has_kernels(values.device.type):
+        cuda_adam.sum_of_squares(values, out=out)
+    else:
+        out.zero_()
+        for part in values.split(_NORM_TILE):  # so that the fp64 copy stays small
+            out += part.to(torch.float64).square().sum()
 
 
 def _squares(values: torch.Tensor, threads: int) -> float:
-    if values.device.type == "cpu":
+    if values.is_cpu:
         return sum_of_squares(values, threads=threads)
-    if _has_kernels(values.device.type):
-        return cuda_adam.sum_of_squares(values).item()
-    # Tile by tile, so that the fp64 copy stays small.
-    return sum(float(part.to(torch.float64).square().sum()) for part in values.split(_NORM_TILE))
+    out = torch.empty((), dtype=torch.float64, device=values.device)
+    squares_into(out, values)
+    return out.item()

@@ -361,7 +361,7 @@ class UpdatePipeline:
         grad = item.grad.tensor.view(running.plan.stored) if item.grad else None
         if grad is None:
             if job.require_finite and running.skipped is None:
-                running.skipped = not math.isfinite(job.arrived().squares)
+                running.skipped = not math.isfinite(job.arrived().squares())
                 if running.skipped:
                     self.refused.append(job.layout.name)
             if running.skipped:

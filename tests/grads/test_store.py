@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from infinity.comm.communicator import Communicator
-from infinity.grads.store import GradBuffers, GradStore, Sent
+from infinity.grads.buffers import GradBuffers, Sent
+from infinity.grads.store import GradStore
 from infinity.plan.discovered import Member
 from infinity.plan.formats import state_format
 from infinity.plan.grad_dtypes import grad_dtypes

@@ -31,6 +31,7 @@ NAMES = {
     "copy": "copies on host",
     "infinity-update": "update",
     "infinity-grads": "gradients on host",
+    "infinity-grad-writes": "gradients on host",
     "model": "host launches",
 }
 """Lane, work or thread of the simulation → lane in results."""

@@ -113,8 +113,9 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
         "infinity.tiers.open_tiers.available_memory": lambda: int(host.nbytes),
         "infinity.engine.wiring.stream_in": _stream_in,
         "infinity.engine.wiring.update_run": _update(host),
-        "infinity.grads.store.receive": _receive(host),
-        "infinity.grads.store.squared_norm": _squared_norm(host),
+        "infinity.grads.landing.receive": _receive(host),
+        "infinity.grads.landing.sum_of_squares": _sum_of_squares(host),
+        "infinity.grads.squares.threading": threads,
     }
     replaced |= {
         "infinity.tiers.transfer.Promise.done": _promise_done,
@@ -203,9 +204,9 @@ def _receive(host: Host) -> Any:
     return receive
 
 
-def _squared_norm(host: Host) -> Any:
-    def squared_norm(shard: torch.Tensor, *rest: Any) -> float:
-        clock.clock().work("norm", shard.nbytes / host.memory)
+def _sum_of_squares(host: Host) -> Any:
+    def sum_of_squares(values: torch.Tensor, **more: Any) -> float:
+        clock.clock().work("norm", values.nbytes / host.memory)
         return 1.0
 
-    return squared_norm
+    return sum_of_squares

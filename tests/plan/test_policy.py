@@ -19,7 +19,9 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
     [
         ("", 3, 1, {}, (BF16, BF16, BF16)),
         ("", 3, 1, {"communication_data_type": "fp32"}, (BF16, BF16, BF16)),
-        ("", 3, 4, {}, (FP32, FP32, FP32)),
+        ("", 3, 4, {}, (BF16, BF16, FP32)),
+        ("", 3, 4, {"data_types": {"grad_accum_dtype": "bf16"}}, (BF16, BF16, BF16)),
+        ("", 0, 4, {}, (FP32, FP32, FP32)),
         ("", 1, 4, {"data_types": {"grad_accum_dtype": "bf16"}}, (BF16, BF16, BF16)),
         ("gloo", 3, 1, {}, (FP32, FP32, FP32)),
         ("gloo", 3, 4, {}, (FP32, FP32, FP32)),

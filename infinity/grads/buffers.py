@@ -1,0 +1,75 @@
+"""Buffers and tier of gradients, and a gradient in transit between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.placement import Extent, Placement, State
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.tiers.pool import Lease, Pool
+from infinity.tiers.transfer import Transfer
+from infinity.units.unit import Unit
+
+
+@dataclass
+class GradBuffers:
+    """Tier of gradients, and the buffers on the way."""
+
+    device: Device
+    tier: Tier
+    placement: Placement
+    dtypes: Callable[[torch.dtype], GradDtypes]
+    """Dtype of parameters → dtypes of their gradients."""
+    pool: Pool
+    """Buffers of whole units, in the `collected` dtype."""
+    reduce_pool: Pool | None
+    """Buffers of whole units, in the `reduced` dtype; None if it is the same."""
+    host_pool: Pool | None
+    """Host buffers for reduced shards; None if the update works where they are reduced."""
+    stored_pool: Pool | None
+    """Buffers for stored shards that gradients are added to; None if they are added in place."""
+    whole: bool
+    """True if gradients are summed over micro-batches before they are reduced, each in its own buffer of `pool`."""
+    threads: int
+    """Threads of a pass over a gradient in host memory; 0: one per processor."""
+
+    def dtypes_of(self, unit: Unit) -> GradDtypes:
+        return self.dtypes(unit.layout.dtype)
+
+    def extent_of(self, unit: Unit) -> Extent:
+        return self.placement.of(unit.index, State.GRAD)
+
+    def stored_in_place(self, unit: Unit) -> torch.Tensor | None:
+        """Return the unit's stored shard as a view of the tier, (shard_numel,); None if it is not added in place."""
+        memory = self.tier.memory(self.extent_of(unit))
+        if memory is None:
+            return None
+        dtype = self.dtypes_of(unit).stored
+        return memory[: unit.layout.shard_numel * dtype.itemsize].view(dtype)
+
+
+@dataclass
+class Sent:
+    """A unit's gradient in transit, in a leased buffer: (numel,) until it is reduced, then this rank's shard."""
+
+    unit: Unit
+    flat: torch.Tensor
+    lease: Lease
+    reduced: Transfer
+    """Done when it is reduced, after the compute that produced it."""
+    present: set[int]
+    """Slots with a gradient; after the reduction, on any rank."""
+    squares: float | None
+    """Sum of squares if it is known, else None."""
+    last: bool = True
+    """False if another micro-batch of the step is known to follow."""
+
+    def move(self, lease: Lease, flat: torch.Tensor) -> None:
+        """Release the present buffer; continue in `flat`, a view of `lease`."""
+        self.lease.release()
+        self.lease, self.flat = lease, flat

@@ -1,0 +1,280 @@
+"""Brings a reduced gradient to the memory where it is updated or stored, and adds it to the stored one.
+
+With the update on the host, a gradient leaves the device in pieces: while one is added and summed, the next are copied.
+On memory tiers it is added in its extent; elsewhere in a buffer, which is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from infinity.comm.communicator import Communicator
+from infinity.grads.buffers import GradBuffers, Sent
+from infinity.grads.pieces import PIECE_BYTES, Piece, cut
+from infinity.grads.squares import DeviceSquares, Squares
+from infinity.optim.cpu_adam import sum_of_squares
+from infinity.plan.layout import UnitLayout
+from infinity.tiers.pool import Lease
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.units.unit import Unit
+from infinity.update.job import Gradient
+from infinity.update.kernels import receive
+
+
+class Landing:
+    """The work of the gradients' thread, or of the model's thread for small units."""
+
+    def __init__(self, ranks: Communicator, places: GradBuffers) -> None:
+        self._ranks = ranks
+        self._places = places
+        self._on_device = places.tier.on_device and not places.device.host_addressable
+        self._stored: dict[int, torch.Tensor | None] = {}
+        """unit → its stored shard on a tier of host memory; None on others."""
+        self._sums: dict[int, DeviceSquares] = {}
+        self._pieces: dict[tuple[int, int], Sequence[Piece]] = {}
+        """(unit, bytes of an element) → pieces in which its shard leaves the device."""
+        self._in_extent: dict[int, Gradient] = {}
+        """unit → gradient that its update reads from its extent."""
+        self._writing: dict[int, Future[None]] = {}
+        """unit → last write of its extent."""
+
+    @property
+    def sums_each(self) -> bool:
+        """Return whether the squares of every stored gradient are summed, since that costs no pass of its own; else
+        those of a step's last micro-batch.
+        """
+        return not self._on_device or self._places.stored_pool is not None
+
+    def land(self, sent: Sent, *, add: bool) -> Gradient:
+        """Return the reduced shard in memory that the update can work in. add: plus the stored part."""
+        gradient, in_extent = self._arrive(sent, add=add, stays=False)
+        if in_extent:
+            self._in_extent[sent.unit.index] = gradient
+        return gradient
+
+    def store(self, sent: Sent, *, add: bool) -> tuple[Gradient, Transfer]:
+        """Store the reduced shard. add: plus the stored part. Returns it, and the transfer after which it is stored and
+        has to be released.
+        """
+        gradient, in_extent = self._arrive(sent, add=add, stays=True)
+        if in_extent:
+            return gradient, gradient.reached
+        try:
+            extent = self._places.extent_of(sent.unit)
+            return gradient, self._places.tier.write(extent, gradient.shard.view(torch.uint8))
+        except BaseException:
+            gradient.release()
+            raise
+
+    def note_writing(self, unit: Unit, written: Future[None]) -> None:
+        """Note the end of a write, before which the extent is neither read nor written."""
+        self._writing[unit.index] = written
+
+    def squares_of_stored(self, unit: Unit) -> Squares:
+        """Return the sum of squares of the stored gradient, for a tier of the device."""
+        stored = self._places.stored_in_place(unit)
+        assert stored is not None
+        return self._device_squares(unit).start(stored)
+
+    def close(self) -> None:
+        """Wait until nothing is copied to this object's memory."""
+        for sums in self._sums.values():
+            sums.close()
+
+    # -- cases -------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, sent: Sent, *, add: bool, stays: bool) -> tuple[Gradient, bool]:
+        """Return the gradient, and whether it is in its extent. stays: its extent is where it belongs."""
+        try:
+            sent.flat = self._ranks.shard(sent.flat)
+            self._await_extent(sent.unit)
+            stored = None
+            if stays or add or self._places.dtypes_of(sent.unit).stored != sent.flat.dtype:
+                stored = self._stored_in_place(sent.unit)
+            if self._on_device:
+                gradient = self._arrive_on_device(sent, stored, add=add)
+            elif stored is not None:
+                gradient = self._arrive_in_extent(sent, stored, add=add)
+            else:
+                gradient = self._arrive_in_buffer(sent, add=add)
+            return gradient, stored is not None
+        except BaseException:
+            sent.lease.release()
+            raise
+        finally:
+            del sent.flat
+
+    def _await_extent(self, unit: Unit) -> None:
+        """Wait until nothing uses the unit's extent."""
+        if self._writing and (writing := self._writing.pop(unit.index, None)) is not None:
+            writing.exception()  # raised by the gradient that was written
+        if self._in_extent and (reading := self._in_extent.pop(unit.index, None)) is not None:
+            reading.wait_until_released()
+
+    def _arrive_on_device(self, sent: Sent, stored: torch.Tensor | None, *, add: bool) -> Gradient:
+        places, shard = self._places, sent.flat
+        places.device.await_copy(sent.reduced)
+        if stored is not None:
+            if add:
+                stored.add_(shard)
+            else:
+                stored.copy_(shard)
+            shard = stored
+        elif add:
+            self._add_stored(sent.unit, shard)
+        sums = sent.last or self.sums_each
+        squares = self._device_squares(sent.unit).start(shard) if sums else _unknown
+        return Gradient(shard, sent.lease, squares, places.device.compute_reached())
+
+    def _add_stored(self, unit: Unit, shard: torch.Tensor) -> None:
+        """Add a stored gradient to `shard` in device memory, for a tier that allocates what it stores."""
+        places = self._places
+        assert places.stored_pool is not None and places.dtypes_of(unit).stored == shard.dtype
+        with places.stored_pool.lease(shard.nbytes) as lease:
+            places.device.await_copy(places.tier.read(places.extent_of(unit), lease.tensor))
+            shard.add_(lease.flat(shard.dtype))
+            places.device.compute_reached().wait()
+
+    def _arrive_in_extent(self, sent: Sent, stored: torch.Tensor, *, add: bool) -> Gradient:
+        pool, shard, layout = self._places.host_pool, sent.flat, sent.unit.layout
+        copied = not add and stored.dtype == shard.dtype
+        if pool is None:
+            self._places.device.await_copy(sent.reduced)
+            if copied and sent.squares is not None:
+                stored.copy_(shard)
+                squares = sent.squares
+            else:
+                squares = self._receive(layout, stored, shard, _whole(shard), add=add)
+        elif copied:
+            with self._leaving(sent, stored) as arriving:
+                squares = self._receive(layout, stored, stored, arriving)
+        else:
+            with pool.lease(shard.nbytes) as host, self._leaving(sent, host.flat(shard.dtype)) as arriving:
+                squares = self._receive(layout, stored, host.flat(shard.dtype), arriving, add=add)
+        sent.lease.release()
+        return Gradient(stored, None, lambda: squares, DONE)
+
+    def _arrive_in_buffer(self, sent: Sent, *, add: bool) -> Gradient:
+        pool, shard = self._places.host_pool, sent.flat
+        if pool is None:
+            self._places.device.await_copy(sent.reduced)
+            squares, lease = self._combine(sent, shard, _whole(shard), add=add)
+        else:
+            with pool.lease(shard.nbytes) as host:
+                with self._leaving(sent, host.flat(shard.dtype)) as arriving:
+                    squares, lease = self._combine(sent, host.flat(shard.dtype), arriving, add=add)
+                sent.move(host.detach(), host.flat(shard.dtype))
+        if lease is not None:
+            sent.move(lease, lease.flat(self._places.dtypes_of(sent.unit).stored))
+        return Gradient(sent.flat, sent.lease, lambda: squares, DONE)
+
+    def _combine(
+        self, sent: Sent, shard: torch.Tensor, arriving: Iterable[Piece], *, add: bool
+    ) -> tuple[float, Lease | None]:
+        """Convert `shard`, in host memory, to the stored dtype, and add the stored part. Returns the sum of squares,
+        and the buffer of the result; None: the result is in `shard`.
+        """
+        places, layout = self._places, sent.unit.layout
+        dtype = places.dtypes_of(sent.unit).stored
+        if not add and dtype == shard.dtype:
+            return self._receive(layout, shard, shard, arriving) if sent.squares is None else sent.squares, None
+        assert places.stored_pool is not None
+        with places.stored_pool.lease(shard.numel() * dtype.itemsize) as lease:
+            if add:
+                places.tier.read(places.extent_of(sent.unit), lease.tensor).wait()
+            stored = lease.flat(dtype)
+            if dtype == shard.dtype:
+                return self._receive(layout, shard, stored, arriving, add=True), None
+            return self._receive(layout, stored, shard, arriving, add=add), lease.detach()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _leaving(self, sent: Sent, host: torch.Tensor) -> Iterator[Iterator[Piece]]:
+        """Copy the shard to `host` in pieces. Gives each once it has arrived; at the end of the block all have."""
+        shard, device = sent.flat.view(torch.uint8), self._places.device
+        memory, width = host.view(torch.uint8), host.itemsize
+        pieces = self._pieces_of(sent.unit, width)
+        copies: list[Transfer] = []
+        try:
+            for start, stop in pieces:
+                place = slice(start * width, stop * width)
+                copies.append(device.copy(memory[place], shard[place], after=sent.reduced))
+            yield _arrived(pieces, copies)
+        finally:
+            for copy in copies:
+                with contextlib.suppress(Exception):  # raised in the block
+                    copy.wait()
+
+    def _receive(
+        self,
+        layout: UnitLayout,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        arriving: Iterable[Piece],
+        *,
+        add: bool = False,
+    ) -> float:
+        """Copy `source` to `target`, or add it, in any dtypes, piece by piece, and zero padding. Returns the norm's
+        part of the sum. `target` may be `source`.
+        """
+        parts, threads = layout.parts(self._ranks.shard_rank), self._places.threads
+        sums, number = [0.0] * len(parts), 0
+        for start, stop in arriving:
+            end = start
+            while number < len(parts) and parts[number].start < stop:
+                part = parts[number]
+                low, high = max(part.start, start), min(part.stop, stop)
+                target[end:low].zero_()
+                into, initial = target[low:high], sums[number]
+                if target is source:
+                    sums[number] = sum_of_squares(into, initial=initial, threads=threads)
+                else:
+                    sums[number] = receive(into, source[low:high], add=add, initial=initial, threads=threads)
+                end = high
+                if part.stop > stop:
+                    break
+                number += 1
+            target[end:stop].zero_()
+        return sum((sums[k] / part.copies for k, part in enumerate(parts) if part.in_norm), 0.0)
+
+    def _stored_in_place(self, unit: Unit) -> torch.Tensor | None:
+        """Return the view of the extent. Cached in host memory, which does not move."""
+        if self._on_device:
+            return self._places.stored_in_place(unit)
+        if unit.index not in self._stored:
+            self._stored[unit.index] = self._places.stored_in_place(unit)
+        return self._stored[unit.index]
+
+    def _pieces_of(self, unit: Unit, itemsize: int) -> Sequence[Piece]:
+        found = self._pieces.get((unit.index, itemsize))
+        if found is None:
+            parts = unit.layout.parts(self._ranks.shard_rank)
+            found = cut(parts, unit.layout.shard_numel, PIECE_BYTES // itemsize)
+            self._pieces[unit.index, itemsize] = found
+        return found
+
+    def _device_squares(self, unit: Unit) -> DeviceSquares:
+        found = self._sums.get(unit.index)
+        if found is None:
+            parts = unit.layout.parts(self._ranks.shard_rank)
+            found = self._sums[unit.index] = DeviceSquares(self._places.device, parts)
+        return found
+
+
+def _whole(shard: torch.Tensor) -> list[Piece]:
+    return [(0, shard.numel())]
+
+
+def _arrived(pieces: Iterable[Piece], copies: Iterable[Transfer]) -> Iterator[Piece]:
+    for piece, copy in zip(pieces, copies, strict=True):
+        copy.wait()
+        yield piece
+
+
+def _unknown() -> float:
+    raise AssertionError("the squares of a sum that goes on are not summed")

@@ -1,0 +1,28 @@
+"""Pieces of a gradient shard, in which it leaves the device and is summed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.plan.layout import Part
+from infinity.update.kernels import SUM_TILE
+
+Piece = tuple[int, int]
+"""Elements [start, stop) of a shard."""
+
+PIECE_BYTES = 4 << 20
+"""Bytes of a piece: its copy hides the latency of the next one's, and it stays in the cache for its sum."""
+
+
+def cut(parts: Sequence[Part], numel: int, most: int) -> tuple[Piece, ...]:
+    """Cut a shard of `numel` elements into pieces of at most `most` elements.
+
+    parts: of the shard. most: at least `SUM_TILE`. A part is cut only at multiples of `SUM_TILE` from its start, so
+    that its sum of squares, continued from piece to piece, has the same bits as in one pass.
+    """
+    starts = [part.start for part in parts] or [0]
+    cuts = [0]
+    for start, end in zip(starts, [*starts[1:], numel], strict=True):
+        while end - cuts[-1] > most:
+            cuts.append(start + (cuts[-1] + most - start) // SUM_TILE * SUM_TILE)
+    return tuple(zip(cuts, [*cuts[1:], numel], strict=True))

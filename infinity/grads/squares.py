@@ -1,0 +1,67 @@
+"""Sums of squares of gradients on the device, which the host reads when it needs them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.plan.layout import Part
+from infinity.tiers.device import Device
+from infinity.tiers.transfer import Transfer
+from infinity.update.kernels import squares_into
+
+Squares = Callable[[], float]
+"""Returns a gradient's sum of squares. Waits for the device if that computes it. Any thread may call it."""
+
+
+class DeviceSquares:
+    """One unit's sums of squares: an fp64 number for each part on the device, all copied to host memory at once.
+
+    Called from one thread.
+    """
+
+    def __init__(self, device: Device, parts: Sequence[Part]) -> None:
+        """parts: of the unit's shard; those in the norm are summed."""
+        self._device = device
+        self._parts = [part for part in parts if part.in_norm]
+        self._host = device.host_buffer(len(self._parts) * torch.float64.itemsize)
+        self._latest: _Copied | None = None
+
+    def start(self, shard: torch.Tensor) -> Squares:
+        """Start to sum a gradient after the compute issued so far by this thread."""
+        self.close()  # reads an earlier gradient's sums, before they are overwritten
+        sums = torch.empty(len(self._parts), dtype=torch.float64, device=shard.device)
+        for number, part in enumerate(self._parts):
+            squares_into(sums[number], shard[part.start : part.stop])
+        copy = self._device.copy(self._host, sums.view(torch.uint8))
+        self._latest = _Copied(copy, sums, self._host, self._parts)
+        return self._latest
+
+    def close(self) -> None:
+        """Wait for the last copy."""
+        if self._latest is not None:
+            self._latest()
+
+
+class _Copied:
+    """The sums of one gradient on their way to the host, and their total once it was asked for."""
+
+    def __init__(self, copy: Transfer, sums: torch.Tensor, host: torch.Tensor, parts: Sequence[Part]) -> None:
+        self._copy = copy
+        self._sums: torch.Tensor | None = sums  # alive while it is copied
+        self._host = host
+        self._parts = parts
+        self._total: float | None = None
+        self._reading = threading.Lock()
+
+    def __call__(self) -> float:
+        with self._reading:
+            if self._total is None:
+                self._copy.wait()
+                self._sums = None
+                sums = self._host.view(torch.float64).tolist()
+                # Replicated parameters are divided, so that each counts once in the sum over ranks.
+                self._total = sum((sums[k] / part.copies for k, part in enumerate(self._parts)), 0.0)
+        return self._total

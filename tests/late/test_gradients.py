@@ -1,0 +1,54 @@
+"""Gradients on the late device: sums in the device's memory and in the host's, and norms that nothing waits for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import late
+from infinity.grads.squares import DeviceSquares
+from infinity.plan.layout import Part
+from infinity.update.kernels import squared_norm
+from late.device import LateAccelerator
+from late.test_engine import reference, train
+from support.loops import assert_close, assert_same
+
+PARTS = [Part(0, 5000), Part(5120, 5130, copies=2), Part(5376, 20_000), Part(20_224, 20_300, in_norm=False)]
+
+
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme"), ("none", "cpu"), ("none", "none")])
+@pytest.mark.parametrize("options", [{"clip": 0.5}, {"bf16": True}], ids=str)
+def test_accumulates_as_on_the_cpu(order: None, param: str, optim: str, options: dict[str, float]) -> None:
+    result, expected = train(param, optim, accumulation=3, **options), reference(accumulation=3, **options)
+    if optim != "none":
+        assert_same(result, expected)
+    elif "bf16" in options:  # Adam rounds otherwise on the device, and bf16 rounds the difference up
+        assert_close(result, expected, loss=1e-3, parameters=1e-3)
+    else:
+        assert_close(result, expected)
+
+
+def test_a_norm_on_the_device_is_read_when_it_is_asked_for(lazy: None) -> None:
+    device = LateAccelerator()
+    shard = torch.randn(20_480).to(device.torch_device)
+    expected = squared_norm(shard, PARTS)
+    squares = DeviceSquares(device, PARTS)
+    before = late.counters().waits
+    first = squares.start(shard)
+    assert late.counters().waits == before and late.pending() >= len(PARTS), "nothing was waited for"
+    assert first() == expected
+    waited = late.counters().waits
+    assert first() == expected and late.counters().waits == waited
+    second = squares.start(shard.mul_(2))
+    squares.start(shard.mul_(2))
+    assert (first(), second()) == (expected, 4 * expected)
+    squares.close()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_norm_on_the_device_is_not_finite_if_the_gradient_is_not(order: None, value: float) -> None:
+    device = LateAccelerator()
+    host = torch.zeros(20_480)
+    host[5125] = value
+    squares = DeviceSquares(device, PARTS).start(host.to(device.torch_device))
+    assert not squares() < torch.inf
