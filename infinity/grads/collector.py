@@ -18,7 +18,7 @@ import torch
 
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import local_gradient
-from infinity.errors import LifetimeError
+from infinity.errors import LifetimeError, ModelError
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
@@ -162,6 +162,11 @@ class GradCollector:
             # Another gradient of the parameter in this backward: their sum would round to the dtype collected.
             self._send(unit, complete=False)
             collecting = self._begin(unit)
+        if gradient.itemsize > collecting.flat.itemsize and self._stores_wider(unit):
+            raise ModelError(
+                f"the gradient of {unit.layout.slots[slot].name} is {gradient.dtype}, wider than its parameter. Leave "
+                "the parameter's grad_dtype as it is."
+            )
         squares = collecting.squares
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         unit.collected.add(slot)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.comm.communicator import Communicator
 from infinity.engine.gather import get_full_grad
+from infinity.errors import ModelError
 from infinity.grads import landing
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.store import GradStore
@@ -291,3 +292,14 @@ def test_gradients_that_arrive_twice_are_summed_in_fp32(device: Callable[[], Dev
         gradient = get_full_grad(engine.module.layer.weight)
         assert gradient is not None and torch.equal(gradient, expected)
         engine.drop_gradients()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_gradient_that_is_wider_than_its_parameter_is_refused() -> None:
+    """Rounding it to be collected would change the sum."""
+    config = engine_config("cpu", "cpu", bf16=True, accumulation=2)
+    with open_engine(seeded(Stack), config) as engine:
+        weight = engine.module.blocks[0].up.weight
+        weight.grad_dtype = torch.float32
+        with pytest.raises(ModelError, match=r"blocks\.0\.up\.weight is torch.float32, wider than its parameter"):
+            engine.backward(engine(*token_batches(1)[0]))
