@@ -25,6 +25,7 @@ from infinity.plan.layout import layout_unit
 from infinity.plan.placement import Policy, place
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.memory import host_tensor
+from infinity.tiers.passing import PassingTier
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Transfer
@@ -44,12 +45,12 @@ GRADIENT = torch.Generator().manual_seed(0)
 class Bench:
     """One bf16 unit on a tier of memory, whose gradients are summed in fp32."""
 
-    def __init__(self, device: Device, tier: str) -> None:
+    def __init__(self, device: Device, tier: str, *, passes: bool = False) -> None:
         members = [Member(str(k), shape, 0) for k, shape in enumerate(SHAPES)]
         layouts = [layout_unit(index, "unit", members, torch.bfloat16, True, 1) for index in range(2)]
         layout = layouts[0]
         own = partial(
-            grad_dtypes, communication=None, accumulation=torch.float32, summed=True, exchanged=False, whole=False
+            grad_dtypes, communication=None, accumulation=torch.float32, summed=not passes, exchanged=False, whole=False
         )
         states = partial(state_format, master="remainder", rule="adamw", moments="fp32")
         parameters = [nn.Parameter(torch.empty(shape)) for shape in SHAPES]
@@ -60,10 +61,15 @@ class Bench:
         self.tier: Any = SlabTier(tier, placement.nbytes[tier], device, on_device=on_device)
         if tier == "nvme":
             self.tier = LateSlab(placement.nbytes[tier])
+        if passes:
+            self.tier = PassingTier(tier, device, on_device=on_device)
         self.pool = Pool(device.empty, {layout.nbytes: 3}, name="gradients", poison=device.poison, fifo=True)
         leaves = not device.host_addressable and not on_device
         self.host = Pool(host_tensor, {layout.nbytes: 2}, name="shards", poison=device.poison) if leaves else None
         stored = Pool(host_tensor, {2 * layout.nbytes: 2}, name="stored") if tier == "nvme" else None
+        if passes:
+            make = device.empty if on_device else host_tensor
+            stored = Pool(make, {layout.nbytes: 1}, name="stored", poison=device.poison)
         self.device = device
         self.store = GradStore(
             Communicator(device),
@@ -131,6 +137,28 @@ def test_a_step_that_ends_early_has_a_norm(bench: Bench) -> None:
     bench.store.keep(bench.sent(other, last=True))
     bench.store.settle()
     assert later() == bench.squares_of(gradient.float())
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: f"{case[0].__name__}-{case[1]}")
+@pytest.mark.parametrize("lands", [False, True], ids=["kept", "landed"])
+def test_gradients_are_added_to_memory_that_is_not_reserved(
+    case: tuple[Callable[[], Device], str], lands: bool
+) -> None:
+    bench = Bench(case[0](), case[1], passes=True)
+    first, second = bench.gradients(2)
+    expected = first + second
+    bench.store.keep(bench.sent(first, last=False))
+    if lands:
+        landed = bench.store.land(bench.sent(second, last=True)).result(60)
+        assert torch.equal(landed.shard, expected) and landed.squares() == bench.squares_of(expected)
+        landed.release()
+    else:
+        bench.store.keep(bench.sent(second, last=False))
+        assert bench.store.squared_norms() == (bench.squares_of(expected),) * 2
+        assert torch.equal(bench.store.read(bench.unit), expected)
+    bench.store.settle()
+    bench.assert_all_given_back()
+    bench.store.close()
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2])
