@@ -7,7 +7,7 @@
 The engine's own code runs, on the late device of tests/late in virtual time: kernels, copies and host work take a
 computed time and compute nothing, and memory is reserved but not used. All states are in host memory (placement "cpu").
 `during_backward` trains in bf16 without clipping, `next_forward` in fp16 with clipping 1. The loss is read after each
-step. The first step records the trace and is not counted.
+step. The first step records the trace and the second follows it; tables are about the later ones.
 
 A phase ends when the compute stream has done its work. Busy is the time of the model's kernels. The engine's own
 kernels (fingerprints, copies of gradients) count beside it. Each gap between two kernels belongs to the lane that ended
@@ -88,7 +88,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--unit-size", metavar="SIZE", help=f"default: {' and '.join(UNIT_SIZES)}")
     parser.add_argument("--moments", default="8bit", help="format of the optimizer's moments (8bit)")
     parser.add_argument("--batch", type=positive, default=10, metavar="N", help="sequences of a step (10)")
-    parser.add_argument("--steps", type=positive, default=4, metavar="N", help="the first is not counted (4)")
+    parser.add_argument(
+        "--steps", type=positive, default=4, metavar="N", help="tables are about the third and later (4)"
+    )
     parser.add_argument("--sites", action="store_true", help="print the lines at which the model's thread waited")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step of one case as a Chrome trace")
     parser.add_argument(
@@ -97,8 +99,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     add_shape(parser, SHAPE)
     args = parser.parse_args(arguments)
-    if args.steps < 2:
-        parser.error("--steps must be at least 2: the first is not counted")
+    if args.steps < 3:
+        parser.error("--steps must be at least 3: tables are about the third and later ones")
     if args.trace and not (args.machine and args.update and args.unit_size):
         parser.error("--trace shows one case: give --machine, --update and --unit-size")
     return args
@@ -158,6 +160,9 @@ def run(args: argparse.Namespace, machine: str, update: str, unit_size: str) -> 
     return {
         "steps": [
             {name: exposed.sums(parts, *times[n : n + 2]) for n, name in enumerate(PHASES)} for times in steps[1:]
+        ],
+        "occupied": [
+            {name: exposed.occupied(log, *times[n : n + 2]) for n, name in enumerate(PHASES)} for times in steps[1:]
         ],
         "seconds": [times[-1] - times[0] for times in steps[1:]],
         "sites": exposed.sites(parts, steps[-1][0], steps[-1][-1]),

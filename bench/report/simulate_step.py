@@ -14,9 +14,9 @@ SHOWN = 5e-4
 """Least seconds that tables show."""
 
 
-def mean(run: Result, phases: tuple[str, ...]) -> dict[str, float]:
-    """Lane → seconds of these phases, the mean over the counted steps."""
-    steps: list[dict[str, dict[str, float]]] = run["steps"]
+def mean(run: Result, phases: tuple[str, ...], kind: str = "steps") -> dict[str, float]:
+    """Lane → seconds of these phases, the mean over the third and later steps. kind: "steps" or "occupied"."""
+    steps: list[dict[str, dict[str, float]]] = run[kind][1:]
     return {
         lane: sum(step[phase][lane] for step in steps for phase in phases) / len(steps) for lane in steps[0]["step"]
     }
@@ -39,6 +39,22 @@ def rows(result: Result, shown: list[str]) -> Iterator[list[str]]:
             yield [*label, *cells, *(f"{found[lane]:.3f}" if found[lane] >= SHOWN else "–" for lane in shown)]
 
 
+def work(result: Result) -> Iterator[list[str]]:
+    for name, run in result["runs"].items():
+        found = [mean(run, (phase,), "occupied") for phase in PHASES[:2]]
+        seconds = " ".join(f"{one:.3f}" for one in run["seconds"])
+        yield [name, *(f"{one[lane]:.3f}" for lane in found[0] for one in found), seconds]
+
+
+def work_head(result: Result) -> list[str]:
+    lanes = next(iter(result["runs"].values()))["occupied"][0]["step"]
+    return [
+        "machine, update, unit size",
+        *(f"{lane}, {p}" for lane in lanes for p in PHASES[:2]),
+        "steps from the second",
+    ]
+
+
 def title(result: Result) -> str:
     return f"A simulated step of {result['shape']['parameters'] / 1e9:.1f} B parameters, all states in host memory"
 
@@ -54,6 +70,8 @@ def fragments(result: Result) -> dict[str, str]:
     return {
         "setup": setup(result, text, *(f"{line}." for line in result["assumptions"])),
         "table": table(head, rows(result, shown)),
+        "work": "Seconds in which links and Adam worked, beside compute or not, and the seconds of all steps.\n\n"
+        + table(work_head(result), work(result)),
         "sites": "\n\n".join(_sites(name, run) for name, run in result["runs"].items()),
     }
 

@@ -81,6 +81,7 @@ class Clock:
         self.sites: dict[int, str] = {}
         """record → line of the engine at which the thread of the model waited."""
         self._woken_by: dict[int, int] = {}
+        self._is_stuck = False
 
     @property
     def now(self) -> float:
@@ -143,15 +144,16 @@ class Clock:
 
     def _first(self) -> HostThread:
         ready = [thread for thread in self.threads if thread.is_ready]
-        if not ready:
-            raise RuntimeError("every thread waits for another one: " + ", ".join(t.name for t in self.threads))
-        return min(ready, key=lambda thread: (thread.time, thread.index))
+        self._is_stuck = not ready
+        return min(ready, key=lambda thread: (thread.time, thread.index)) if ready else self.threads[0]
 
     def _pass_on(self, to: HostThread) -> None:
         me = self.current
         if to is not me:
             self._give(to)
             me.baton.acquire()
+        if self._is_stuck:
+            raise RuntimeError("Every thread waits for another one: " + ", ".join(t.name for t in self.threads) + ".")
 
     def _give(self, to: HostThread) -> None:
         self.current = to

@@ -165,6 +165,16 @@ def sites(times: Sequence[Part], start: float, end: float) -> dict[str, float]:
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
+def occupied(log: Log, start: float, end: float) -> dict[str, float]:
+    """Return lane → seconds from `start` to `end` in which it worked, beside compute or exposed."""
+    total, records = {}, log.records
+    inside = np.maximum(0.0, np.minimum(records["end"], end) - np.maximum(records["start"], start))
+    for lane in ("to_device", "from_device"):
+        total[NAMES[lane]] = float(inside[records["lane"] == LANES.index(lane)].sum())
+    update = (records["lane"] == LANES.index("work")) & (records["name"] == log.names.index("update"))
+    return total | {NAMES["update"]: float(inside[update].sum())}
+
+
 def chrome_trace(log: Log, start: float, end: float) -> dict[str, Any]:
     """Return kernels, copies, host work and waits as a trace for chrome://tracing or ui.perfetto.dev."""
     events: list[dict[str, Any]] = []
