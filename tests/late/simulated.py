@@ -22,12 +22,14 @@ from torch import nn
 
 from infinity.grads.collector import GradCollector
 from infinity.tiers.accelerator import StreamTransfer
+from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Promise, Transfer, issued
 from infinity.units.binding import unbind
+from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 from infinity.update.kernels import update_run
-from late import clock
+from late import clock, threads
 from late.device import LateAccelerator
 
 MAP_NORESERVE = 0x4000
@@ -64,12 +66,9 @@ class SimulatedAccelerator(LateAccelerator):
         clock.clock().turn()  # threads share the streams of copies
         return super().copy(destination, source, after=after)
 
-    def fingerprint(self, memory: torch.Tensor) -> int:
-        began = clock.clock().now
+    def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
         with clock.clock().label(FINGERPRINTS):
-            result = super().fingerprint(memory)
-        clock.clock().note_site(began)
-        return result
+            return super().fingerprint(memory)
 
     def _memory(self) -> tuple[int, int]:
         return int(self._host.device_nbytes), int(self._host.device_nbytes)
@@ -92,18 +91,18 @@ def blank(model: nn.Module) -> nn.Module:
 def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
     """Let engines of the block, around models of `blank`, run in virtual time. `late.clock.start` comes before."""
     time = SimpleNamespace(perf_counter=lambda: clock.clock().now)
-    threads = SimpleNamespace(
-        Thread=clock.Thread, Lock=clock.Lock, Condition=clock.Condition, current_thread=threading.current_thread
+    threading_in_time = SimpleNamespace(
+        Thread=threads.Thread, Lock=threads.Lock, Condition=threads.Condition, current_thread=threading.current_thread
     )
     mapping = SimpleNamespace(**{name: getattr(mmap, name) for name in dir(mmap)})
     mapping.MAP_PRIVATE |= MAP_NORESERVE
     replaced: dict[str, Any] = {
-        "infinity.update.pipeline.queue": SimpleNamespace(SimpleQueue=clock.SimpleQueue, Empty=queue.Empty),
-        "infinity.update.pipeline.threading": threads,
-        "infinity.tiers.transfer.threading": threads,
-        "infinity.tiers.pool.threading": threads,
-        "infinity.grads.store.Future": clock.Future,
-        "infinity.grads.store.ThreadPoolExecutor": clock.ThreadPoolExecutor,
+        "infinity.update.pipeline.queue": SimpleNamespace(SimpleQueue=threads.SimpleQueue, Empty=queue.Empty),
+        "infinity.update.pipeline.threading": threading_in_time,
+        "infinity.tiers.transfer.threading": threading_in_time,
+        "infinity.tiers.pool.threading": threading_in_time,
+        "infinity.grads.store.Future": threads.Future,
+        "infinity.grads.store.ThreadPoolExecutor": threads.ThreadPoolExecutor,
         "infinity.update.pipeline.time": time,
         "infinity.units.store.time": time,
         "infinity.grads.collector.time": time,
@@ -111,6 +110,7 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
         "infinity.tiers.memory.mmap": mapping,
         "infinity.tiers.slab.first_touch": lambda memory: None,
         "infinity.tiers.open_tiers.available_memory": lambda: int(host.nbytes),
+        "infinity.tiers.accelerator.fingerprint_on_device": _fingerprint,
         "infinity.engine.wiring.stream_in": _stream_in,
         "infinity.engine.wiring.update_run": _update(host),
         "infinity.grads.landing.receive": _receive(host),
@@ -122,6 +122,7 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
         "infinity.tiers.accelerator.StreamTransfer.wait": _stream_wait,
         "infinity.tiers.accelerator.StreamTransfer.done": _stream_done,
     }
+    replaced["infinity.units.store.UnitStore._was_edited"] = _was_edited
     for name in ("arrive", "end_backward"):
         replaced[f"infinity.grads.collector.GradCollector.{name}"] = _labelled(getattr(GradCollector, name))
     with _patched(replaced):
@@ -140,6 +141,12 @@ def _patched(replaced: dict[str, Any]) -> Iterator[None]:
             each.stop()
 
 
+def _fingerprint(memory: torch.Tensor) -> torch.Tensor:
+    """The kernel of CUDA reads the memory once."""
+    return memory.view(torch.int64).sum()
+
+
+_store_was_edited = UnitStore._was_edited
 _promise_is_done = Promise.done
 _stream_is_done = StreamTransfer.done
 _wait_for_stream = StreamTransfer.wait
@@ -151,6 +158,14 @@ def _labelled(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*arguments)
 
     return labelled
+
+
+def _was_edited(store: UnitStore, unit: Unit) -> bool:
+    began = clock.clock().now
+    with clock.clock().label(FINGERPRINTS):
+        edited = _store_was_edited(store, unit)
+    clock.clock().note_site(began)
+    return edited
 
 
 def _promise_done(promise: Promise) -> bool:

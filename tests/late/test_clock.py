@@ -8,7 +8,7 @@ from pathlib import Path
 
 HEAD = """
 import torch
-from late import clock
+from late import clock, threads
 time = clock.start(clock.Rates(launch=1.0, event=0.0, kernel=0.0, device=4.0, to_device=1.0))
 """
 
@@ -38,14 +38,14 @@ print(time.now)
 
 def test_threads_run_in_the_order_of_their_clocks() -> None:
     script = """
-done, order = clock.SimpleQueue(), []
+done, order = threads.SimpleQueue(), []
 def work(name, *seconds):
     for each in seconds:
         time.work("work", each)
         order.append(f"{name}{time.now:g}")
     done.put(name)
 for name, *seconds in (("a", 2, 2, 2), ("b", 3, 3)):
-    clock.Thread(lambda name=name, seconds=seconds: work(name, *seconds), name).start()
+    threads.Thread(lambda name=name, seconds=seconds: work(name, *seconds), name).start()
 time.work("work", 5)
 order.append(f"model{time.now:g}")
 print(*order, done.get(), done.get(), time.now)
@@ -55,7 +55,7 @@ print(*order, done.get(), done.get(), time.now)
 
 def test_a_wait_takes_the_clock_of_the_thread_that_ends_it() -> None:
     script = """
-executor = clock.ThreadPoolExecutor(1, "executor")
+executor = threads.ThreadPoolExecutor(1, "executor")
 future = executor.submit(lambda: time.work("work", 7))
 print(future.done())
 time.work("work", 1)
@@ -68,4 +68,4 @@ executor.shutdown()
 
 
 def test_threads_that_wait_for_one_another_raise() -> None:
-    assert "RuntimeError: Every thread waits for another one: model." in run("clock.SimpleQueue().get()")
+    assert "RuntimeError: Every thread waits for another one: model." in run("threads.SimpleQueue().get()")
