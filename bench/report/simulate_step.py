@@ -35,7 +35,7 @@ def rows(result: Result, shown: list[str]) -> Iterator[list[str]]:
             found = mean(run, PHASES if phase == "whole" else (phase,))
             total = sum(found.values())
             label = [name, "**step**"] if phase == "whole" else ["", "engine.step()" if phase == "step" else phase]
-            cells = [f"{total:.3f}", f"{100 * found[BUSY] / total:.1f} %"]
+            cells = [f"{total:.3f}", f"{100 * found[BUSY] / total:.1f} %" if total else "–"]
             yield [*label, *cells, *(f"{found[lane]:.3f}" if found[lane] >= SHOWN else "–" for lane in shown)]
 
 
