@@ -31,8 +31,8 @@ void first_touch(void* memory, std::size_t nbytes, int threads);
 double sum_of_squares(const Kernels& kernels, DType dtype, const void* values, std::size_t n, double scale,
                       double initial, int threads);
 
-// Copies a gradient to `target`, or adds it there, and returns initial + the sum of squares of the result, as above with
-// scale 1, in the same pass over memory.
+// Copies a gradient to `target`, or adds it there, and returns initial + the sum of squares of the result, as above
+// with scale 1, in the same pass over memory.
 double receive(const Kernels& kernels, const void* source, DType source_dtype, void* target, DType target_dtype,
                std::size_t n, bool add, double initial, int threads);
 
