@@ -19,9 +19,10 @@ import torch
 from infinity.plan.placement import Extent
 from infinity.plan.pools import UNITS
 from infinity.tiers.read_ahead import Piece, ReadAhead
+from infinity.tiers.transfer import Transfer
 from support.configs import PLACEMENTS, engine_config
-from support.late_device import LateDevice
-from support.loops import Result, assert_same, open_engine, parameters_of, trained
+from support.late_device import LateCopy, LateDevice
+from support.loops import Result, assert_same, open_engine, parameters_of, train as train_loop, trained
 from support.models import Stack, seeded, token_batches
 
 
@@ -155,3 +156,28 @@ def test_parameters_on_nvme_are_read_ahead_of_device_buffers(
     assert_same(result, trained(seeded(Stack), BATCHES, engine_config(prefetch_bytes=20_000, clip=clip)))
     assert len(taken) > 30
     assert (sum(taken) > 10) if read_ahead_bytes else not any(taken)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_nothing_is_copied_within_host_memory(clip: float, accumulation: int) -> None:
+    """Gradients land where they are stored or updated, and Adam works in the tier."""
+
+    class Watching(LateDevice):
+        within = 0
+
+        def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> LateCopy:
+            self.within += self.is_host(destination) and self.is_host(source)
+            return super().copy(destination, source, after=after)
+
+    device = Watching()
+    config = engine_config("cpu", "cpu", bf16=True, clip=clip, accumulation=accumulation, prefetch_bytes=20_000)
+    batches = token_batches(4 * accumulation)
+    with open_engine(seeded(Stack), config, device) as engine:
+        train_loop(engine, batches[: 2 * accumulation])
+        engine.parts.store.settle()
+        device.within = 0  # the first step stores gradients whose order is new
+        train_loop(engine, batches[2 * accumulation :])
+        engine.parts.store.settle()
+        # The embedding's last gradient arrives after its unit was evicted: it is stored in memory that is not reserved.
+        assert device.within == (2 if not clip and accumulation == 1 else 0)
