@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infinity.errors import ConfigError
+from infinity.native import cuda
 from infinity.optim import cuda_adam
 from infinity.optim.cpu_adam import join_master_torch, split_master_torch, sum_of_squares
 from infinity.plan.layout import Part
@@ -16,13 +17,14 @@ from infinity.update.kernels import _update_by_torch, check_on_device, squared_n
 
 
 def test_states_that_only_our_kernels_update_are_refused_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_adam, "why_not", lambda: "this build has none")
+    for module in (cuda_adam, cuda):
+        monkeypatch.setattr(module, "why_not", lambda: "this build has none")
     check_on_device("cuda", "adamw", "fp32")
     check_on_device("cuda", "adam", "fp32")
     for rule, moments in (("adamw", "8bit"), ("adam", "bf16"), ("lion", "fp32"), ("sgd", "fp32"), ("adagrad", "fp32")):
         with pytest.raises(ConfigError, match=rf"states of {rule} .*{moments}.*this build has none.*cpu or nvme"):
             check_on_device("cuda", rule, moments)  # type: ignore[arg-type]
-    monkeypatch.setattr(cuda_adam, "why_not", lambda: "")
+    monkeypatch.setattr(cuda, "why_not", lambda: "")
     check_on_device("cuda", "lion", "8bit")
 
 
