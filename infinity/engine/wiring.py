@@ -162,7 +162,7 @@ def wire(
         updater = Updater(store, gradients, ranks, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
         early = updater if plan.update == "during_backward" else None
         step = Step(plan.accumulation, early=early is not None, managed=plan.managed_accumulation)
-        collector = GradCollector(units, ranks, buffers, gradients, step, early, on_arrival=backward.notice)
+        collector = GradCollector(units, ranks, buffers, gradients, step, early, backward.notice, store.finish_update)
         training = UpdateParts(
             step=step,
             collector=collector,

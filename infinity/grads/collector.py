@@ -91,8 +91,11 @@ class GradCollector:
         step: StepState,
         updater: EarlyUpdates | None,
         on_arrival: Callable[[], None],
+        finish_update: Callable[[Unit], None],
     ) -> None:
-        """updater: updates units during backward; None: gradients are stored. on_arrival: called with each gradient."""
+        """updater: updates units during backward; None: gradients are stored. on_arrival: called with each gradient.
+        finish_update: executes the update of a former step that no forward has waited for.
+        """
         self._units = units
         self._ranks = ranks
         self._places = places
@@ -115,6 +118,7 @@ class GradCollector:
         self.wait_seconds = 0.0
         self._updater = updater
         self._on_arrival = on_arrival
+        self._finish_update = finish_update
 
     # -- arrival -----------------------------------------------------------------------------------------------------
 
@@ -152,6 +156,8 @@ class GradCollector:
                 "For several backwards a step set gradient_accumulation_steps; for a model that uses a unit more often "
                 'than in the step before set infinity.update to "next_forward", which waits for engine.step().'
             )
+        if index not in self._arrivals:
+            self._finish_update(unit)
         collecting = self._open.get(index) or self._begin(unit)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()

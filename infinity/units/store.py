@@ -291,6 +291,15 @@ class UnitStore:
         if early and viewed:
             self.kept.warn(unit)
 
+    def finish_update(self, unit: Unit) -> None:
+        """Execute the update of a former step, if no forward has used the unit since.
+
+        Its stored gradient is read before the next one is written. Otherwise returns at once.
+        """
+        if unit.due_update is not None or unit.residency is Residency.UPDATING:
+            with self._moving():
+                self._arrive(unit)
+
     def _is_rewritten_in_tier_only(self, unit: Unit) -> bool:
         """Return whether the unit's buffer is released as its update starts, so that nothing is copied into it.
 
