@@ -86,10 +86,10 @@ class Memory(Section):
     """Limits on memory."""
 
     device: Size | None = None
-    """Bytes of device memory for this engine and the model's activations; by default all of it. With `auto`,
-    `unit_size` takes at most a 16th of them, and `prefetch_bytes` at most half of what states and gradients on the
-    device leave. torch may allocate no more on an accelerator. On the CPU, where activations are not limited, it counts
-    buffers of units and gradients and the states of offload device `none`."""
+    """Bytes of device memory for this engine and the model's activations; by default all of it. On an accelerator,
+    torch may allocate no more. On the CPU, the limit holds for buffers of units and gradients and for states of offload
+    device `none`, not for activations. `unit_size: auto` is at most a 16th of it, or 64MiB if that is more.
+    `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations."""
 
 
 class Infinity(Section):
@@ -105,7 +105,8 @@ class Infinity(Section):
 
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters fetched ahead of their use. `auto`: the next four units, or as many as a repeated block has
-    if they are more, or fewer on a device without room for them; 0: no prefetching."""
+    if that is more; fewer if their buffers exceed half of the device memory that states and gradients leave. 0: no
+    prefetching."""
 
     read_ahead_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters on nvme that are read into host memory before a buffer on the GPU is free for them. `auto`:
@@ -117,7 +118,7 @@ class Infinity(Section):
 
     tile_size: Literal["auto"] | Count = "auto"
     """Elements that the update reads, computes and writes at a time, a multiple of 4096. `auto`: 1048576 with the
-    optimizer's states on nvme; a whole unit in memory, where larger tiles take no buffers."""
+    optimizer's states on nvme; a whole unit with states in memory, where tiles need no buffers."""
 
     update: Literal["auto", "during_backward", "after_backward", "next_forward"] = "auto"
     """When units are updated. `during_backward`: each unit once its gradient is complete (an error with clipping or a
@@ -144,8 +145,8 @@ class Infinity(Section):
     position of a parameter in the model."""
 
     adam_threads: CountOrZero = Field(default=0, le=1024)
-    """Threads of the update on the CPU; 0: one per processor that the process may use. Ranks of one machine share
-    them, and beside a GPU three are left to the threads that feed it."""
+    """Threads of the update on the CPU; 0: one per processor that the process may use. Ranks of one machine share its
+    processors. Beside a GPU, three processors of a rank are left to the threads that feed the GPU."""
 
     norm_of: Literal["model", "optimizer"] = "model"
     """Gradients in the norm of `gradient_clipping`, if some trainable parameters are in no group of the optimizer.

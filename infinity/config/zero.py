@@ -21,8 +21,9 @@ class Offload(Section):
     over the folders, so that the drives' bandwidths add up. Unused for other devices."""
 
     pin_memory: Switch = True
-    """Pin the host memory of these states, for asynchronous copies to a CUDA device. If pinning fails, pageable memory
-    is used and one warning is logged."""
+    """Pin the host memory that a CUDA device copies: parameters and stored gradients, if this is true in one of the
+    two sections with device `cpu`. Optimizer states are updated on the host and not pinned. If pinning fails, pageable
+    memory is used and one warning is logged."""
 
     @field_validator("nvme_path")
     @classmethod

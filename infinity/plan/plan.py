@@ -67,7 +67,7 @@ class Plan:
     grad_divisor: int
     """Divisor of the sum of gradients over ranks: their number for the mean, 1 for the sum."""
     pin_memory: bool
-    """Pin the host tier, so that a CUDA device copies asynchronously."""
+    """Pin the parts of the host tier that a CUDA device copies (`pinned`), for asynchronous copies."""
     seed: int
     """Seed of stochastic rounding."""
     adam_threads: int
@@ -88,8 +88,8 @@ class Plan:
 
     @property
     def passing(self) -> Mapping[str, int]:
-        """Tier → bytes that gradients may take beside `nbytes`: all of them in the first two steps, and later those of
-        units that cannot be updated as backward leaves them."""
+        """Tier → bytes that gradients may take beside `nbytes`: all of them in the first three steps, and later those
+        of units that cannot be updated as backward leaves them."""
         return self.placement.passing if self.update is not None else {}
 
     def peak_nbytes(self) -> dict[str, int]:

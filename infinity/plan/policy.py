@@ -65,7 +65,7 @@ class DeviceInfo:
     processors: int = 0
     """Number of the host's processors for updates; 0: all that the process may use."""
     limit: int = 0
-    """Bytes of it that may be used (`infinity.memory.device`); 0: all."""
+    """Bytes of the device's memory that may be used (`infinity.memory.device`); 0: all."""
 
     @property
     def usable(self) -> int:

@@ -43,7 +43,7 @@ _UNITS_READ_AHEAD = 2
 _HELD = 2
 _UPDATED = 1
 _AHEAD = 4
-"""Least number of units to prefetch by default."""
+"""Number of units to prefetch by default: more if a block has more, fewer if the device has no room."""
 _SHARE = 2
 """Divisor of the device's free memory: the rest is for activations, which no plan knows."""
 _NARROW = 16
@@ -93,7 +93,7 @@ def unit_pool(
 
     The buffers suffice for the units that nested modules hold at once, the next ones, those cached, and one whose
     update is being written. room: bytes of the device for these buffers, the activations and everything else. By
-    default, buffers take half of it, but at least one unit is prefetched.
+    default, buffers take at most half of it, but at least one unit is prefetched.
     """
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:

@@ -119,7 +119,8 @@ def pin_ranges(memory: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
             _pin_refused = True
             warnings.warn(
                 f"{stop - start:,} bytes of host memory could not be pinned (CUDA error {result}): copies to and from "
-                "the GPU are slower and do not overlap. Free host memory, or set pin_memory to false to pin no states.",
+                "the GPU are slower and do not overlap. Free host memory, or set pin_memory of offload_param and "
+                "offload_optimizer to false to pin no states.",
                 stacklevel=user_level(),
             )
         return
