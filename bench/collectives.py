@@ -2,13 +2,15 @@
 
     python bench/collectives.py                      # 2 and 4 ranks, about 2 minutes on 2 cores
     python bench/collectives.py --ranks 2 --rounds 5 --name trial
-    python bench/collectives.py --only agreement     # what else the result holds is kept
+    python bench/collectives.py --only agreement     # keeps the rest of the result
 
-Every collective in every round, after a barrier, in an order that rotates. Wall is the median on rank 0; CPU is that of
+Each round runs every collective after a barrier, in an order that rotates. Wall is the median on rank 0; CPU is that of
 its process, the kernel's copies included. "all-to-all" is gloo's, into a copy, and a sum of that in rank order.
 
-"agreement" is `infinity.comm.announcer` around a collective that does nothing, predicted from earlier ones or never
-seen before; a sample is the mean of many. Writes bench/results/collectives.json, then draws collectives.md from it.
+"agreement" is `infinity.comm.announcer` around a collective that does nothing. It is predicted from earlier ones, or
+never seen before. A sample is the mean of many.
+
+Writes bench/results/collectives.json, then draws collectives.md from it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--agreeing", type=int, nargs="+", default=[2, 4, 8, 16], help="ranks that agree")
     parser.add_argument("--units", type=int, default=100, help="collectives of a sample of agreement")
-    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="what to measure")
+    parser.add_argument(
+        "--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), help="measurements to run (both)"
+    )
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
-"""Measures the construction of a GPT-2 on the meta device: its values are made and moved to their tiers.
+"""Measure the construction of a GPT-2 on the meta device: time and memory to make its values and fill their tiers.
 
     python bench/construction.py
     python bench/construction.py --trees ../before . --kinds nvme:2 nvme:1 cpu:2 nvme:2:2    # two checkouts, in turns
 
-A kind is placement:threads, or placement:threads:ranks on one machine. Prints medians over processes of their own:
-seconds on the clock and of all processors, for `initialize` and for its part that makes and writes values
-(`stream_in`), and the largest resident set of a rank. Published in bench/results/construction.md.
+A kind is placement:threads, or placement:threads:ranks on one machine. Each construction runs in processes of its own.
+Prints medians: seconds on the clock and of all processors, for `initialize` and for its part that makes and writes
+values (`stream_in`), and the largest resident set of a rank. Published in bench/results/construction.md.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, tree: Path, placement: str, threads: int, 
         ]
         outputs = [process.communicate()[0] for process in running]
         if any(process.returncode for process in running):
-            sys.exit("a construction failed")
+            sys.exit("A construction failed: see the traceback above.")
     found = [json.loads(output.splitlines()[-1]) for output in outputs]
     combine: dict[bool, Callable[..., float]] = {True: sum, False: max}
     return {name: combine[name.startswith("processors")](one[name] for one in found) for name in found[0]}
@@ -98,11 +98,13 @@ def measure(args: argparse.Namespace, tree: Path, placement: str, threads: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trees", type=Path, nargs="+", default=[Path.cwd()], help="checkouts with built modules")
+    parser.add_argument(
+        "--trees", type=Path, nargs="+", default=[Path.cwd()], help="checkouts with built modules (this one)"
+    )
     parser.add_argument("--kinds", nargs="+", default=["nvme:2", "nvme:1", "cpu:2"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden-size", type=int, default=2048)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="for the files of nvme")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder for the files of nvme")
     parser.add_argument("--child", choices=("cpu", "nvme"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)

@@ -4,10 +4,10 @@
     python bench/simulate_step.py --machine h200 --unit-size auto --results /tmp --sites
     python bench/simulate_step.py --machine v100 --update during_backward --unit-size auto --trace trace.json
 
-The engine's own code runs, on the late device of tests/late in virtual time: kernels, copies and host work take a
+The engine's own code runs on the late device of tests/late, in virtual time: kernels, copies and host work take a
 computed time and compute nothing, and memory is reserved but not used. All states are in host memory (placement "cpu").
 `during_backward` trains in bf16 without clipping, `next_forward` in fp16 with clipping 1. The loss is read after each
-step. The first step records the trace and the second follows it; tables are about the later ones.
+step. The first step records the trace and the second is the first to follow it. Tables show later ones.
 
 A phase ends when the compute stream has done its work. Busy is the time of the model's kernels. The engine's own
 kernels (fingerprints, copies of gradients) count beside it. Each gap between two kernels belongs to the lane that ended
@@ -83,24 +83,24 @@ def assumptions(machine: str, changes: Sequence[str] = ()) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     doc = (__doc__ or "").format(assumptions="\n".join(f"  {assumptions(machine)}" for machine in MACHINES))
     parser = harness.make_parser(doc, "simulate_step")
-    parser.add_argument("--machine", choices=MACHINES, help="default: each")
-    parser.add_argument("--update", choices=UPDATES, help="default: each")
-    parser.add_argument("--unit-size", metavar="SIZE", help=f"default: {' and '.join(UNIT_SIZES)}")
+    parser.add_argument("--machine", choices=MACHINES, help="machine to simulate (default: each)")
+    parser.add_argument("--update", choices=UPDATES, help="schedule of updates (default: each)")
+    parser.add_argument("--unit-size", metavar="SIZE", help=f"infinity.unit_size (default: {' and '.join(UNIT_SIZES)})")
     parser.add_argument("--moments", default="8bit", help="format of the optimizer's moments (8bit)")
     parser.add_argument("--batch", type=positive, default=10, metavar="N", help="sequences of a step (10)")
     parser.add_argument(
-        "--steps", type=positive, default=4, metavar="N", help="tables are about the third and later (4)"
+        "--steps", type=positive, default=4, metavar="N", help="steps; tables show the third and later ones (4)"
     )
     parser.add_argument("--sites", action="store_true", help="print the lines at which the model's thread waited")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step of one case as a Chrome trace")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help=f"another rate, of {', '.join(NAMES)}"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help=f"replace a rate: one of {', '.join(NAMES)}"
     )
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     add_shape(parser, SHAPE)
     args = parser.parse_args(arguments)
     if args.steps < 3:
-        parser.error("--steps must be at least 3: tables are about the third and later ones")
+        parser.error("--steps must be at least 3: tables show the third and later ones")
     if args.trace and not (args.machine and args.update and args.unit_size):
         parser.error("--trace shows one case: give --machine, --update and --unit-size")
     return args

@@ -15,7 +15,7 @@ AGREEMENT = """\
 Before a collective, ranks agree that all issue the same one (`infinity/comm/announcer.py`).
 A collective that earlier ones predict costs no message; one without an example costs an exchange between all ranks.
 Cells are microseconds of wall time / of rank 0's CPU for each collective, medians, and messages that a rank sends.
-All ranks run on one machine, so that wall time with more ranks than cores includes the work of others."""
+All ranks run on one machine, so wall time with more ranks than cores includes the work of others."""
 
 
 def tables(result: Result) -> str:

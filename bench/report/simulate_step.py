@@ -12,6 +12,7 @@ BUSY = "busy"
 PHASES = ("forward", "backward", "step")
 SHOWN = 5e-4
 """Least seconds that tables show."""
+WORK = "Seconds in which links and Adam worked, overlapped with compute or not, and of each step from the second on."
 
 
 def mean(run: Result, phases: tuple[str, ...], kind: str = "steps") -> dict[str, float]:
@@ -64,14 +65,13 @@ def fragments(result: Result) -> dict[str, str]:
     text = (
         f"GPT-2: hidden {shape['hidden_size']}, {shape['num_layers']} layers, {shape['num_attention_heads']} heads, "
         f"vocabulary {shape['vocab_size']}, sequence {shape['seq_length']}, batch {shape['batch']}, checkpointed "
-        f"activations, moments in {result['moments']}."
+        f"activations, {result['moments']} moments."
     )
     head = ["machine, update, unit size", "phase", "s", "busy", *shown]
     return {
         "setup": setup(result, text, *(f"{line}." for line in result["assumptions"])),
         "table": table(head, rows(result, shown)),
-        "work": "Seconds in which links and Adam worked, beside compute or not, and the seconds of all steps.\n\n"
-        + table(work_head(result), work(result)),
+        "work": f"{WORK}\n\n" + table(work_head(result), work(result)),
         "sites": "\n\n".join(_sites(name, run) for name, run in result["runs"].items()),
     }
 
