@@ -1,4 +1,4 @@
-"""Has all ranks issue the same collectives in the same order. See docs/design.md [Note: agreement on collectives].
+"""Makes all ranks issue the same collectives in the same order. See docs/design.md [Note: agreement on collectives].
 
 Ranks predict their next collective from those that they agreed on. A rank that issues the predicted one sends no
 message: it follows. A rank that issues another one departs: it exchanges announcements with all ranks. Followers wait
@@ -38,8 +38,8 @@ _LONG = 1.0
 _JOIN = 5.0
 """Seconds that the thread may take to end: its store may not answer."""
 _DEPARTURES = 3
-"""Departures from a collective by its flags alone, after which they are always exchanged. Flags that differed between
-ranks once count as all of these: waits of followers are longer than exchanges.
+"""Number of changes of a collective's flags after which they are exchanged every time. Flags that differ between ranks
+reach it at once, since a follower's wait is longer than an exchange.
 """
 _NOTE = "departed"
 """Key of the number of the collective before which a rank departed."""
@@ -74,10 +74,10 @@ class Pending(Protocol):
 
 
 class Announcer:
-    """Agreement of the ranks of `group`, a gloo group of its own, in which this rank has number `rank` of `size`.
+    """Agreement of the `size` ranks of `group`, a gloo group that nothing else uses. rank: this rank's number.
 
-    Collectives run on one thread. pending: those that a device executes after they return; None if they have ended
-    then, as on gloo, where they also fail by themselves when a rank that they wait for leaves.
+    Collectives run on one thread. pending: those that a device executes after they return; None if they end before they
+    return, as on gloo, where they also fail when a rank that they wait for leaves.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Announcer:
                     self.abort()
 
     def _test_connections(self) -> None:
-        """Raise RuntimeError if the connection to a rank is closed. A device waits for a rank that ended for ever."""
+        """Raise RuntimeError if the connection to a rank is closed. A device waits forever for a rank that ended."""
         for rank in range(self._size):
             if rank != self._rank:
                 dist.irecv(torch.empty(1), group=self._group, group_src=rank, tag=_TEST_TAG)

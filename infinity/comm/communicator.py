@@ -231,7 +231,7 @@ class Communicator:
                 self._leave()
 
     def _leave(self) -> None:
-        """Leave the groups of collectives, so that ranks which wait in one for this rank do not wait on."""
+        """Leave the groups of collectives, which ends the wait of ranks that wait in one for this rank."""
         if hasattr(self, "_group"):
             if self.error:
                 self._announcer.abort()

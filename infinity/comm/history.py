@@ -30,7 +30,7 @@ class Agreed:
 
 
 class History:
-    """Predicts a periodic sequence after about one period, by following its previous occurrence.
+    """Predicts a periodic sequence after one or two periods, by following its previous occurrence.
 
     A place in the past advances with every collective. After a wrong prediction it moves to the place whose preceding
     collectives agree with the latest ones for longest.

@@ -34,8 +34,9 @@ def stream_in(
 ) -> list[Unit]:
     """Write the values of `model` to their tiers and return its units, released. Peak memory: two units.
 
-    found: in the order of the slots. Values are read from each parameter's source; or made from rank 0's seed, each
-    rank its shards; or rank 0's. Raises RanksError if ranks differ in the parameters that have a source.
+    found: in the order of the slots. A parameter with a source is read from it. Of the others, each rank makes its
+    shards from rank 0's seed, or takes rank 0's values. Raises RanksError if ranks differ in the parameters with a
+    source.
     """
     _check_sources(found, ranks)
     units = []
@@ -73,9 +74,10 @@ def stream_in(
 
 
 def _share_seed(values: Materializer, ranks: Communicator) -> bool:
-    """Give all ranks the seed of rank 0. Returns True if each may make only the parameters of its own shards.
+    """Return whether each rank may make only the parameters of its own shards. With shards, all take rank 0's seed.
 
-    Otherwise all make all, and rank 0's are used: ranks without shards, and rules that may differ among ranks.
+    Otherwise every rank makes every parameter and rank 0's are broadcast: if states are replicated, or if the values of
+    a rule may differ between ranks.
     """
     if ranks.shards == 1:
         return False

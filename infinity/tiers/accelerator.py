@@ -140,7 +140,7 @@ class AcceleratorDevice(Device):
         restrict = getattr(self._library, "set_per_process_memory_fraction", None)
         if restrict is None:
             kind = self.torch_device.type
-            logger.warning("infinity.memory.device: torch limits no memory of %s, so only buffers are counted", kind)
+            logger.warning("torch cannot limit memory on %s: infinity.memory.device limits buffers only", kind)
             return
         if self._fraction is None:
             present = getattr(self._library, "get_per_process_memory_fraction", None)  # torch 2.6 has none
@@ -153,7 +153,7 @@ class AcceleratorDevice(Device):
             self._library.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def _memory(self) -> tuple[int, int]:
-        """Return the bytes that are free, and all bytes, of the device; those of the host if torch cannot tell."""
+        """Return the free and the total bytes of the device, or the host's if torch has no query for them."""
         query = getattr(self._library, "mem_get_info", None)
         if query is None:
             return available_memory(), available_memory()

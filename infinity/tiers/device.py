@@ -71,8 +71,8 @@ class Device(ABC):
     def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
         """Return a 64-bit hash of `memory`, uint8 (n,), n a multiple of 8. It misses a change with probability 2^-64.
 
-        It is that of the compute issued so far by this thread. A tensor on the device does not wait for that; a
-        comparison of two does.
+        It includes the compute that this thread issued so far. A result on the device does not wait for that compute;
+        the comparison of two results does.
         """
         return _adam.fingerprint(memory.data_ptr(), memory.numel())
 

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 _MOST = 64
-"""Waits whose time is not yet read, beyond which those that have ended are."""
+"""Number of unread waits above which those that have ended are read."""
 
 
 class Stalls:

@@ -86,8 +86,8 @@ class BackwardTracker:
 def works_for(thread: int) -> bool:
     """Return whether the calling thread is autograd's for a device and executes a backward that `thread` called.
 
-    thread: its identifier. PyTorch does not tell which thread called a backward: `thread` waits in one, and this thread
-    has a graph task and is not Python's.
+    thread: its identifier. PyTorch does not expose which thread called a backward, so this is inferred: `thread` waits
+    in one, and the calling thread has a graph task and was not started by Python.
     """
     if torch._C._current_graph_task_id() == -1 or not _is_autograds():
         return False
