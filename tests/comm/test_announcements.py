@@ -28,7 +28,7 @@ def test_every_operation_has_a_text() -> None:
 
 
 def test_collectives_that_a_rank_may_leave_before_another_enters() -> None:
-    """A broadcast is over for its source at once; a rank whose part is empty is not waited for."""
+    """A broadcast ends at its source at once; no rank waits for an empty part."""
     loose = {operation for operation in Operation if not Announcement(operation, length=4).is_synchronous(4)}
     assert loose == {Operation.BROADCAST, Operation.GIVE_UP}
     assert not Announcement(Operation.ALL_GATHER_STATE, length=3).is_synchronous(4)

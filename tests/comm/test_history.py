@@ -24,7 +24,7 @@ def wrong_predictions(history: History, units: list[int]) -> int:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_a_periodic_sequence_is_predicted_after_two_periods(period: list[int]) -> None:
-    """Repetitions within a period, which leave several continuations, included."""
+    """Collectives may repeat within a period, which leaves several continuations."""
     history = History()
     for _ in range(2):
         wrong_predictions(history, period)
@@ -33,7 +33,7 @@ def test_a_periodic_sequence_is_predicted_after_two_periods(period: list[int]) -
 
 @given(st.lists(st.integers(0, 9), max_size=60), st.lists(st.integers(0, 9), min_size=1, max_size=20))
 def test_a_period_is_predicted_again_after_a_detour(detour: list[int], period: list[int]) -> None:
-    """As soon as it has gone on for longer than in the detour."""
+    """Predictions are right once the period has gone on for longer than in the detour."""
     history = History()
     for part in (period, period, detour, *[period] * (len(detour) + 4)):
         wrong_predictions(history, part)
@@ -53,7 +53,7 @@ def test_predictions_depend_on_what_was_agreed_only() -> None:
 
 @pytest.mark.parametrize("capacity", [2, 3, 8, 11])
 def test_an_old_past_is_forgotten(capacity: int) -> None:
-    """A period that fits is predicted on; one that does not is never an error."""
+    """A period within the capacity stays predicted; a longer one raises no error."""
     history = History(capacity)
     wrong = [wrong_predictions(history, [0, 1, 2]) for _ in range(30)]
     if capacity >= 8:

@@ -275,7 +275,7 @@ class Traffic:
 
 
 def test_a_micro_batch_moves_at_most_twelve_bytes_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two leave the device and are read again, four are read and written in the sum."""
+    """Two bytes leave the device and are read again; four are read and written in the sum."""
     device = LateDevice()
     config = engine_config("cpu", "cpu", bf16=True, accumulation=4, clip=0.5, cache_bytes="auto")
     with open_engine(seeded(Stack), config, device) as engine:
@@ -324,7 +324,7 @@ def test_gradients_that_arrive_twice_are_summed_in_fp32(device: Callable[[], Dev
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_a_gradient_that_is_wider_than_its_parameter_is_refused() -> None:
-    """Rounding it to be collected would change the sum."""
+    """Collecting it would round it, which would change the sum."""
     config = engine_config("cpu", "cpu", bf16=True, accumulation=2)
     with open_engine(seeded(Stack), config) as engine:
         weight = engine.module.blocks[0].up.weight

@@ -1,4 +1,4 @@
-"""Gradients that updates consume on arrival: memory for the others exists while they are stored, and a step more."""
+"""Gradients that updates consume on arrival: memory of others exists while they wait, and at most two steps more."""
 
 from __future__ import annotations
 

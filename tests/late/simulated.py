@@ -1,8 +1,8 @@
 """The engine in virtual time: its own code on `late.clock`, with host work and waits that take a computed time.
 
-Replaced are the threads and locks of the engine's modules, its kernels on the host, which cost the bytes that they
-access, and the values that construction writes. Memory is reserved and not touched, so that models larger than this
-machine's memory run.
+It replaces the threads and locks of the engine's modules, its kernels on the host, which cost the bytes that they
+access, and the values that construction writes. Memory is reserved and not touched, so models larger than the machine's
+memory run.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from late.device import LateAccelerator
 MAP_NORESERVE = 0x4000
 """Flag of Linux, for which `mmap` has no name."""
 
-
 FINGERPRINTS, GRADIENTS = "fingerprints", "gradients on device"
 """Names of the engine's own kernels."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Bytes a second of host memory, for each thread that works on it with all cores; bytes of both memories."""
+    """The host. memory: bytes a second, for each thread that works on it with all cores. Others: bytes of memories."""
 
     memory: float = 150e9
     nbytes: float = 4e12
@@ -142,7 +141,7 @@ def _patched(replaced: dict[str, Any]) -> Iterator[None]:
 
 
 def _fingerprint(memory: torch.Tensor) -> torch.Tensor:
-    """The kernel of CUDA reads the memory once."""
+    """Cost what CUDA's kernel costs, which reads the memory once."""
     return memory.view(torch.int64).sum()
 
 

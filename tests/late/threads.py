@@ -182,7 +182,7 @@ class ThreadPoolExecutor:
 def _carry_out(future: Future, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
         result = work(*arguments)
-    except BaseException as error:  # noqa: BLE001 - raised by who waits for the future
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
         future.set_exception(error)
     else:
         del arguments

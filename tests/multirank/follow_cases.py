@@ -233,7 +233,7 @@ def wandering(rank: int, *, seed: int, turns: int) -> dict[str, Any]:
 
 
 class Executor:
-    """A device that executes barriers after they return, and waits for a rank that ended for ever."""
+    """A device that executes barriers after they return, and waits forever for a rank that ended."""
 
     def __init__(self) -> None:
         self.group = duplicate_group(dist.group.WORLD, "gloo")

@@ -1,4 +1,4 @@
-"""Followed collectives cost no message; a rank that departs from them is noticed, and nothing is mixed up."""
+"""Followed collectives cost no message; ranks notice one that departs, and exchange no wrong bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS = {
 @pytest.mark.parametrize("number", [0, 3, 5], ids=["gather", "reduce", "sum"])
 @pytest.mark.parametrize("way", WAYS)
 def test_one_rank_departs(pair: Group, way: str, number: int, which: int) -> None:
-    """All ranks raise the same error, which names what each one issued, at once."""
+    """All ranks raise the same error at once, which names the collective of each."""
     outcomes = pair.run(follow_cases.departing, timeout=20, number=number, ways={which: way})
     issued = [{0: "gathers unit one", 3: "reduces the gradient of unit two", 5: "sums numbers"}[number]] * 2
     issued[which] = WAYS[way]
@@ -63,7 +63,7 @@ def test_one_rank_gives_up(pair: Group, number: int) -> None:
 )
 @pytest.mark.parametrize("late", [0.0, 0.7])
 def test_some_of_four_depart(four: Group, ways: dict[int, str], who: str, late: float) -> None:
-    """Ranks that depart in different ways before the same collective, also after others have waited for long."""
+    """Ranks may depart in different ways before one collective, and after others have waited for long."""
     outcomes = four.run(follow_cases.departing, timeout=20, number=0, ways=ways, late=late)
     texts = {outcome["raised"] for outcome in outcomes}
     assert len(texts) == 1
@@ -74,14 +74,14 @@ def test_some_of_four_depart(four: Group, ways: dict[int, str], who: str, late: 
 
 @pytest.mark.parametrize("number", [5, 6], ids=["sum", "barrier"])
 def test_collectives_in_a_ring_end_too(four: Group, number: int) -> None:
-    """Ranks that wait for followers, and not for the rank that departed."""
+    """Ranks wait for followers in a ring, not directly for the rank that departed."""
     outcomes = four.run(follow_cases.departing, timeout=20, number=number, ways={1: "unit"})
     assert len({outcome["raised"] for outcome in outcomes}) == 1
     assert all(outcome["seconds"] < 3 for outcome in outcomes)
 
 
 def test_sets_of_gradients_that_differ(pair: Group) -> None:
-    """The union on all ranks, also where one follows and the other departs by its set alone."""
+    """All ranks get the union, even if one follows and the other departs by its set alone."""
     same, first, both, none = [[0], [0]], [[1], [0]], [[0, 1], [0]], [[], []]
     own = [same, same, same, first, same, both, none, first, same, same, first]
     one, other = pair.run(follow_cases.sets, own=own)
@@ -103,7 +103,7 @@ def test_a_late_rank_is_waited_for(pair: Group) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_all_ranks_depart_alike(pair: Group, slow: int) -> None:
-    """The first time they exchange announcements, later only where the past leaves a choice."""
+    """Ranks exchange announcements the first time, and later only where the past leaves a choice."""
     one, other = pair.run(follow_cases.detour, slow=slow)
     assert one == other
     assert one[2] == one[7] == one[8] == 0
@@ -113,7 +113,7 @@ def test_all_ranks_depart_alike(pair: Group, slow: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_collectives_give_right_numbers(four: Group, seed: int) -> None:
-    """Ranks of unequal pace, habits that change, sets that differ: sums, unions and gathers are right to the end."""
+    """Sums, unions and gathers stay right with ranks of unequal pace, changing sequences and differing sets."""
     outcomes = four.run(follow_cases.wandering, seed=seed, turns=60)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0]["raised"].startswith("the ranks issued different collectives: ")
@@ -121,7 +121,7 @@ def test_random_collectives_give_right_numbers(four: Group, seed: int) -> None:
 
 
 def test_collectives_of_a_device_are_aborted(pair: Group) -> None:
-    """A device, as with NCCL, waits for a rank that departed: its own rank ends that."""
+    """A device waits for a rank that departed, as with NCCL, until its own rank aborts the collective."""
     one, other = pair.run(follow_cases.on_device, how="departs", timeout=20)
     assert one["raised"] == other["raised"]
     assert "rank 0 gathers unit one; rank 1 gathers unit six" in one["raised"]

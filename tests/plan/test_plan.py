@@ -293,7 +293,7 @@ def test_a_llama_of_7b_takes_eight_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("pin", [True, False])
 def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin: bool) -> None:
-    """Parameters, and gradients whose memory is reserved; never optimizer states, which the host updates."""
+    """The plan pins parameters and gradients with reserved memory, and no optimizer states, which the host updates."""
     options = {"param": "cpu", "optim": "cpu", "clip": clip}
     config = engine_config(**options).model_dump(mode="json", exclude_unset=True)
     for part in ("offload_param", "offload_optimizer"):

@@ -123,7 +123,7 @@ def test_a_whole_block_fits_ahead() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_prefetch_is_spent_in_bytes(blocks: int) -> None:
-    """Tiny units take no place of the units ahead."""
+    """Tiny units take no buffer of the units ahead."""
     asked = 4 * blocks * (NORM + 3 * LINEAR)
     buffers, ahead = planned(prefetch_bytes=asked)
     assert ahead == asked

@@ -56,4 +56,4 @@ def test_a_limit_that_torch_cannot_set_is_logged(
 ) -> None:
     with caplog.at_level(logging.WARNING, "infinity"):
         device_of().limit(30 << 30)
-    assert "infinity.memory.device: torch limits no memory of meta" in caplog.text
+    assert "torch cannot limit memory on meta: infinity.memory.device" in caplog.text

@@ -132,7 +132,7 @@ def test_modules_that_are_nested_only_when_they_run_are_named(tmp_path: Path) ->
 
 
 class Experts(nn.Module):
-    """A list in an entry of a list."""
+    """Has a list in an entry of a list."""
 
     def __init__(self) -> None:
         super().__init__()
