@@ -97,13 +97,15 @@ def measure(args: argparse.Namespace, tree: Path, placement: str, threads: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="constructions of each kind and checkout (3)")
     parser.add_argument(
-        "--trees", type=Path, nargs="+", default=[Path.cwd()], help="checkouts with built modules (this one)"
+        "--trees", type=Path, nargs="+", default=[Path.cwd()], help="checkouts with built modules (the current folder)"
     )
-    parser.add_argument("--kinds", nargs="+", default=["nvme:2", "nvme:1", "cpu:2"])
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument(
+        "--kinds", nargs="+", default=["nvme:2", "nvme:1", "cpu:2"], help="nvme:2 nvme:1 cpu:2 by default"
+    )
+    parser.add_argument("--layers", type=int, default=12, help="blocks of the model (12)")
+    parser.add_argument("--hidden-size", type=int, default=2048, help="width of the model (2048)")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder for the files of nvme")
     parser.add_argument("--child", choices=("cpu", "nvme"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
