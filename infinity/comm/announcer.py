@@ -2,7 +2,7 @@
 
 Ranks predict their next collective from those that they agreed on. A rank that issues the predicted one sends no
 message: it follows. A rank that issues another one departs: it exchanges announcements with all ranks. Followers wait
-in a collective that the departing rank has not joined. A thread of theirs notices that, and answers.
+in a collective that the departing rank has not joined. Their watching threads detect that and exchange announcements.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class Announcer:
     # -- the watching thread ----------------------------------------------------------------------------------------
 
     def look(self, wait: _Wait) -> None:
-        """Look after a wait that takes long: leave a note if this rank departed, answer another rank's if it follows,
-        and test connections if it waits for a device.
+        """Inspect a long wait: leave a note if this rank departed, answer another rank's note if this one follows, and
+        test connections if it waits for a device.
         """
         if not wait.issued:
             self._store.set(_NOTE, str(wait.number))  # again at each look: a late note of another rank replaces it
@@ -256,7 +256,7 @@ class Announcer:
 
 
 def _watch(announcer: weakref.ref[Announcer], closing: threading.Event) -> None:
-    """Look after waits of `announcer`, ever more seldom in one wait, until it closes or ends."""
+    """Inspect waits of `announcer`, at growing intervals in one wait, until it closes or ends."""
     wait: _Wait | None = None
     pause = due = 0.0
     while not closing.wait(_TICK):

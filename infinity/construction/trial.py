@@ -1,4 +1,4 @@
-"""Finds whether modules are initialised independently, so that each rank may make those of its own shards only."""
+"""Checks that modules are initialised independently, so that each rank may make those of its own shards only."""
 
 from __future__ import annotations
 

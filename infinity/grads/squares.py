@@ -13,7 +13,7 @@ from infinity.tiers.transfer import Transfer
 from infinity.update.kernels import squares_into
 
 Squares = Callable[[], float]
-"""Returns a gradient's sum of squares. Waits for the device if that computes it. Any thread may call it."""
+"""Returns a gradient's sum of squares. Waits for the device if it computes the sum. Any thread may call it."""
 
 
 class DeviceSquares:
@@ -46,7 +46,7 @@ class DeviceSquares:
 
 
 class _Copied:
-    """The sums of one gradient on their way to the host, and their total once it was asked for."""
+    """The sums of one gradient, which are copied to the host, and their total once it is read."""
 
     def __init__(self, copy: Transfer, sums: torch.Tensor, host: torch.Tensor, parts: Sequence[Part]) -> None:
         self._copy = copy
