@@ -72,11 +72,14 @@ class GatheredParameters:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._modifier is not None and error[0] is None:
-            for engine, unit in self._held:
-                adopt_assigned(unit)
-                engine.ranks.broadcast(unit.flat(), source=self._modifier)
-        self._release()
+        try:
+            if self._modifier is not None and error[0] is None:
+                for engine, unit in self._held:
+                    engine.parts.store.use(unit)  # an update in the block takes the parameters from their buffer
+                    adopt_assigned(unit)
+                    engine.ranks.broadcast(unit.flat(), source=self._modifier)
+        finally:
+            self._release()
 
     def _release(self) -> None:
         for engine, unit in self._held:

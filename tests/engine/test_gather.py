@@ -128,6 +128,25 @@ def test_gathered_parameters_are_kept_and_their_changes_too(bf16: bool, modifier
         assert infinity.get_full_fp32_param(blocks[0].up.bias).sub(1).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+@pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_a_step_inside_of_gathered_parameters_is_that_of_a_plain_loop(param: str, update: str, late: bool) -> None:
+    """The end of a block sends the updated parameters to other ranks, from whatever state the update left them in."""
+    results = []
+    for gathers in (False, True):
+        device = LateDevice() if late else None
+        with engine_of(param=param, optim="cpu", unit_size=8192, update=update, device=device) as engine:
+            train(engine, BATCHES[:3])
+            for number, batch in enumerate(BATCHES[3:]):
+                block = engine.module.blocks[number]
+                with infinity.GatheredParameters([block.up.weight] if gathers else [], modifier_rank=0):
+                    train(engine, [batch])
+            results.append(parameters_of(engine))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value), name
+
+
 def test_a_block_that_fails_lets_go() -> None:
     with engine_of(prefetch_bytes=0) as engine:
         with pytest.raises(KeyError), infinity.GatheredParameters(engine.module.embedding.weight, 0):
