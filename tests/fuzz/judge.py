@@ -151,7 +151,8 @@ def judge(case: Case) -> Verdict:
         # Below stage 2, and where other units take the last buffers, gradients that arrive several times in a step are
         # summed in another order.
         alike = len({setting.stage < 2 for setting in case.settings}) == 1
-        if case.loop.accumulation > 1 or case.loop.backward in ("twice", "twice uncounted", "two losses"):
+        several = case.loop.backward in ("twice", "twice uncounted", "two losses") or case.loop.call == "two forwards"
+        if case.loop.accumulation > 1 or several:
             alike = alike and len({setting.unit_size for setting in case.settings}) == 1
         bits = difference(outcomes[1], outcomes[0], case.loop.dtype, exact=alike)
         if bits and verdicts[0].kind != "void":
