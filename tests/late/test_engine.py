@@ -129,14 +129,6 @@ def test_recomputation_in_a_backward_of_the_forward(order: None, param: str) -> 
     assert_same(Result(result.losses, {name: value.cpu() for name, value in result.parameters.items()}), expected)
 
 
-def test_a_copy_within_host_memory_follows_another_transfer(lazy: None) -> None:
-    device = LateAccelerator()
-    there = torch.arange(64, dtype=torch.uint8, device=device.torch_device)
-    first, second = device.host_buffer(64), device.host_buffer(64)
-    assert device.copy(second, first, after=device.copy(first, there)) is DONE
-    assert torch.equal(second, torch.arange(64, dtype=torch.uint8))
-
-
 # -- removed waits -----------------------------------------------------------------------------------------------------
 
 
