@@ -18,7 +18,7 @@ from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor, storage_users
 from infinity.tiers.nvme import NvmeTier, _Request
-from infinity.tiers.transfer import Failed, Transfer
+from infinity.tiers.transfer import Failed, Transfer, issued
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier, LateTransfer
 
@@ -86,6 +86,28 @@ def test_a_staging_buffer_is_returned_after_a_failed_copy(tmp_path: Path, kind: 
     for _ in range(BUFFERS + 1):
         with pytest.raises(RuntimeError, match="CUDA error"):
             getattr(tier, kind)(EXTENT, device.empty(STAGING_BYTES)).wait()
+    tier.close()
+
+
+class FirstCopyFails(LateDevice):
+    """A device whose first copy fails."""
+
+    failed = False
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Any:
+        if self.failed:
+            return super().copy(destination, source, after=after)
+        self.failed = True
+        return Failed(RuntimeError("CUDA error"))
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_one_copy_that_fails_fails_the_whole_transfer(tmp_path: Path, kind: str) -> None:
+    device = FirstCopyFails()
+    file = open_swap_files([tmp_path], NBYTES, name="x")
+    tier = NvmeTier(file, NBYTES, open_engine(block_size=1 << 20, queue_depth=4, threads=1), device)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        getattr(tier, kind)(EXTENT, device.empty(NBYTES)).wait()
     tier.close()
 
 
@@ -195,6 +217,20 @@ def test_a_read_takes_what_was_read_ahead(counted: Counted) -> None:
     assert counted.reads == ["1a", "1b", "2a"]
     assert [value_of(counted, extent) for extent in UNITS[1:3]] == [1, 2]
     assert counted.reads == ["1a", "1b", "2a", "2b"]
+
+
+def test_copies_are_issued_before_the_ones_before_have_ended(counted: Counted) -> None:
+    """A host buffer is filled again only after the copy that reads it."""
+    counted._device.to_device.delay = 60
+    counted.read_ahead(UNITS[:1])
+    targets = [counted._device.empty(UNIT) for _ in UNITS]
+    first = issued(counted.read(UNITS[0], targets[0]))
+    assert not first.done()
+    counted.read_ahead(UNITS[1:])
+    reads = [counted.read(extent, target) for extent, target in zip(UNITS[1:], targets[1:], strict=True)]
+    for copies in [issued(read) for read in reads]:
+        copies.wait()
+    assert [set(target.tolist()) for target in targets] == [{0}, {1}, {2}, {3}]
 
 
 def test_extents_that_are_wanted_no_more_make_room(counted: Counted) -> None:
