@@ -136,8 +136,7 @@ class Landing:
         assert places.stored_pool is not None and places.dtypes_of(unit).stored == shard.dtype
         with places.stored_pool.lease(shard.nbytes) as lease:
             places.device.await_copy(places.tier.read(places.extent_of(unit), lease.tensor))
-            shard.add_(lease.flat(shard.dtype))
-            places.device.compute_reached().wait()
+            shard.add_(lease.flat(shard.dtype))  # this thread's next read follows it
 
     def _arrive_in_extent(self, sent: Sent, stored: torch.Tensor, *, add: bool) -> Gradient:
         pool, shard, layout = self._places.host_pool, sent.flat, sent.unit.layout

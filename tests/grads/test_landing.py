@@ -33,7 +33,7 @@ from infinity.units.unit import Unit
 from infinity.update.kernels import squared_norm
 from support.configs import engine_config
 from support.late_device import LateDevice
-from support.late_disk import LateSlab
+from support.late_disk import LateSlab, LateTransfer
 from support.loops import open_engine
 from support.models import Stack, seeded, token_batches
 
@@ -65,7 +65,9 @@ class Bench:
             self.tier = PassingTier(tier, device, on_device=on_device)
         self.pool = Pool(device.empty, {layout.nbytes: 3}, name="gradients", poison=device.poison, fifo=True)
         leaves = not device.host_addressable and not on_device
-        self.host = Pool(host_tensor, {layout.nbytes: 2}, name="shards", poison=device.poison) if leaves else None
+        self.host = (
+            Pool(device.host_buffer, {layout.nbytes: 2}, name="shards", poison=device.poison) if leaves else None
+        )
         stored = Pool(host_tensor, {2 * layout.nbytes: 2}, name="stored") if tier == "nvme" else None
         if passes:
             make = device.empty if on_device else host_tensor
@@ -81,6 +83,13 @@ class Bench:
         flat = lease.flat(torch.bfloat16)
         flat.copy_(gradient)
         return Sent(unit or self.unit, flat, lease, self.device.compute_reached(), {0, 1, 2}, None, last)
+
+    def late(self, gradient: torch.Tensor, *, last: bool) -> Sent:
+        """Return a gradient that is in its buffer only after a wait for its reduction."""
+        sent = self.sent(torch.full_like(gradient, torch.nan), last=last)
+        flat = sent.flat
+        sent.reduced = LateTransfer(lambda: flat.copy_(gradient))
+        return sent
 
     def gradients(self, count: int) -> list[torch.Tensor]:
         """Return gradients of the unit: bf16 (numel,), zero in padding."""
@@ -125,6 +134,14 @@ def test_sums_and_norms_are_those_of_a_plain_loop(bench: Bench) -> None:
     bench.store.settle()
     assert torch.equal(bench.store.read(bench.unit), total)
     bench.assert_all_given_back()
+
+
+def test_a_gradient_is_added_once_it_is_reduced(bench: Bench) -> None:
+    gradients = bench.gradients(2)
+    for number, gradient in enumerate(gradients):
+        bench.store.keep(bench.late(gradient, last=number == 1))
+    bench.store.settle()
+    assert torch.equal(bench.store.read(bench.unit), gradients[0].float() + gradients[1])
 
 
 def test_a_step_that_ends_early_has_a_norm(bench: Bench) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import late
+from grads.test_landing import Bench
 from infinity.grads.squares import DeviceSquares
 from infinity.plan.layout import Part
 from infinity.update.kernels import squared_norm
@@ -52,3 +53,42 @@ def test_a_norm_on_the_device_is_not_finite_if_the_gradient_is_not(order: None, 
     host[5125] = value
     squares = DeviceSquares(device, PARTS).start(host.to(device.torch_device))
     assert not squares() < torch.inf
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_a_gradient_lands_after_the_compute_that_made_it(lazy: None, tier: str) -> None:
+    """The landing thread has a stream of its own, and so has the thread that updates."""
+    bench = Bench(LateAccelerator(), tier)
+    first, second = bench.gradients(2)
+    there = [gradient.to(bench.device.torch_device) for gradient in (first, second)]
+    bench.store.keep(bench.sent(there[0], last=False))
+    landed = bench.store.land(bench.sent(there[1], last=True)).result(60)
+    bench.device.await_copy(landed.reached)
+    assert torch.equal(landed.shard.cpu(), first.float() + second)
+    landed.release()
+    bench.store.settle()
+    bench.store.close()
+
+
+@pytest.mark.parametrize("lands", [False, True], ids=["kept", "landed"])
+def test_gradients_are_added_to_memory_of_the_device_that_is_not_reserved(order: None, lands: bool) -> None:
+    """One buffer holds the stored part of each unit in turn, and nothing waits for the sums in between."""
+    bench = Bench(LateAccelerator(), "device", passes=True)
+    gradients = [bench.gradients(2) for _ in bench.units]
+    there = [[gradient.to(bench.device.torch_device) for gradient in each] for each in gradients]
+    for unit, (first, _) in zip(bench.units, there, strict=True):
+        bench.store.keep(bench.sent(first, last=False, unit=unit))
+    later = [bench.sent(second, last=True, unit=unit) for unit, (_, second) in zip(bench.units, there, strict=True)]
+    if lands:
+        for future, expected in zip([bench.store.land(sent) for sent in later], gradients, strict=True):
+            landed = future.result(60)
+            bench.device.await_copy(landed.reached)
+            assert torch.equal(landed.shard.cpu(), expected[0] + expected[1])
+            landed.release()
+        bench.store.settle()
+    else:
+        for sent in later:
+            bench.store.keep(sent)
+        for unit, expected in zip(bench.units, gradients, strict=True):
+            assert torch.equal(bench.store.read(unit), expected[0] + expected[1])
+    bench.store.close()
