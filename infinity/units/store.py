@@ -215,9 +215,11 @@ class UnitStore:
             self._states.read_ahead([unit.layout for unit in upcoming if self._may_be_read(unit)])
 
     def _may_be_read(self, unit: Unit) -> bool:
-        """Return whether a unit's parameters are in their tier alone, and no write of them is due or under way."""
-        written = unit.job is None or unit.job.done.done()
-        return unit.residency is Residency.RELEASED and unit.due_update is None and written and unit not in self.kept
+        """Return whether a unit's parameters are in their tier alone, and no write of them is due.
+
+        None is under way: a unit is evicted from its buffer after its writes, if the tier is not memory.
+        """
+        return unit.residency is Residency.RELEASED and unit.due_update is None and unit not in self.kept
 
     def _fetch_ahead(self) -> None:
         budget = self.prefetch_bytes

@@ -1,0 +1,78 @@
+"""Units that are updated in host memory alone, whose buffer was given back as their update started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.engine.training import TrainingEngine
+from infinity.tiers.transfer import Transfer
+from infinity.units.states import UnitStates
+from infinity.units.unit import Residency, Unit
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import open_engine, train
+from support.models import Stack, seeded, token_batches
+
+BATCHES = token_batches(3)
+
+
+class Update:
+    """An update that ends when it is waited for."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def done(self) -> bool:
+        return self.waited
+
+
+@pytest.fixture
+def engine() -> Any:
+    """An engine after two steps, which made a trace."""
+    with open_engine(seeded(Stack), engine_config("cpu", "cpu", prefetch_bytes=20_000), LateDevice()) as opened:
+        train(opened, BATCHES[:2])
+        opened.parts.store.settle()
+        yield opened
+
+
+def under_update(engine: TrainingEngine, unit: Unit) -> Update:
+    """Let an update of a released unit be under way."""
+    assert unit.residency is Residency.RELEASED
+    update = Update()
+    unit.job = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
+    return update
+
+
+def test_a_fetch_follows_the_update(engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = next(unit for unit in engine.parts.units if unit.residency is Residency.RELEASED)
+    update, ended = under_update(engine, unit), list[bool]()
+    fetch = UnitStates.fetch
+
+    def read(states: UnitStates, layout: Any, shard: torch.Tensor) -> Transfer:
+        if layout is unit.layout:
+            ended.append(update.waited)
+        return fetch(states, layout, shard)
+
+    monkeypatch.setattr(UnitStates, "fetch", read)
+    engine.parts.store.use(unit)
+    assert ended == [True]
+
+
+def test_prefetch_does_not_wait_for_the_update(engine: TrainingEngine) -> None:
+    store = engine.parts.store
+    engine(*BATCHES[2])  # the next unit of the trace is free to come
+    store.release_all()
+    unit = engine.parts.units[next(store.tracer.upcoming())]
+    update = under_update(engine, unit)
+    store.prefetch()
+    assert not update.waited and unit.residency is Residency.RELEASED
+    update.wait()
+    store.prefetch()
+    assert unit.residency is Residency.FETCHING
