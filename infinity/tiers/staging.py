@@ -130,6 +130,8 @@ class Staging:
 
     def _release_oldest(self) -> None:
         with self._access:
+            if not self._copying:  # the thread that reads ahead has released them since
+                return
             copy, lease = self._copying.popleft()
         with lease:
             copy.wait()

@@ -18,6 +18,7 @@ from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor, storage_users
 from infinity.tiers.nvme import NvmeTier, _Request
+from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import Failed, Transfer, issued
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier, LateTransfer
@@ -265,6 +266,28 @@ def test_a_read_ahead_that_fails_is_raised_by_the_read(counted: Counted) -> None
     with pytest.raises(OSError, match="Input/output error"):
         value_of(counted, UNITS[0])
     assert value_of(counted, UNITS[0]) == 0  # another one
+
+
+def test_buffers_may_be_released_by_the_thread_that_reads_ahead(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so between the other thread's look for a buffer and its release of one."""
+    staged, raced = counted._staging, list[bool]()
+    assert staged is not None
+    try_lease = staged._reading.try_lease
+
+    def race(nbytes: int) -> Lease | None:
+        lease = try_lease(nbytes)
+        if lease is None:
+            for copy, _ in list(staged._copying):
+                copy.wait()
+            staged._release_copied()
+            raced.append(True)
+        return lease
+
+    monkeypatch.setattr(staged._reading, "try_lease", race)
+    assert [value_of(counted, extent) for extent in UNITS] == [0, 1, 2, 3]
+    assert raced
 
 
 def test_close_ends_reads_ahead(counted: Counted) -> None:
