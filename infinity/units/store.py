@@ -301,6 +301,9 @@ class UnitStore:
         if unit.due_update is not None or unit.residency is Residency.UPDATING:
             with self._moving():
                 self._arrive(unit)
+        elif unit.residency is Residency.FETCHING and unit.job is not None:  # prefetched, after the update
+            with self._moving():
+                unit.job.done.wait()
 
     def _is_rewritten_in_tier_only(self, unit: Unit) -> bool:
         """Return whether the unit's buffer is released as its update starts, so that nothing is copied into it.

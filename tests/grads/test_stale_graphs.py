@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
-from support.loops import assert_close, assert_same, plain, trained
+from support.loops import Result, assert_close, assert_same, open_engine, parameters_of, plain, train, trained
 from support.models import seeded
 
 
@@ -39,6 +40,24 @@ class BuiltTogether:
 
 
 BATCHES = [(torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(seed)),) for seed in range(8)]
+
+
+@pytest.mark.parametrize("param, optim", PLACEMENTS)
+def test_a_second_backward_meets_updates_under_way(param: str, optim: str) -> None:
+    """Updates that have not read their gradients yet."""
+    config = engine_config(param, optim, clip=0.05, unit_size=4096, prefetch_bytes=8192)
+    expected = trained(seeded(Embeddings), BATCHES, config, None, BuiltTogether())
+    with open_engine(seeded(Embeddings), config) as engine:
+        pipeline, kernel = engine.updates.pipeline, engine.updates.pipeline._kernel
+
+        def slow(*args: Any, **kwargs: Any) -> None:
+            time.sleep(0.02)
+            kernel(*args, **kwargs)
+
+        pipeline._kernel = slow
+        pipeline._is_immediate = lambda job: False  # type: ignore[method-assign]
+        losses = train(engine, BATCHES, BuiltTogether())
+        assert_same(Result(losses, parameters_of(engine), len(engine.parts.units)), expected)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])

@@ -76,3 +76,16 @@ def test_prefetch_does_not_wait_for_the_update(engine: TrainingEngine) -> None:
     update.wait()
     store.prefetch()
     assert unit.residency is Residency.FETCHING
+
+
+def test_a_gradient_follows_the_update_of_a_prefetched_unit(engine: TrainingEngine) -> None:
+    """The update may still read the gradient of the step before, which the next one replaces."""
+    store = engine.parts.store
+    engine(*BATCHES[2])
+    store.release_all()
+    store.prefetch()
+    unit = next(unit for unit in engine.parts.units if unit.residency is Residency.FETCHING)
+    update = Update()
+    unit.job = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
+    store.finish_update(unit)
+    assert update.waited
