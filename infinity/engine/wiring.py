@@ -44,8 +44,9 @@ from infinity.units.scope import Scope
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
+from infinity.update.buffers import UpdateBuffers
 from infinity.update.kernels import check_on_device, update_run
-from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
+from infinity.update.pipeline import UpdatePipeline
 
 if TYPE_CHECKING:
     from infinity.config import Config

@@ -48,13 +48,13 @@ def test_a_second_backward_meets_updates_under_way(param: str, optim: str) -> No
     config = engine_config(param, optim, clip=0.05, unit_size=4096, prefetch_bytes=8192)
     expected = trained(seeded(Embeddings), BATCHES, config, None, BuiltTogether())
     with open_engine(seeded(Embeddings), config) as engine:
-        pipeline, kernel = engine.updates.pipeline, engine.updates.pipeline._kernel
+        pipeline, kernel = engine.updates.pipeline, engine.updates.pipeline._stages._kernel
 
         def slow(*args: Any, **kwargs: Any) -> None:
             time.sleep(0.02)
             kernel(*args, **kwargs)
 
-        pipeline._kernel = slow
+        pipeline._stages._kernel = slow
         pipeline._is_immediate = lambda job: False  # type: ignore[method-assign]
         losses = train(engine, BATCHES, BuiltTogether())
         assert_same(Result(losses, parameters_of(engine), len(engine.parts.units)), expected)

@@ -102,7 +102,7 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
         "infinity.tiers.pool.threading": threading_in_time,
         "infinity.grads.store.Future": threads.Future,
         "infinity.grads.store.ThreadPoolExecutor": threads.ThreadPoolExecutor,
-        "infinity.update.pipeline.time": time,
+        "infinity.update.stages.time": time,
         "infinity.units.store.time": time,
         "infinity.grads.collector.time": time,
         "infinity.observe.ledger.time": time,

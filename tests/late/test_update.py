@@ -18,9 +18,10 @@ from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Promise, Transfer, issued
+from infinity.update.buffers import UpdateBuffers
 from infinity.update.job import Gradient, UpdateJob
 from infinity.update.kernels import update_run
-from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
+from infinity.update.pipeline import UpdatePipeline
 from late.device import LateAccelerator
 
 NUMEL = 4096

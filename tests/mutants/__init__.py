@@ -3,7 +3,7 @@
 
     make mutants ARGS="--list"                        the sites
     make mutants ARGS="--only units/store.py"         run those of a file, a function or a name
-    make mutants ARGS="--show update/pipeline.py:UpdatePipeline._bring:wait#1"
+    make mutants ARGS="--show update/stages.py:UpdateStages._read_param:wait#1"
 
 `sites` finds the guards, `trial` runs tests without one, `table` keeps results and reasons. `selections.toml` lists the
 tests of each file, `justified.toml` the guards whose removal no test can detect.

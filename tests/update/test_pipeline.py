@@ -22,9 +22,10 @@ from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Promise, Promised, Transfer
+from infinity.update.buffers import UpdateBuffers
 from infinity.update.job import Gradient, UpdateJob
 from infinity.update.kernels import squared_norm, update_run
-from infinity.update.pipeline import UpdateBuffers, UpdatePipeline
+from infinity.update.pipeline import UpdatePipeline
 from support.late_disk import LateSlab
 
 TILE = 4096

@@ -1,0 +1,244 @@
+"""The stages of an update: a unit's parameters and a tile's states are read, updated and written.
+
+No stage starts a thread or queues jobs. On memory tiers, tiles are views and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from infinity.plan.layout import UnitLayout
+from infinity.tiers.base import Window
+from infinity.tiers.pool import Lease
+from infinity.tiers.transfer import DONE, Failed, Transfer
+from infinity.update.buffers import UpdateBuffers
+from infinity.update.job import UpdateJob
+from infinity.update.tiles import RunningJob, TileInFlight, TileWrite, UnitTiles
+
+Kernel = Callable[..., None]
+"""(states by name, param, grad, hyper, step, grad_scale, first) for one run of elements; see `update_run` in
+`infinity.update.kernels`.
+"""
+
+
+class UpdateStages:
+    """Executes jobs tile by tile: `open`, then `read`, `compute` and `end` for each tile, in one thread at a time."""
+
+    def __init__(self, buffers: UpdateBuffers, kernel: Kernel) -> None:
+        self.seconds = 0.0
+        """Time spent in the optimizer kernels."""
+        self.elements = 0
+        """Number of elements updated."""
+        self.refused: list[str] = []
+        """Names of units that were not updated, since their gradient was NaN or infinite."""
+        self._buffers = buffers
+        self._kernel = kernel
+        self._units: dict[int, UnitTiles] = {}
+        self._views: dict[tuple[int, int, torch.dtype], dict[str, torch.Tensor]] = {}
+        """(address, elements, dtype of parameters) → states in a buffer of the tile pool, by name. Making a view takes
+        longer than finding it, and hands the interpreter to the model's thread.
+        """
+
+    def forget_buffers(self) -> None:
+        """Drop cached views of tiers and pools, whose memory is about to move. No job may be running."""
+        self._views.clear()
+        self._units.clear()
+
+    def open(self, job: UpdateJob) -> RunningJob | None:
+        """Start the transfer of a job's parameters. Returns None if no buffer is free."""
+        buffers = self._buffers
+        unit = self._unit(job.layout)
+        staging: Lease | None = None
+        if buffers.param_slab is not None:
+            work = buffers.param_slab.memory(unit.param)
+        else:
+            assert job.target is not None
+            work = job.target
+            if buffers.param_pool is not None:
+                staging = buffers.param_pool.try_lease(work.numel())
+                if staging is None:
+                    return None
+                work = staging.tensor
+        arrived = self._read_param(job, work)
+        return RunningJob(job, unit, work, work.view(job.layout.dtype), arrived, staging, deque(unit.tiles))
+
+    def _unit(self, layout: UnitLayout) -> UnitTiles:
+        unit = self._units.get(layout.index)
+        if unit is None:
+            unit = self._units[layout.index] = UnitTiles(layout, self._buffers)
+        return unit
+
+    def _read_param(self, job: UpdateJob, work: torch.Tensor) -> Transfer:
+        """Start the copy of the parameters to `work` from their tier or from the unit's buffer."""
+        buffers = self._buffers
+        try:
+            job.after.wait()
+            if buffers.param_slab is not None:
+                return job.fetched
+            assert job.target is not None
+            if work is job.target:
+                buffers.device.await_copy(job.reached)
+            if job.arrives is None:
+                return buffers.param_tier.read(self._unit(job.layout).param, work)
+            if work is job.target:
+                return job.arrives
+            return buffers.device.copy(work, job.target, after=job.arrives)
+        except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
+            return Failed(error)
+
+    def read(self, running: RunningJob) -> TileInFlight | None:
+        """Start the read of a job's next tile. Returns None if no buffer is free."""
+        buffers, unit = self._buffers, running.unit
+        layout = running.tiles[0]
+        tile = layout.tile
+        states = buffers.optim_tier.window(unit.optim, tile.offset, tile.nbytes, buffers.tile_pool)
+        if states is None:
+            return None
+        grad: Window | None = None
+        if running.job.gradient is None:
+            assert buffers.grad_tier is not None and unit.grad is not None
+            width = unit.stored.itemsize
+            span = (tile.start * width, (tile.stop - tile.start) * width)
+            grad = buffers.grad_tier.window(unit.grad, *span, buffers.grad_tile_pool)
+            # The two pools have equally many buffers, and each tile leases one of each.
+            assert grad is not None
+        running.tiles.popleft()
+        return TileInFlight(running, layout, states, grad, not running.tiles)
+
+    def compute(self, item: TileInFlight) -> TileWrite:
+        """Update a tile, once it is read, and start its writes. Errors are the job's."""
+        running = item.running
+        transfers: list[Transfer] = []
+        # Waits for every read, also after a failure: the kernel must have released the buffers.
+        waits = [window.arrived.wait for window in item.windows]
+        if self._buffers.in_target:
+            waits.append(partial(self._buffers.device.await_copy, running.arrived))
+        else:
+            waits.append(running.arrived.wait)
+        for wait in waits:
+            try:
+                wait()
+            except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
+                running.failed = running.failed or error
+        try:
+            if running.failed is None:
+                self._update(item)
+                transfers.append(self._buffers.optim_tier.store(item.states))
+        except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
+            running.failed = running.failed or error
+        if item.last:
+            transfers += self._conclude(running)
+        return TileWrite(transfers, item)
+
+    def _update(self, item: TileInFlight) -> None:
+        running, tile = item.running, item.layout.tile
+        job = running.job
+        grad = item.grad.tensor.view(running.unit.stored) if item.grad else None
+        if grad is None:
+            if job.require_finite and running.skipped is None:
+                running.skipped = not math.isfinite(job.arrived().squares())
+                if running.skipped:
+                    self.refused.append(job.layout.name)
+            if running.skipped:
+                return
+            self._buffers.device.await_copy(job.arrived().reached)
+            grad = _part(job.arrived().shard, tile.start, tile.stop)
+        if running.runs is None:
+            running.runs = job.runs()
+        began = time.perf_counter()
+        whole = self._states(item)
+        for run in running.runs:
+            low, high = max(run.start, tile.start), min(run.stop, tile.stop)
+            if low >= high:
+                continue
+            start, stop = low - tile.start, high - tile.start
+            states = whole
+            if (low, high) != (tile.start, tile.stop):
+                ranges = item.layout.ranges
+                states = {name: state[ranges[name].kind.part(start, stop)] for name, state in whole.items()}
+            self._kernel(
+                states,
+                _part(running.param, low, high),
+                _part(grad, start, stop),
+                job.hypers[run.group],
+                run.step,
+                job.grad_scale,
+                job.first + low,
+            )
+            self.elements += high - low
+        self.seconds += time.perf_counter() - began
+
+    def _states(self, item: TileInFlight) -> dict[str, torch.Tensor]:
+        """Return views of the tile's states, by name."""
+        layout, tensor = item.layout, item.states.tensor
+        if layout.states is not None:
+            return layout.states
+        key = tensor.data_ptr(), layout.tile.stop - layout.tile.start, item.running.job.layout.dtype
+        states = self._views.get(key)
+        if states is None:
+            states = {name: place.of(tensor) for name, place in layout.ranges.items()}
+            if item.states.lease is None:
+                layout.states = states
+            else:
+                self._views[key] = states
+        return states
+
+    def _conclude(self, running: RunningJob) -> list[Transfer]:
+        """Finish a job whose tiles are all computed: start the write-back of parameters and release the gradient."""
+        job, buffers = running.job, self._buffers
+        landed: Transfer = DONE
+        try:
+            # Kernels on a device still read the gradient, whose buffer is released here.
+            landed = buffers.device.compute_reached()
+            landed.wait()
+        except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
+            running.failed = running.failed or error
+        job.release_gradient()
+        if running.failed is not None:
+            return []
+        try:
+            write: Transfer = DONE
+            if buffers.param_slab is None:
+                write = buffers.param_tier.write(running.unit.param, running.memory)
+            if not buffers.in_target and job.target is not None:
+                landed = buffers.device.copy(job.target, running.memory, after=job.reached)
+        except BaseException as error:  # noqa: BLE001 - carried by the job
+            running.failed = error
+            return []
+        job.mark_computed(landed)
+        return [write, landed]
+
+    def end(self, write: TileWrite) -> None:
+        """Wait for a tile's writes and release its buffers; after the last one, complete the job."""
+        running = write.item.running
+        for transfer in write.transfers:
+            try:
+                transfer.wait()
+            except BaseException as error:  # noqa: BLE001 - carried by the job
+                running.failed = running.failed or error
+        write.transfers.clear()
+        for window in write.item.windows:
+            window.release()
+        if not write.item.last:
+            return
+        if write.item.grad is not None:
+            assert self._buffers.grad_tier is not None and running.unit.grad is not None
+            self._buffers.grad_tier.discard(running.unit.grad, write.item.grad.tensor)
+        running.forget()
+        if running.staging is not None:
+            running.staging.release()
+        if running.failed is not None:
+            running.job.fail(running.failed)
+        else:
+            running.job.mark_done()
+
+
+def _part(elements: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return `elements[start:stop]`, which takes longer than to return all of them."""
+    return elements if stop - start == elements.numel() else elements[start:stop]

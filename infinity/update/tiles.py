@@ -1,0 +1,95 @@
+"""Records of updates: the tiles of a unit, a running job, a tile in flight and its writes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.plan.formats import Range
+from infinity.plan.layout import Run, UnitLayout
+from infinity.plan.placement import Tile, tiles
+from infinity.tiers.base import Window
+from infinity.tiers.pool import Lease
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.update.buffers import UpdateBuffers
+from infinity.update.job import UpdateJob
+
+_NOTHING = torch.empty(0)
+
+
+@dataclass(slots=True)
+class TileLayout:
+    """A tile, and the byte range of each state in it."""
+
+    tile: Tile
+    ranges: dict[str, Range]
+    states: dict[str, torch.Tensor] | None = None
+    """The states as tensors on a memory tier, where their address is fixed; else None."""
+
+
+class UnitTiles:
+    """Extents, dtypes and tiles of a unit, reused by all its updates."""
+
+    def __init__(self, layout: UnitLayout, buffers: UpdateBuffers) -> None:
+        formats = buffers.formats(layout.dtype)
+        self.param = buffers.param_extent(layout.index)
+        self.optim = buffers.optim_extent(layout.index)
+        self.grad = None if buffers.grad_tier is None else buffers.grad_extent(layout.index)
+        self.stored = buffers.grads(layout.dtype).stored
+        self.tiles = [
+            TileLayout(tile, formats.ranges(tile.stop - tile.start))
+            for tile in tiles(layout.shard_numel, buffers.tile_size, formats)
+        ]
+
+
+@dataclass(slots=True)
+class RunningJob:
+    """A running job: its parameter shard in memory that the update can work in, and the tiles not yet read."""
+
+    job: UpdateJob
+    unit: UnitTiles
+    memory: torch.Tensor
+    """The shard's bytes, uint8."""
+    param: torch.Tensor
+    """The same as elements."""
+    arrived: Transfer
+    staging: Lease | None
+    tiles: deque[TileLayout]
+    runs: Sequence[Run] | None = None
+    failed: BaseException | None = None
+    skipped: bool | None = None
+    """True if the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
+
+    def forget(self) -> None:
+        """Drop every view of the unit's buffer, whose lease may end as soon as the job is done."""
+        self.memory = self.param = _NOTHING
+        self.arrived = DONE
+        self.job.target = None
+        self.job.arrives = None
+        self.job.reached = self.job.fetched = DONE
+
+
+@dataclass(slots=True)
+class TileInFlight:
+    """A tile that is being read or updated. `last`: of its job."""
+
+    running: RunningJob
+    layout: TileLayout
+    states: Window
+    grad: Window | None
+    last: bool
+
+    @property
+    def windows(self) -> list[Window]:
+        return [self.states, self.grad] if self.grad is not None else [self.states]
+
+
+@dataclass(slots=True)
+class TileWrite:
+    """The writes of a tile, whose buffers are released when they end."""
+
+    transfers: list[Transfer]
+    item: TileInFlight
