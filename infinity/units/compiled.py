@@ -74,13 +74,6 @@ def breaks_graphs(function: _F, *, recursive: bool = False) -> _F:
     return function
 
 
-def constant_in_graphs(function: _F) -> _F:
-    """Make Dynamo call the function once per traced graph and treat the result as a constant there."""
-    marked: Any = function
-    marked._dynamo_marked_constant = True
-    return function
-
-
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap `function` so that Dynamo traces neither it nor its callees."""
 

@@ -20,7 +20,6 @@ from infinity.units import binding, residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.copies import StateCopies
 from infinity.units.modes import named_refusal, transformed
-from infinity.units.saved import are_covered
 from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
@@ -60,16 +59,12 @@ class UnitParameters(dict[str, Any]):
             self._use(unit)
         if not unit.layout.trainable and parameter.requires_grad:
             unit.check_frozen()  # the module's forward may never be called, as with a ParameterDict
-        if torch.is_grad_enabled() and are_covered():
-            unit.kept_alias = True
         return parameter
 
     def _check_held(self, name: str) -> None:
-        """Break the graph being traced if the unit is not held, or if the user's hooks would keep the parameter until
-        backward. The inputs of a graph stay resident while it runs.
-        """
+        """Break the graph being traced if the unit is not held: the inputs of a graph stay resident while it runs."""
         unit = self._units.get(name)
-        if unit is not None and (not unit.pin_count or are_covered()):
+        if unit is not None and not unit.pin_count:
             self._use(unit)
 
     def __setitem__(self, name: str, value: Any) -> None:

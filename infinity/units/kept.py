@@ -65,9 +65,9 @@ class KeptBuffers:
         self._kept.clear()
 
     def is_viewed(self, unit: Unit) -> bool:
-        """Return whether the unit's kept buffer has live views, or a graph may hold its parameters."""
+        """Return whether the unit's kept buffer has live views."""
         kept = self._kept.get(unit.index)
-        return kept is not None and self._pool.is_referenced(kept.buffer, 0 if unit.kept_alias else unit.bound)
+        return kept is not None and self._pool.is_referenced(kept.buffer, unit.bound)
 
     def is_edited(self, unit: Unit, kept: KeptBuffer | None = None) -> bool:
         """Return whether `kept`, or the unit's kept buffer, was edited through views since the unit left it."""

@@ -11,7 +11,6 @@ PyTorch changes the type of a parameter in the same way (`UninitializedParameter
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,8 +28,6 @@ from infinity.units.residents import Owner, behind, owner_of
 
 if TYPE_CHECKING:
     from infinity.units.unit import Unit
-
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _GETTERS = (
     "_backward_hooks",
@@ -99,8 +96,6 @@ _SET_DATA = _data.__set__
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad)
 """Functions that take parameters as inputs of a derivative and do not read their values."""
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-_WRITES = re.compile(r"(?!__).*_$|__i\w+__$|__[gs]et(item)?__$")
-"""Names of operations that write into a tensor or access its attributes."""
 
 
 class Released:
@@ -127,13 +122,7 @@ class Released:
             return _backward(func, args, kwargs)
         if func == _SET_DATA:  # `==`, since each access creates a new wrapper
             _check_data(*args)
-        # The user's hooks get every tensor that this operation saves (`over_others=False`): a checkpoint compares their
-        # number with that of its recomputation. They get views, since hooks may keep tensors and the parameter's memory
-        # is reused.
-        recorded = _hooks(True) and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         with _whole(_owners((args, kwargs))):
-            if recorded and not _WRITES.match(func.__name__):
-                args, kwargs = tree_map_only(nn.Parameter, _alias, (args, kwargs))
             return func(*args, **kwargs)
 
     def detach(self) -> torch.Tensor:
@@ -257,14 +246,10 @@ def _whole(owners: Iterable[Owner]) -> Iterator[None]:
     """Hold the units of these owners in the block, so that their parameters have their values and own types."""
     with ExitStack() as undo:
         for unit, store, _ in owners:
-            undo.callback(store.scope.leave, store.scope.enter(over_others=False))
+            undo.callback(store.scope.leave, store.scope.enter())
             store.hold(unit)
             undo.callback(store.unhold, unit)
         yield
-
-
-def _alias(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.view_as(parameter)
 
 
 def _owners(values: Any) -> Iterator[Owner]:

@@ -5,13 +5,14 @@ included, by (unit, offset, size, stride, version). When backward unpacks it, th
 return a view of its present buffer. So buffers can be reused between forward and backward.
 
 The hooks are installed while a module of the model runs, in its thread, on top of the user's hooks (non-reentrant
-checkpoints, `save_on_cpu`), which get all tensors outside of units. Hooks disable PyTorch's check for in-place edits,
-so these repeat it.
+checkpoints, `save_on_cpu`), which get all tensors outside of units. Hooks that a forward opens go below them, too.
+Hooks disable PyTorch's check for in-place edits, so these repeat it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
 from infinity.units import binding, residents
-from infinity.units.compiled import constant_in_graphs, eager
+from infinity.units.compiled import eager
 from infinity.units.modes import outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Fetcher, Owner
@@ -193,19 +194,19 @@ class SavedTensors:
         self._on_unpack = on_unpack
         self._unpack_hook = self._unpack
         """The bound method as one object, since `install` compares it by identity."""
+        _intercept_pushes()
 
     def notice(self) -> None:
         """Report that the model's code runs, inside or outside of a backward."""
         self._on_unpack()
 
-    def install(self, *, over_others: bool = True) -> bool:
+    def install(self) -> bool:
         """Install the hooks in this thread. Returns True if `uninstall` must undo it.
 
-        Returns False, and installs nothing, if these hooks are on top already, if torch.func forbids hooks, or if the
-        user's hooks are on top and over_others is False.
+        Returns False, and installs nothing, if these hooks are on top already, or if torch.func forbids hooks.
         """
         top = _top(True)
-        if not _are_allowed() or (top is not None and (top[1] is self._unpack_hook or not over_others)):
+        if not _are_allowed() or (top is not None and top[1] is self._unpack_hook):
             return False
         if top is None:
             _push(_pack, self._unpack_hook)
@@ -235,15 +236,23 @@ class SavedTensors:
         return tensor
 
 
-@constant_in_graphs
-def are_covered() -> bool:
-    """True if the user's hooks are on top of an engine's and may keep tensors. Hooks of checkpoints keep none: they
-    recompute.
+@eager
+def _push_below(pack_hook: _Pack, unpack_hook: _Unpack) -> None:
+    """Push the user's hooks. Those that are pushed over an engine's, as by a forward of its model, go below them.
+
+    PyTorch calls the topmost hooks alone. They would keep the parameters themselves, whose memory is reused.
     """
     top = _top(True)
-    if top is None:
-        return False
-    return getattr(top[1], "__func__", None) is not SavedTensors._unpack and not _is_checkpointing(top)
+    if top is not None and getattr(top[1], "__func__", None) is SavedTensors._unpack:
+        _push(_packing_over(pack_hook, unpack_hook), top[1])
+    else:
+        _push(pack_hook, unpack_hook)
+
+
+@cache
+def _intercept_pushes() -> None:
+    """Make `saved_tensors_hooks`, and code that does the same without it, call `_push_below`."""
+    torch._C._autograd._push_saved_tensors_default_hooks = _push_below
 
 
 def _reference(tensor: torch.Tensor) -> _Reference | None:

@@ -33,11 +33,10 @@ class Scope:
         self._thread = 0
         self._autocast_cache = True
 
-    def enter(self, on_first: Callable[[], None] | None = None, *, over_others: bool = True) -> bool:
+    def enter(self, on_first: Callable[[], None] | None = None) -> bool:
         """Enter a scope. Returns the argument for `leave`.
 
-        on_first: called if no scope is open, before anything is changed. over_others: install the saved-tensor hooks
-        over the user's, which then get only tensors outside of units. Raises UsageError if another thread is inside.
+        on_first: called if no scope is open, before anything is changed. Raises UsageError if another thread is inside.
         """
         thread = threading.get_ident()
         if self.depth == 0:
@@ -57,7 +56,7 @@ class Scope:
         # checks for compiled autograd, which takes a few microseconds.
         if self.depth == 0 or torch._C._current_graph_task_id() != -1:
             self.saved.notice()
-        installed = self.saved.install(over_others=over_others)
+        installed = self.saved.install()
         # Autocast caches casts of leaf parameters until its context ends: they would fill memory and be stale after an
         # update. Disabled at each entry, since a context that the model enters may enable the cache again.
         torch.set_autocast_cache_enabled(False)

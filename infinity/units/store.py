@@ -116,7 +116,7 @@ class UnitStore:
 
         Counts saved tensors and views. Later uses, such as recomputation, are predicted from the trace.
         """
-        if unit.residency is not Residency.RESIDENT or unit.references or unit.kept_alias:
+        if unit.residency is not Residency.RESIDENT or unit.references:
             return False
         if not self._ranks.is_single:
             # All ranks must decide alike. The number of uses of a unit, and its views, may differ between ranks
@@ -366,14 +366,6 @@ class UnitStore:
         """End the step: parameters that were updated early may be read again."""
         for unit in self.units:
             unit.updated_early = False
-            if unit.kept_alias:
-                self._cover(unit)
-
-    def _cover(self, unit: Unit) -> None:
-        """Record that no graph holds the unit's parameters themselves, and replace released ones by placeholders."""
-        unit.kept_alias = False
-        if unit.residency is Residency.RELEASED and not self.kept.is_viewed(unit):
-            binding.unbind(unit)
 
     def refresh_viewed(self) -> None:
         """Fetch units whose live views show old values, on all ranks. Collective.
@@ -426,7 +418,7 @@ class UnitStore:
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
             # autograd locates a view in its parameter by the layout of both, which a placeholder lacks.
-            if unit.kept_alias or unit.is_viewed():
+            if unit.is_viewed():
                 released.release(unit.parameters)
             else:
                 binding.unbind(unit)

@@ -92,10 +92,6 @@ class Unit:
         """Update that is due before the next use and has not started."""
         self.updated_early = False
         """True if the present step has updated the parameters before `engine.step()`."""
-        self.kept_alias = False
-        """True if a graph may hold the parameters themselves instead of references, through the user's saved-tensor
-        hooks. They then stay views of the buffer that they were released from until the step ends.
-        """
         self.bound = 0
         """Number of parameters that view the unit's buffer, or the buffer that it was released from with live views."""
         self.snapshot_read: Transfer = DONE

@@ -42,13 +42,13 @@ _WAITS = {
 }
 _WITHOUT_ARGUMENTS = {"result", "exception", "join"}  # as `", ".join(names)` and `logger.exception(text)` have some
 _COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignment|pin_count|token)s?$")
-_MARKS = re.compile(r"^(updated_early|kept_alias|collected|_overwritten|_kept|kept)$")
+_MARKS = re.compile(r"^(updated_early|collected|_overwritten|_kept|kept)$")
 """Attributes that record events of units."""
 _CHANGES = {"add", "discard", "remove", "pop", "clear", "update"}
 _NOTICES = {"notice", "_on_unpack"}
 _LOCKS = re.compile(r"(?:^|_)(lock|mutex|changed|turn|access|condition)$")
 _LIFETIME = re.compile(
-    r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|kept_alias|pinned|victims"
+    r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|pinned|victims"
     r"|evictable|placeholders)(?:_|$)"
 )
 """Words in the names of functions that decide whether a unit or its buffer is still needed."""
