@@ -62,12 +62,18 @@ def keep_before(model: nn.Module, how: str) -> list[torch.Tensor]:
     return list(model.parameters()) if how == "parameters" else []
 
 
-def keep_after(model: nn.Module, how: str) -> list[torch.Tensor]:
-    """Return tensors of the model, taken while an engine has it."""
+def keep_after(model: nn.Module, how: str, contiguous: list[bool]) -> list[torch.Tensor]:
+    """Return tensors of the model, taken while an engine has it. contiguous: of each parameter, without an engine,
+    which makes all contiguous.
+    """
     few = list(model.parameters())[:4]
     if how == "views":
-        return [p.view(-1) for p in few if p.is_contiguous()]
+        return [p.view(-1) for p, flat in zip(few, contiguous, strict=False) if flat]
     return [p.detach() for p in few] if how == "detached" else []
+
+
+def contiguity(model: nn.Module) -> list[bool]:
+    return [p.is_contiguous() for p in model.parameters()]
 
 
 def backwards_per_step(loop: Loop) -> int:
@@ -165,7 +171,7 @@ class PlainTrainer:
         """Do nothing: plain training goes on."""
 
     def keep(self, how: str) -> list[torch.Tensor]:
-        return keep_before(self.model, how) or keep_after(self.model, how)
+        return keep_before(self.model, how) or keep_after(self.model, how, contiguity(self.model))
 
 
 class EngineTrainer:
@@ -178,9 +184,10 @@ class EngineTrainer:
     def _open(self) -> None:
         self.model = build(self._case)
         self._kept = keep_before(self.model, self._case.loop.kept)
+        contiguous = contiguity(self.model)
         self.engine = open_engine(self.model, self._case, self._setting, self._folder)
         self.optimizer: torch.optim.Optimizer = self.engine.optimizer
-        self._kept = self._kept or keep_after(self.model, self._case.loop.kept)
+        self._kept = self._kept or keep_after(self.model, self._case.loop.kept, contiguous)
 
     def keep(self, how: str) -> list[torch.Tensor]:
         return self._kept
