@@ -82,7 +82,7 @@ _ZERO: dict[str, Entry] = {
 _OFFLOAD: dict[str, Entry] = {
     "offload_param.buffer_count": no_effect(_BUFFERS, 5),
     "offload_param.buffer_size": no_effect(_BUFFERS, 1e8),
-    "offload_param.max_in_cpu": no_effect("host memory holds no copies besides the tier", 1e9),
+    "offload_param.max_in_cpu": mapped("infinity.memory.host_params"),
     "offload_optimizer.buffer_count": no_effect(_BUFFERS, 4),
     "offload_optimizer.pipeline": no_effect(_OVERLAP),
     "offload_optimizer.pipeline_read": no_effect(_OVERLAP),

@@ -95,6 +95,12 @@ def _tile(draft: Draft) -> None:
         draft.map(*group, "infinity.tile_size", "auto" if whole >= _LARGEST_TILE else max(_ALIGNMENT, whole))
 
 
+def _parameters_in_host_memory(draft: Draft) -> None:
+    kept = _elements(draft, "offload_param.max_in_cpu")
+    if kept:
+        draft.map(*kept, "infinity.memory.host_params", int(kept[1]))
+
+
 def _overflow_check(draft: Draft) -> None:
     for name in ("bf16.check_grad_overflow", "bf16.check_overflow"):
         value = draft.take(name)
@@ -176,6 +182,7 @@ RULES: tuple[Rule, ...] = (
     partial(_offload, "cpu_offload_params", "offload_param"),
     _prefetch_and_cache,
     _tile,
+    _parameters_in_host_memory,
     _overflow_check,
     _fp32_allreduce,
     _adam,

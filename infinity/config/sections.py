@@ -83,13 +83,31 @@ class Aio(Section):
 
 
 class Memory(Section):
-    """Limits on memory."""
+    """Budgets of memory. A node's `host` and `nvme` are divided over its ranks.
+
+    States fill `host` before nvme: `offload_param` and `offload_optimizer` with the device nvme name the slowest memory
+    that they may use. A placement never changes a result."""
 
     device: Size | None = None
     """Bytes of device memory for this engine and the model's activations; by default all of it. On an accelerator,
     torch may allocate no more. On the CPU, the limit holds for buffers of units and gradients and for states of offload
     device `none`, not for activations. `unit_size: auto` is at most a 16th of it, or 64MiB if that is more.
     `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations."""
+
+    host: Literal["auto"] | Size | None = None
+    """Bytes of a node's host memory for states and buffers. States that `offload_*` places on nvme stay in memory as
+    far as there is room: first parameters, then gradients that wait, then optimizer states. A plan that needs more is
+    refused. On the CPU, buffers of units and gradients count, activations do not. `auto`: the free memory less an
+    eighth and 1 GiB; half of it on the CPU, which needs the rest for activations. By default, states stay where
+    `offload_*` places them."""
+
+    host_params: CountOrZero | None = None
+    """Parameters of each rank that stay in host memory although `offload_param` places them on nvme, in elements. With
+    `host`, at most as many as that has room for."""
+
+    nvme: Literal["auto"] | Size | None = None
+    """Bytes of a node's `nvme_path` for states; a plan that needs more is refused. `auto`: the free space less 5 %. By
+    default, all of it."""
 
 
 class Infinity(Section):

@@ -11,6 +11,7 @@ from torch import nn
 from infinity.engine.base import BaseEngine
 from infinity.errors import OutOfMemoryError, UsageError
 from infinity.observe.log import logger
+from infinity.plan.placement import State
 
 _Self = TypeVar("_Self", bound="EngineModule")
 
@@ -55,7 +56,7 @@ class EngineModule(nn.Module):
             return
         self._destroyed = True
         try:
-            self._engine.close(restore=self._engine.parts.plan.policy.param_tier != "nvme")
+            self._engine.close(restore="nvme" not in self._engine.parts.plan.placement.tiers(State.PARAM))
         except OutOfMemoryError as error:
             logger.warning("engine.destroy() discarded the parameters' values: %s", error)
 

@@ -9,6 +9,7 @@ import torch
 
 from infinity.comm.dtensor import set_local
 from infinity.errors import OutOfMemoryError
+from infinity.plan.placement import State
 from infinity.tiers.available import available_memory
 from infinity.units import released
 
@@ -23,7 +24,7 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
     memory; the call is collective then. Otherwise restore nothing if parameters are on nvme, sharded or do not fit.
     """
-    in_memory = parts.plan.policy.param_tier != "nvme" and parts.ranks.shards == 1
+    in_memory = "nvme" not in parts.plan.placement.tiers(State.PARAM) and parts.ranks.shards == 1
     if not (everything or in_memory):
         return lambda: None
     needed, available = sum(unit.layout.nbytes for unit in parts.units), available_memory()

@@ -18,6 +18,7 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
+from infinity.engine.budget import budget_of
 from infinity.engine.parts import EngineParts, UpdateParts
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.step import Step
@@ -29,13 +30,12 @@ from infinity.grads.store import GradStore
 from infinity.plan import pools as sizes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan, make_plan
-from infinity.plan.policy import compute_dtype, updates_in_place
+from infinity.plan.policy import compute_dtype
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.open_tiers import open_tiers
 from infinity.tiers.passing import PassingTier
 from infinity.tiers.pools import Pools
-from infinity.tiers.slab import SlabTier
 from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
 from infinity.units.discover import ModelUnits, discover_model, unit_size_of
@@ -86,12 +86,15 @@ def plan_model(
         config.infinity.unit_size, model, compute.itemsize if compute is not None else None, info.usable
     )
     units = discover_model(model, unit_size, groups, dtype=compute, copies=ranks.model.copies)
-    plan = make_plan(config, units.discovered, ranks.info, info, train=train, dtype=dtype)
+    budget = budget_of(config, ranks, computes_on_host=info.type == "cpu")
+    plan = make_plan(config, units.discovered, ranks.info, info, budget=budget, train=train, dtype=dtype)
     common = in_common(config, plan.units, model)
     if train:
         common += groups_in_common(config, groups)
         if plan.policy.optim_tier == "device" and plan.device.type != "cpu":
             check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
+    if budget.host is not None or budget.params is not None:
+        common.append(f"infinity.memory places {plan.placement.nbytes.get('host', 0)} bytes in host memory")
     # Ranks on devices of different sizes would evict different units.
     common.append(f"infinity.prefetch_bytes gives {plan.prefetch_bytes} bytes, {plan.buffers(sizes.UNITS)} buffers")
     return PlannedModel(plan, units, tuple(common))
@@ -121,7 +124,7 @@ def assemble(
     tiers: dict[str, Tier] = {}
     try:
         tiers = open_tiers(plan, device, ranks.rank)
-        states = UnitStates(plan.placement, tiers, plan.policy.states, plan.policy.tile_size, ranks, device)
+        states = UnitStates(plan.placement, tiers, plan.policy.states, ranks, device)
         in_order = planned.units.in_order(plan.units)
         units = stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         share_buffers(model, ranks)
@@ -153,11 +156,11 @@ def wire(
     if plan.update is None:
         store = make_store(None, None)
     else:
-        grad_tier = _grad_tier(plan, tiers, device)
-        buffers = _grad_buffers(plan, grad_tier, pools, device)
+        grad_tiers = _grad_tiers(plan, tiers, device)
+        buffers = _grad_buffers(plan, grad_tiers, pools, device)
         gradients = GradStore(ranks, buffers)
         kernel = partial(update_run, seed=plan.seed, threads=plan.adam_threads)
-        pipeline = UpdatePipeline(_update_buffers(plan, tiers, grad_tier, pools, device), kernel)
+        pipeline = UpdatePipeline(_update_buffers(plan, tiers, grad_tiers, pools, device), kernel)
         collector: GradCollector  # assigned below, since store and collector refer to each other
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
         updater = Updater(store, gradients, ranks, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
@@ -170,7 +173,7 @@ def wire(
             gradients=gradients,
             pipeline=pipeline,
             updater=updater,
-            passing=grad_tier if isinstance(grad_tier, PassingTier) else None,
+            passing=next((tier for tier in grad_tiers.values() if isinstance(tier, PassingTier)), None),
         )
     return EngineParts(
         plan=plan,
@@ -187,15 +190,17 @@ def wire(
     )
 
 
-def _grad_tier(plan: Plan, tiers: dict[str, Tier], device: Device) -> Tier:
-    name = plan.policy.optim_tier
-    return tiers[name] if plan.policy.grads_reserved else PassingTier(name, device, on_device=name == "device")
+def _grad_tiers(plan: Plan, tiers: dict[str, Tier], device: Device) -> dict[str, Tier]:
+    return {
+        name: tiers[name] if plan.policy.reserves_grads(name) else PassingTier(name, device, on_device=name == "device")
+        for name in sorted(plan.placement.tiers(State.GRAD))
+    }
 
 
-def _grad_buffers(plan: Plan, tier: Tier, pools: Pools, device: Device) -> GradBuffers:
+def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> GradBuffers:
     return GradBuffers(
         device=device,
-        tier=tier,
+        tiers=tiers,
         placement=plan.placement,
         dtypes=cache(plan.policy.grads),
         pool=pools[sizes.GRADIENTS],
@@ -207,30 +212,18 @@ def _grad_buffers(plan: Plan, tier: Tier, pools: Pools, device: Device) -> GradB
     )
 
 
-def _param_slab(plan: Plan, tiers: dict[str, Tier]) -> SlabTier | None:
-    if not updates_in_place(plan.policy, plan.device):
-        return None
-    slab = tiers[plan.policy.param_tier]
-    assert isinstance(slab, SlabTier)
-    return slab
-
-
-def _update_buffers(plan: Plan, tiers: dict[str, Tier], grad_tier: Tier, pools: Pools, device: Device) -> UpdateBuffers:
-    rules, tier = plan.policy, tiers[plan.policy.optim_tier]
+def _update_buffers(
+    plan: Plan, tiers: dict[str, Tier], grad_tiers: dict[str, Tier], pools: Pools, device: Device
+) -> UpdateBuffers:
     return UpdateBuffers(
         device=device,
-        param_tier=tiers[rules.param_tier],
-        optim_tier=tier,
-        grad_tier=grad_tier,
-        param_extent=partial(plan.placement.of, state=State.PARAM),
-        optim_extent=partial(plan.placement.of, state=State.OPTIM),
-        grad_extent=partial(plan.placement.of, state=State.GRAD),
-        formats=rules.states,
-        tile_size=rules.tile_size,
+        placement=plan.placement,
+        tiers=tiers,
+        grad_tiers=grad_tiers,
+        formats=plan.policy.states,
+        grads=plan.policy.grads,
         reads_ahead=sizes.reads_ahead(plan.buffers(sizes.TILES)),
         tile_pool=pools[sizes.TILES],
         grad_tile_pool=pools[sizes.GRADIENT_TILES],
         param_pool=pools.get(sizes.PARAMETER_SHARDS),
-        param_slab=_param_slab(plan, tiers),
-        grads=rules.grads,
     )

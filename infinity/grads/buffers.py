@@ -1,8 +1,8 @@
-"""Buffers and tier of gradients, and a gradient in transit between them."""
+"""Buffers and tiers of gradients, and a gradient in transit between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,11 @@ from infinity.units.unit import Unit
 
 @dataclass
 class GradBuffers:
-    """Tier of gradients, and the buffers on the way."""
+    """Tiers of gradients, and the buffers on the way."""
 
     device: Device
-    tier: Tier
+    tiers: Mapping[str, Tier]
+    """Tiers of stored gradients, by name."""
     placement: Placement
     dtypes: Callable[[torch.dtype], GradDtypes]
     """Dtype of parameters → dtypes of their gradients."""
@@ -44,9 +45,16 @@ class GradBuffers:
     def extent_of(self, unit: Unit) -> Extent:
         return self.placement.of(unit.index, State.GRAD)
 
+    def tier_of(self, unit: Unit) -> Tier:
+        return self.tiers[self.extent_of(unit).tier]
+
+    def on_device(self, unit: Unit) -> bool:
+        """Return whether the unit's gradient is stored and updated in a memory of the device's own."""
+        return self.tier_of(unit).on_device and not self.device.host_addressable
+
     def stored_in_place(self, unit: Unit) -> torch.Tensor | None:
         """Return the unit's stored shard as a view of the tier, (shard_numel,); None if it is not added in place."""
-        memory = self.tier.memory(self.extent_of(unit))
+        memory = self.tier_of(unit).memory(self.extent_of(unit))
         if memory is None:
             return None
         dtype = self.dtypes_of(unit).stored

@@ -31,7 +31,6 @@ class Landing:
     def __init__(self, ranks: Communicator, places: GradBuffers) -> None:
         self._ranks = ranks
         self._places = places
-        self._on_device = places.tier.on_device and not places.device.host_addressable
         self._stored: dict[int, torch.Tensor | None] = {}
         """unit → its stored shard on a tier of host memory; None on others."""
         self._sums: dict[int, DeviceSquares] = {}
@@ -42,12 +41,11 @@ class Landing:
         self._writing: dict[int, Future[None]] = {}
         """unit → last write of its extent."""
 
-    @property
-    def sums_each(self) -> bool:
-        """Return whether the squares of every stored gradient are summed, since that costs no pass of its own; else
-        those of a step's last micro-batch.
+    def sums_each(self, unit: Unit) -> bool:
+        """Return whether the squares of every stored gradient of a unit are summed, since that costs no pass of its
+        own; else those of a step's last micro-batch.
         """
-        return not self._on_device or self._places.stored_pool is not None
+        return not self._places.on_device(unit) or self._places.stored_pool is not None
 
     def land(self, sent: Sent, *, add: bool) -> Gradient:
         """Return the reduced shard in memory that the update can work in. add: plus the stored part."""
@@ -65,7 +63,7 @@ class Landing:
             return gradient, gradient.reached
         try:
             extent = self._places.extent_of(sent.unit)
-            return gradient, self._places.tier.write(extent, gradient.shard.view(torch.uint8))
+            return gradient, self._places.tier_of(sent.unit).write(extent, gradient.shard.view(torch.uint8))
         except BaseException:
             gradient.release()
             raise
@@ -95,7 +93,7 @@ class Landing:
             stored = None
             if stays or add or self._places.dtypes_of(sent.unit).stored != sent.flat.dtype:
                 stored = self._stored_in_place(sent.unit)
-            if self._on_device:
+            if self._places.on_device(sent.unit):
                 gradient = self._arrive_on_device(sent, stored, add=add)
             elif stored is not None:
                 gradient = self._arrive_in_extent(sent, stored, add=add)
@@ -126,7 +124,7 @@ class Landing:
             shard = stored
         elif add:
             self._add_stored(sent.unit, shard)
-        sums = sent.last or self.sums_each
+        sums = sent.last or self.sums_each(sent.unit)
         squares = self._device_squares(sent.unit).start(shard) if sums else _unknown
         return Gradient(shard, sent.lease, squares, places.device.compute_reached())
 
@@ -135,7 +133,7 @@ class Landing:
         places = self._places
         assert places.stored_pool is not None and places.dtypes_of(unit).stored == shard.dtype
         with places.stored_pool.lease(shard.nbytes) as lease:
-            places.device.await_copy(places.tier.read(places.extent_of(unit), lease.tensor))
+            places.device.await_copy(places.tier_of(unit).read(places.extent_of(unit), lease.tensor))
             shard.add_(lease.flat(shard.dtype))  # this thread's next read follows it
 
     def _arrive_in_extent(self, sent: Sent, stored: torch.Tensor, *, add: bool) -> Gradient:
@@ -184,7 +182,7 @@ class Landing:
         assert places.stored_pool is not None
         with places.stored_pool.lease(shard.numel() * dtype.itemsize) as lease:
             if add:
-                places.tier.read(places.extent_of(sent.unit), lease.tensor).wait()
+                places.tier_of(sent.unit).read(places.extent_of(sent.unit), lease.tensor).wait()
             stored = lease.flat(dtype)
             if dtype == shard.dtype:
                 return self._receive(layout, shard, stored, arriving, add=True), None
@@ -243,7 +241,7 @@ class Landing:
 
     def _stored_in_place(self, unit: Unit) -> torch.Tensor | None:
         """Return the view of the extent. Cached in host memory, which does not move."""
-        if self._on_device:
+        if self._places.on_device(unit):
             return self._places.stored_in_place(unit)
         if unit.index not in self._stored:
             self._stored[unit.index] = self._places.stored_in_place(unit)

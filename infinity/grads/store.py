@@ -77,7 +77,7 @@ class GradStore:
         """Return the gradient plus the stored part, in memory that the update can work in."""
         add = sent.unit.index in self.units
         self.units.discard(sent.unit.index)
-        if self._is_small(sent) and (not add or self._places.tier.immediate):
+        if self._is_small(sent) and (not add or self._places.tier_of(sent.unit).immediate):
             landed = _carried_out(self._land, sent, self.slots, add)
         else:
             landed = self._mover.submit(self._land, sent, self.slots, add)
@@ -91,11 +91,11 @@ class GradStore:
         self.units.add(index)
         squares: Future[Squares] = Future()
         self._squares[index] = squares
-        if sent.last or self._landing.sums_each:
+        if sent.last or self._landing.sums_each(sent.unit):
             self._unsummed.pop(index, None)
         else:
             self._unsummed[index] = sent.unit
-        if self._is_small(sent) and self._places.tier.immediate:
+        if self._is_small(sent) and self._places.tier_of(sent.unit).immediate:
             self._moves.append(_carried_out(self._keep, sent, self.slots, add, squares))
         else:
             self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
@@ -149,7 +149,7 @@ class GradStore:
         places = self._places
         dtype = places.dtypes_of(unit).stored
         flat = host_tensor(unit.layout.numel * dtype.itemsize)
-        places.tier.read(places.placement.of(unit.index, State.GRAD), self._ranks.shard(flat)).wait()
+        places.tier_of(unit).read(places.extent_of(unit), self._ranks.shard(flat)).wait()
         self._ranks.complete(flat)
         return flat.view(dtype)
 
@@ -158,7 +158,7 @@ class GradStore:
         shard = self._ranks.shard(flat)
         aligned = host_tensor(shard.numel() * shard.element_size())
         aligned.copy_(shard.view(torch.uint8))
-        self._places.tier.write(self._places.placement.of(unit.index, State.GRAD), aligned).wait()
+        self._places.tier_of(unit).write(self._places.extent_of(unit), aligned).wait()
         total = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank))
         squares: Future[Squares] = Future()
         squares.set_result(lambda: total)
@@ -211,7 +211,8 @@ class GradStore:
 
     def forget(self) -> None:
         """Reset the step, after its gradients were dropped or passed to the update. Moves under way continue."""
-        self._places.tier.trim()
+        for tier in self._places.tiers.values():
+            tier.trim()
         self.units = set()
         self.slots = {}
         self._squares = {}
@@ -225,7 +226,8 @@ class GradStore:
                 written.exception()
         self._moves = []
         for index in self.units:
-            self._places.tier.discard(self._places.placement.of(index, State.GRAD))
+            extent = self._places.placement.of(index, State.GRAD)
+            self._places.tiers[extent.tier].discard(extent)
         self.forget()
 
     def close(self) -> None:

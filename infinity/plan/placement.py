@@ -25,6 +25,11 @@ from infinity.plan.layout import UnitLayout
 EXTENT_ALIGNMENT = 64 << 10
 """Alignment of extents in bytes: the largest checksum block, and a multiple of the blocks of any disk."""
 
+DISK_TILE = 1 << 20
+"""Elements of a tile on nvme: six buffers of it are allocated, and larger ones are no faster."""
+WHOLE_SHARD = 1 << 40
+"""Elements of a tile in memory, at least those of any shard: a unit is one call of the kernel."""
+
 
 class State(str, Enum):
     """States of a unit that have extents. `OPTIM` bundles master (or remainder) and moments, tile by tile."""
@@ -71,16 +76,17 @@ def tiles(shard_numel: int, tile_size: int, states: StateFormat) -> list[Tile]:
 
 @dataclass(frozen=True)
 class Policy:
-    """Tiers and formats of states, from the config. grad_tier None: gradients are never stored."""
+    """Tiers and formats of states, from the config. A budget may place states of some units in faster tiers."""
 
     param_tier: str
     optim_tier: str
-    grad_tier: str | None
+    grad_tier: str
     grads: Callable[[torch.dtype], GradDtypes]
     """Dtype of parameters → dtypes of their gradients."""
     states: Callable[[torch.dtype], StateFormat]
     """Dtype of parameters → format of their optimizer states."""
-    tile_size: int
+    tile_size: int | None = None
+    """Elements of a tile; None: by the tiers of the unit (`tile_of`)."""
     grads_pass: bool = False
     """True if the update consumes gradients as they arrive. Their tier stores those of steps whose order is new, as of
     the first, and of steps that depart from the last."""
@@ -89,11 +95,20 @@ class Policy:
     grads_whole: bool = False
     """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
 
-    @property
-    def grads_reserved(self) -> bool:
-        """True if the memory of stored gradients is reserved, instead of allocated while it is used. Space on nvme
-        always is."""
-        return not self.grads_pass or self.grad_tier == "nvme"
+    def reserves_grads(self, tier: str) -> bool:
+        """Return whether the memory of gradients stored in `tier` is reserved, instead of allocated while it is used.
+        Space on nvme always is."""
+        return not self.grads_pass or tier == "nvme"
+
+    def tier_of(self, state: State) -> str:
+        """Return the tier of a state without a budget, which is the slowest one with a budget."""
+        return {State.PARAM: self.param_tier, State.OPTIM: self.optim_tier, State.GRAD: self.grad_tier}[state]
+
+    def tile_of(self, *tiers: str) -> int:
+        """Return the elements of a tile of a unit with its gradient and optimizer states in `tiers`."""
+        if self.tile_size is not None:
+            return self.tile_size
+        return DISK_TILE if "nvme" in tiers else WHOLE_SHARD
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,9 @@ class Placement:
     extents: Mapping[tuple[int, State], Extent]
     nbytes: Mapping[str, int]
     passing: Mapping[str, int]
-    """Tier → bytes of gradients whose memory is allocated while it is used (`Policy.grads_reserved`)."""
+    """Tier → bytes of gradients whose memory is allocated while it is used (`Policy.reserves_grads`)."""
+    tile_sizes: Mapping[int, int]
+    """Trained unit → elements of its tiles."""
     granule: int = EXTENT_ALIGNMENT
     """Alignment in bytes of extents and of the ranges in which they are read and written."""
 
@@ -113,34 +130,51 @@ class Placement:
     def holds(self, unit: int, state: State) -> bool:
         return (unit, state) in self.extents
 
+    def tiers(self, *states: State) -> set[str]:
+        """Return the tiers that hold extents of `states`."""
+        return {extent.tier for (_, state), extent in self.extents.items() if state in states}
 
-def place(layouts: Sequence[UnitLayout], policy: Policy) -> Placement:
-    """Return the extents of one rank's shards. Frozen units have a `param` extent only."""
+
+def place(
+    layouts: Sequence[UnitLayout], policy: Policy, faster: Mapping[tuple[int, State], str] | None = None
+) -> Placement:
+    """Return the extents of one rank's shards. Frozen units have a `param` extent only.
+
+    faster: (unit index, state) → tier, instead of the policy's.
+    """
     extents: dict[tuple[int, State], Extent] = {}
     used: dict[str, int] = {}
     passing: dict[str, int] = {}
+    tile_sizes: dict[int, int] = {}
     granule = EXTENT_ALIGNMENT
+    chosen = faster or {}
 
-    def add(layout: UnitLayout, state: State, tier: str, nbytes: int) -> None:
-        counted = used if state is not State.GRAD or policy.grads_reserved else passing
+    def tier_of(layout: UnitLayout, state: State) -> str:
+        return chosen.get((layout.index, state)) or policy.tier_of(state)
+
+    def add(layout: UnitLayout, state: State, nbytes: int) -> None:
+        tier = tier_of(layout, state)
+        counted = used if state is not State.GRAD or policy.reserves_grads(tier) else passing
         offset = counted.get(tier, 0)
         extents[layout.index, state] = Extent(tier, offset, nbytes, f"{_CALLED[state]} of unit {layout.name}")
-        counted[tier] = offset + -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+        counted[tier] = offset + aligned(nbytes)
 
     for layout in layouts:
-        add(layout, State.PARAM, policy.param_tier, layout.shard_nbytes)
+        add(layout, State.PARAM, layout.shard_nbytes)
         if not layout.trainable:
             continue
-        states = policy.states(layout.dtype)
-        full, rest = divmod(layout.shard_numel, policy.tile_size)
-        nbytes = full * states.nbytes(policy.tile_size) + states.nbytes(rest)
-        add(layout, State.OPTIM, policy.optim_tier, nbytes)
-        granule = math.gcd(granule, states.nbytes(policy.tile_size))
-        if policy.grad_tier is not None:
-            width = policy.grads(layout.dtype).stored.itemsize
-            add(layout, State.GRAD, policy.grad_tier, layout.shard_numel * width)
-            granule = math.gcd(granule, policy.tile_size * width)
-    return Placement(extents, used, passing, granule)
+        states, width = policy.states(layout.dtype), policy.grads(layout.dtype).stored.itemsize
+        tile = tile_sizes[layout.index] = policy.tile_of(tier_of(layout, State.OPTIM), tier_of(layout, State.GRAD))
+        full, rest = divmod(layout.shard_numel, tile)
+        add(layout, State.OPTIM, full * states.nbytes(tile) + states.nbytes(rest))
+        add(layout, State.GRAD, layout.shard_numel * width)
+        granule = math.gcd(granule, states.nbytes(tile), tile * width)
+    return Placement(extents, used, passing, tile_sizes, granule)
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that an extent of `nbytes` takes in its tier."""
+    return -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
 
 
 def checksum_block(granule: int, block_size: int, chunk: int) -> int:

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from infinity.plan.budget import Budget, Faster, fill
 from infinity.plan.discovered import Discovered, DiscoveredUnit
 from infinity.plan.io import IoPlan, plan_io
 from infinity.plan.layout import NormOf, UnitLayout, layout_unit
-from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, Policy, State, place
+from infinity.plan.placement import Placement, Policy, State, aligned, place
 from infinity.plan.policy import (
     DeviceInfo,
     RankInfo,
@@ -57,6 +59,7 @@ class Plan:
     """None: no state lives on nvme."""
     ranks: RankInfo
     device: DeviceInfo
+    budget: Budget
     stage: int
     accumulation: int
     """Micro-batches of a step, unless the user ends steps (`managed_accumulation`)."""
@@ -96,6 +99,11 @@ class Plan:
         """Return tier → bytes that must be available: `nbytes` and `passing`."""
         return {tier: nbytes + self.passing.get(tier, 0) for tier, nbytes in self.nbytes().items()}
 
+    def peak_of_host(self) -> int:
+        """Return the peak of host memory, which includes the device's buffers if the host computes."""
+        peak = self.peak_nbytes()
+        return peak["host"] + (peak["device"] if self.device.type == "cpu" else 0)
+
     @property
     def own_pools(self) -> list[PoolSpec]:
         """Pools that the engine allocates. The nvme tier and the communicator allocate theirs themselves."""
@@ -108,9 +116,9 @@ class Plan:
         """
         if tier != "host" or self.device.host_addressable or not self.pin_memory:
             return []
-        states = (State.PARAM, State.GRAD) if self.policy.grads_reserved else (State.PARAM,)
+        states = (State.PARAM, State.GRAD) if self.policy.reserves_grads(tier) else (State.PARAM,)
         found = [
-            (extent.offset, extent.offset + -(-extent.nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT)
+            (extent.offset, extent.offset + aligned(extent.nbytes))
             for (_, state), extent in self.placement.extents.items()
             if state in states and extent.tier == tier
         ]
@@ -131,26 +139,69 @@ def make_plan(
     ranks: RankInfo,
     device: DeviceInfo,
     *,
+    budget: Budget | None = None,
     train: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Plan:
     """Plan an engine for a discovered model.
 
-    train: plan gradients and updates; otherwise parameters only. dtype: dtype of all floating parameters, instead of
-    the config's. Raises ModelError for dtypes that cannot be trained.
+    budget: memory that states fill before slower tiers; None: states are where the config places them. train: plan
+    gradients and updates; otherwise parameters only. dtype: dtype of all floating parameters, instead of the config's.
+    Raises ModelError for dtypes that cannot be trained.
     """
     layouts = lay_out(discovered, dtype or compute_dtype(config), ranks.shards, norm_of=config.infinity.norm_of)
     accumulation = config.resolve_batch(ranks.size).accumulation if train else 1
     rules = policy(config, accumulation, ranks)
-    placement = place(layouts, rules)
-    pools: list[PoolSpec] = []
+    budget = budget or Budget()
+    zero = config.zero_optimization
+    pinned = ("cpu",) if budget.host is None and budget.params is None else ("cpu", "nvme")
+    bare = Plan(
+        units=layouts,
+        policy=rules,
+        placement=place([], rules),
+        update=update_schedule(config) if train else None,
+        pools=(),
+        prefetch_bytes=0,
+        io=None,
+        ranks=ranks,
+        device=device,
+        budget=budget,
+        stage=zero.stage,
+        accumulation=accumulation,
+        managed_accumulation=config.managed_gradient_accumulation,
+        sums=holds_sums(config, rules, [layout for layout in layouts if layout.trainable]),
+        grad_divisor=ranks.size if config.gradient_allreduce_op == "mean" else 1,
+        pin_memory=any(
+            part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device in pinned
+        ),
+        seed=config.infinity.seed,
+        adam_threads=config.infinity.adam_threads or device.processors,
+        check_nan=config.infinity.check_nan,
+        debug=config.infinity.debug,
+    )
+    placed = partial(_placed, bare, config, discovered)
+    if budget.host is None and budget.params is None:
+        return placed({})
+
+    def needed(faster: Faster) -> tuple[Placement, int]:
+        plan = placed(faster)
+        return plan.placement, plan.peak_of_host()
+
+    return placed(fill(layouts, rules, accumulation, budget, needed))
+
+
+def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) -> Plan:
+    """Return `bare` with the extents of all states, the buffers and the files that they need."""
+    layouts, rules, ranks, device = bare.units, bare.policy, bare.ranks, bare.device
+    placement = place(layouts, rules, faster)
     trained = [layout for layout in layouts if layout.trainable]
-    if train:
-        pools += gradient_pools(trained, rules, ranks, device, debug=config.infinity.debug)
-        pools += update_pools(trained, rules, device, debug=config.infinity.debug)
+    pools: list[PoolSpec] = []
+    if bare.update is not None:
+        pools += gradient_pools(trained, rules, placement, ranks, device, debug=bare.debug)
+        pools += update_pools(trained, rules, placement, device, debug=bare.debug)
     io = plan_io(config, placement)
     if io is not None and not device.host_addressable:
-        pools += staging_pools(config, layouts, rules)
+        pools += staging_pools(config, layouts, placement)
     if ranks.backend == "gloo":
         pools.append(exchange_pool(layouts, ranks))
     taken = sum(held.get("device", 0) for held in (placement.nbytes, placement.passing)) + sum(
@@ -158,31 +209,7 @@ def make_plan(
     )
     room = device.usable - taken if device.usable else None
     units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room)
-    pools.insert(0, units)
-    zero = config.zero_optimization
-    return Plan(
-        units=layouts,
-        policy=rules,
-        placement=placement,
-        update=update_schedule(config) if train else None,
-        pools=tuple(pools),
-        prefetch_bytes=prefetch_bytes,
-        io=io,
-        ranks=ranks,
-        device=device,
-        stage=zero.stage,
-        accumulation=accumulation,
-        managed_accumulation=config.managed_gradient_accumulation,
-        sums=holds_sums(config, rules, trained),
-        grad_divisor=ranks.size if config.gradient_allreduce_op == "mean" else 1,
-        pin_memory=any(
-            part.pin_memory for part in (zero.offload_param, zero.offload_optimizer) if part.device == "cpu"
-        ),
-        seed=config.infinity.seed,
-        adam_threads=config.infinity.adam_threads or device.processors,
-        check_nan=config.infinity.check_nan,
-        debug=config.infinity.debug,
-    )
+    return replace(bare, placement=placement, pools=(units, *pools), prefetch_bytes=prefetch_bytes, io=io)
 
 
 def lay_out(
@@ -210,9 +237,15 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
     available: "host" → bytes; "device" → bytes, unless the device is the host.
     """
     needed = plan.peak_nbytes()
-    if 0 < plan.device.limit < needed["device"]:
-        fix = f"raise infinity.memory.device, or {_fix(plan, 'device')}"
-        return "device memory (infinity.memory.device)", needed["device"], plan.device.limit, fix
+    limits = (
+        ("device", "memory", needed["device"], plan.device.limit or None),
+        ("host", "memory", plan.peak_of_host(), plan.budget.host),
+        ("nvme", "space", needed["nvme"], plan.budget.nvme),
+    )
+    for tier, kind, nbytes, limit in limits:
+        if limit is not None and nbytes > limit:
+            fix = f"raise infinity.memory.{tier}, or {_fix(plan, tier)}"
+            return f"{tier} {kind} (infinity.memory.{tier})", nbytes, limit, fix
     if plan.device.type == "cpu":
         needed = {"device": 0, "host": needed["device"] + needed["host"]}
     for tier in ("host", "device"):
@@ -223,6 +256,8 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
 
 def _fix(plan: Plan, tier: str) -> str:
     """Return which keys lower the bytes in `tier`: those of its extents, or of its pools if they are more."""
+    if tier == "nvme":
+        return "take fewer bytes a parameter (bf16, infinity.moments), or use more ranks"
     tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
     extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
     pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)

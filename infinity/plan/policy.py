@@ -12,12 +12,17 @@ from infinity.errors import ModelError
 from infinity.plan.formats import MasterFormat, StateFormat, state_format
 from infinity.plan.grad_dtypes import GradDtypes, grad_dtypes
 from infinity.plan.layout import UnitLayout
-from infinity.plan.placement import Policy
+from infinity.plan.placement import Placement, Policy, State
 from infinity.plan.stage import Sharding
 from infinity.rules import MomentFormat, Rule
 
 if TYPE_CHECKING:
     from infinity.config import Config
+
+UpdatedIn = Literal["buffer", "tier", "staging"]
+"""Memory in which parameters are updated: the unit's buffer on the device; their extent in host memory, from which the
+device copies them afterwards; or a host buffer that is copied from and to both.
+"""
 
 UpdateSchedule = Literal["during_backward", "next_forward", "after_backward"]
 
@@ -26,12 +31,6 @@ TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a dtype in the config → dtype."""
-
-
-DISK_TILE = 1 << 20
-"""Elements of a tile on nvme: six buffers of it are allocated, and larger ones are no faster."""
-WHOLE_SHARD = 1 << 40
-"""Elements of a tile in memory, at least those of any shard: a unit is one call of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,20 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
         ),
         states=OptimizerFormat(config.infinity.master, config.optimizer.rule, config.infinity.moments),
         grads_pass=_consumed_on_arrival(config, accumulation, whole),
-        tile_size=_tile_size(config.infinity.tile_size, optim_tier),
+        tile_size=None if config.infinity.tile_size == "auto" else config.infinity.tile_size,
         resident=not sharding.params,
         grads_whole=whole,
     )
 
 
-def updates_in_place(policy: Policy, device: DeviceInfo) -> bool:
-    """Return whether the host updates parameters in the extents of its tier, from which the device then copies them.
+def updated_in(placement: Placement, unit: int, *, host_addressable: bool) -> UpdatedIn:
+    """Return the memory in which a unit's parameters are updated.
 
-    Otherwise it updates them in buffers: those of units if the device computes in host memory, else staging buffers.
+    host_addressable: the host's kernels can work in the device's buffers.
     """
-    return policy.param_tier == "host" and policy.optim_tier != "device" and not device.host_addressable
+    if host_addressable or placement.of(unit, State.OPTIM).tier == "device":
+        return "buffer"
+    return "tier" if placement.of(unit, State.PARAM).tier == "host" else "staging"
 
 
 def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) -> bool:
@@ -170,12 +171,6 @@ def _consumed_on_arrival(config: Config, accumulation: int, whole: bool) -> bool
     if not config.managed_gradient_accumulation or update_schedule(config) != "during_backward":
         return False
     return whole or (accumulation == 1 and not config.infinity.accumulation_buffers)
-
-
-def _tile_size(asked: int | Literal["auto"], optim_tier: str) -> int:
-    if asked != "auto":
-        return asked
-    return DISK_TILE if optim_tier == "nvme" else WHOLE_SHARD
 
 
 def _communication(config: Config, ranks: RankInfo) -> torch.dtype | None:

@@ -15,8 +15,8 @@ import torch
 
 from infinity.plan.discovered import Discovered
 from infinity.plan.layout import UnitLayout
-from infinity.plan.placement import Policy
-from infinity.plan.policy import DeviceInfo, RankInfo, updates_in_place
+from infinity.plan.placement import Placement, Policy, State
+from infinity.plan.policy import DeviceInfo, RankInfo, updated_in
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -137,7 +137,13 @@ def _cached_bytes(config: Config, largest: int, units: int) -> int:
 
 
 def gradient_pools(
-    layouts: Sequence[UnitLayout], policy: Policy, ranks: RankInfo, device: DeviceInfo, *, debug: bool
+    layouts: Sequence[UnitLayout],
+    policy: Policy,
+    placement: Placement,
+    ranks: RankInfo,
+    device: DeviceInfo,
+    *,
+    debug: bool,
 ) -> Iterator[PoolSpec]:
     """Yield the pools of gradients on the way from `.grad` to their tier. layouts: of trained units."""
     dtypes = [policy.grads(layout.dtype) for layout in layouts]
@@ -152,24 +158,46 @@ def gradient_pools(
     if not device.host_addressable and not on_device:
         yield PoolSpec(GRADIENT_SHARDS, "host", size_classes([nbytes // ranks.shards for nbytes in reduced], few))
     yield PoolSpec(GRADIENTS, "device", size_classes(collected, at_once))
-    if policy.optim_tier == "nvme" or not policy.grads_reserved:  # reserved memory: they are added in place
+    elsewhere = [
+        nbytes
+        for layout, nbytes in zip(layouts, stored, strict=True)
+        if not _adds_in_place(policy, placement.of(layout.index, State.GRAD).tier)
+    ]
+    if elsewhere:
         sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
-        yield PoolSpec(STORED_GRADIENTS, "device" if on_device else "host", {max(stored): sums})
+        yield PoolSpec(STORED_GRADIENTS, "device" if on_device else "host", {max(elsewhere): sums})
+
+
+def _adds_in_place(policy: Policy, tier: str) -> bool:
+    """Return whether gradients are added to those stored in `tier` in place: in reserved memory."""
+    return tier != "nvme" and policy.reserves_grads(tier)
 
 
 def update_pools(
-    layouts: Sequence[UnitLayout], policy: Policy, device: DeviceInfo, *, debug: bool
+    layouts: Sequence[UnitLayout], policy: Policy, placement: Placement, device: DeviceInfo, *, debug: bool
 ) -> Iterator[PoolSpec]:
     """Yield the pools of the update. Tiles of states in memory need no buffers. layouts: of trained units."""
-    size = policy.tile_size
-    states = max(policy.states(x.dtype).nbytes(min(x.shard_numel, size)) for x in layouts)
-    grads = max(min(x.shard_numel, size) * policy.grads(x.dtype).stored.itemsize for x in layouts)
-    count = _in_flight(_TILE_BUFFERS, states, debug=debug) if policy.optim_tier == "nvme" else 0
-    yield PoolSpec(TILES, "host", {states: count} if count else {})
-    yield PoolSpec(GRADIENT_TILES, "host", {grads: count} if count else {})
-    on_host = not device.host_addressable and policy.optim_tier != "device"
-    if on_host and not updates_in_place(policy, device):
-        yield PoolSpec(PARAMETER_SHARDS, "host", {max(x.shard_nbytes for x in layouts): 2})
+
+    def on_nvme(state: State) -> list[tuple[UnitLayout, int]]:
+        """Return the units with `state` on nvme, each with the elements of its largest tile."""
+        return [
+            (layout, min(layout.shard_numel, placement.tile_sizes[layout.index]))
+            for layout in layouts
+            if placement.of(layout.index, state).tier == "nvme"
+        ]
+
+    states = [policy.states(layout.dtype).nbytes(numel) for layout, numel in on_nvme(State.OPTIM)]
+    grads = [policy.grads(layout.dtype).stored.itemsize * numel for layout, numel in on_nvme(State.GRAD)]
+    count = _in_flight(_TILE_BUFFERS, max([*states, *grads], default=0), debug=debug)
+    for name, tiles in ((TILES, states), (GRADIENT_TILES, grads)):
+        yield PoolSpec(name, "host", {max(tiles): count} if tiles else {})
+    staged = [
+        layout.shard_nbytes
+        for layout in layouts
+        if updated_in(placement, layout.index, host_addressable=device.host_addressable) == "staging"
+    ]
+    if staged:
+        yield PoolSpec(PARAMETER_SHARDS, "host", {max(staged): 2})
 
 
 def reads_ahead(tile_buffers: int) -> int:
@@ -184,16 +212,17 @@ def _in_flight(count: int, nbytes: int, *, debug: bool) -> int:
     return count if debug else max(count, min(4 * count, _SMALL // max(nbytes, 1)))
 
 
-def staging_pools(config: Config, layouts: Sequence[UnitLayout], policy: Policy) -> list[PoolSpec]:
+def staging_pools(config: Config, layouts: Sequence[UnitLayout], placement: Placement) -> list[PoolSpec]:
     """Return the pools through which nvme and a device that the host cannot address exchange data.
 
     Parameters on nvme are read into host buffers before a device buffer is free for them.
     """
     pools = [PoolSpec(STAGING, "host", {STAGING_BYTES: STAGED_READS + STAGED_WRITES})]
-    largest = max(layout.shard_nbytes for layout in layouts)
+    on_nvme = [x.shard_nbytes for x in layouts if placement.of(x.index, State.PARAM).tier == "nvme"]
+    largest = max(on_nvme, default=0)
     asked = config.infinity.read_ahead_bytes
     nbytes = _UNITS_READ_AHEAD * largest if asked == "auto" else int(asked)
-    if policy.param_tier == "nvme" and nbytes:
+    if on_nvme and nbytes:
         size = min(STAGING_BYTES, -(-largest // _PAGE) * _PAGE)
         pools.append(PoolSpec(READ_AHEAD, "host", {size: -(-nbytes // size)}))
     return pools

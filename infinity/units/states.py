@@ -28,7 +28,6 @@ class UnitStates:
     placement: Placement
     tiers: Mapping[str, Tier]
     formats: Callable[[torch.dtype], StateFormat]
-    tile_size: int
     ranks: Communicator | SideChannel
     device: Device
 
@@ -99,15 +98,19 @@ class UnitStates:
         extent = self._extent(layout, State.PARAM)
         return self.tiers[extent.tier].read(extent, shard)
 
-    def reads_ahead(self, layout: UnitLayout) -> bool:
-        """Return whether `read_ahead` of the unit's parameters begins reads."""
-        return self._tier(layout, State.PARAM).reads_ahead
+    @property
+    def reads_ahead(self) -> bool:
+        """Return whether `read_ahead` begins reads of any unit's parameters."""
+        return any(self.tiers[name].reads_ahead for name in self.placement.tiers(State.PARAM))
 
     def read_ahead(self, layouts: Sequence[UnitLayout]) -> None:
-        """Start reading this rank's shards of the parameters, in this order, before `fetch`, if the tier can."""
-        if layouts:
-            extents = [self._extent(layout, State.PARAM) for layout in layouts]
-            self._tier(layouts[0], State.PARAM).read_ahead(extents)
+        """Start reading this rank's shards of the parameters, in this order, before `fetch`, as far as tiers can."""
+        by_tier: dict[str, list[Extent]] = {}
+        for layout in layouts:
+            extent = self._extent(layout, State.PARAM)
+            by_tier.setdefault(extent.tier, []).append(extent)
+        for name, extents in by_tier.items():
+            self.tiers[name].read_ahead(extents)
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""
@@ -136,7 +139,8 @@ class UnitStates:
     def _records(self, layout: UnitLayout) -> Records:
         states = self.formats(layout.dtype)
         extent = self._extent(layout, State.OPTIM)
-        return Records(self.tiers[extent.tier], extent, states, tiles(layout.shard_numel, self.tile_size, states))
+        cut = tiles(layout.shard_numel, self.placement.tile_sizes[layout.index], states)
+        return Records(self.tiers[extent.tier], extent, states, cut)
 
     def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Write this rank's shard of the parameters, (shard_numel,) in the unit's dtype or fp32."""

@@ -71,7 +71,7 @@ class UnitStore:
         self._states = states
         self._device = device
         self._ranks = ranks
-        self._reads_ahead = states.reads_ahead(self.units[0].layout)
+        self._reads_ahead = states.reads_ahead
         for unit in self.units:
             residents.add_parameters(unit, self)
 
@@ -262,7 +262,7 @@ class UnitStore:
             if self._was_edited(unit):
                 unit.snapshot_read.wait()
                 self._states.sync_masters_from_edit(unit)
-                if self._pipeline.in_tier:
+                if self._pipeline.in_tier(unit.index):
                     self._states.write_back(unit.layout, unit.shard_bytes(self._ranks.shard_rank)).wait()
             self._leave(unit)
             if early and viewed:
@@ -312,7 +312,7 @@ class UnitStore:
         of gathers.
         """
         assert self._pipeline is not None
-        return self._pipeline.in_tier and self._ranks.is_single and self.buffers.leaves_first(unit)
+        return self._pipeline.in_tier(unit.index) and self._ranks.is_single and self.buffers.leaves_first(unit)
 
     def _leave_to_viewers(self, unit: Unit) -> Transfer:
         """Leave the buffer to its views, which backward may read until the step ends.

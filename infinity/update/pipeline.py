@@ -23,9 +23,6 @@ class UpdatePipeline:
     def __init__(self, buffers: UpdateBuffers, kernel: Kernel) -> None:
         self._buffers = buffers
         self._stages = UpdateStages(buffers, kernel)
-        self._inline = buffers.device.host_addressable and all(
-            tier is None or tier.immediate for tier in (buffers.param_tier, buffers.optim_tier, buffers.grad_tier)
-        )
         self._submitted = self._ended = 0
         """Numbers of jobs queued and of jobs finished by the thread. Each counter is written by one thread only."""
         self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
@@ -51,8 +48,9 @@ class UpdatePipeline:
     def _is_immediate(self, job: UpdateJob) -> bool:
         """True if the job is small and needs no wait, and the thread is idle."""
         return (
-            self._inline
-            and job.layout.shard_numel <= INLINE
+            job.layout.shard_numel <= INLINE
+            and self._buffers.device.host_addressable
+            and self._stages.unit(job.layout).is_immediate
             and self._submitted == self._ended
             and job.after.done()
             and (job.arrives is None or job.arrives.done())
@@ -87,10 +85,9 @@ class UpdatePipeline:
         """
         return self._stages.refused
 
-    @property
-    def in_tier(self) -> bool:
-        """Return whether updates begin from the parameters in their tier, and not from those in the unit's buffer."""
-        return self._buffers.param_slab is not None
+    def in_tier(self, unit: int) -> bool:
+        """Return whether a unit's update begins from its parameters in their tier, not from those in its buffer."""
+        return self._buffers.updated_in(unit) == "tier"
 
     def close(self) -> None:
         """Stop the thread after the jobs queued so far."""

@@ -52,43 +52,43 @@ class UpdateStages:
 
     def open(self, job: UpdateJob) -> RunningJob | None:
         """Start the transfer of a job's parameters. Returns None if no buffer is free."""
-        buffers = self._buffers
-        unit = self._unit(job.layout)
+        unit = self.unit(job.layout)
         staging: Lease | None = None
-        if buffers.param_slab is not None:
-            work = buffers.param_slab.memory(unit.param)
-        else:
-            assert job.target is not None
-            work = job.target
-            if buffers.param_pool is not None:
-                staging = buffers.param_pool.try_lease(work.numel())
-                if staging is None:
-                    return None
-                work = staging.tensor
-        arrived = self._read_param(job, work)
+        work = job.target
+        if unit.updated_in == "tier":
+            work = unit.param_tier.memory(unit.param)
+        elif unit.updated_in == "staging":
+            assert self._buffers.param_pool is not None
+            staging = self._buffers.param_pool.try_lease(unit.param.nbytes)
+            if staging is None:
+                return None
+            work = staging.tensor
+        assert work is not None
+        arrived = self._read_param(job, unit, work)
         return RunningJob(job, unit, work, work.view(job.layout.dtype), arrived, staging, deque(unit.tiles))
 
-    def _unit(self, layout: UnitLayout) -> UnitTiles:
+    def unit(self, layout: UnitLayout) -> UnitTiles:
+        """Return the extents and tiles of a unit."""
         unit = self._units.get(layout.index)
         if unit is None:
             unit = self._units[layout.index] = UnitTiles(layout, self._buffers)
         return unit
 
-    def _read_param(self, job: UpdateJob, work: torch.Tensor) -> Transfer:
+    def _read_param(self, job: UpdateJob, unit: UnitTiles, work: torch.Tensor) -> Transfer:
         """Start the copy of the parameters to `work` from their tier or from the unit's buffer."""
-        buffers = self._buffers
+        device = self._buffers.device
         try:
             job.after.wait()
-            if buffers.param_slab is not None:
+            if unit.updated_in == "tier":
                 return job.fetched
             assert job.target is not None
-            if work is job.target:
-                buffers.device.await_copy(job.reached)
+            if unit.updated_in == "buffer":
+                device.await_copy(job.reached)
             if job.arrives is None:
-                return buffers.param_tier.read(self._unit(job.layout).param, work)
-            if work is job.target:
+                return unit.param_tier.read(unit.param, work)
+            if unit.updated_in == "buffer":
                 return job.arrives
-            return buffers.device.copy(work, job.target, after=job.arrives)
+            return device.copy(work, job.target, after=job.arrives)
         except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
             return Failed(error)
 
@@ -97,17 +97,18 @@ class UpdateStages:
         buffers, unit = self._buffers, running.unit
         layout = running.tiles[0]
         tile = layout.tile
-        states = buffers.optim_tier.window(unit.optim, tile.offset, tile.nbytes, buffers.tile_pool)
-        if states is None:
-            return None
         grad: Window | None = None
         if running.job.gradient is None:
-            assert buffers.grad_tier is not None and unit.grad is not None
             width = unit.stored.itemsize
             span = (tile.start * width, (tile.stop - tile.start) * width)
-            grad = buffers.grad_tier.window(unit.grad, *span, buffers.grad_tile_pool)
-            # The two pools have equally many buffers, and each tile leases one of each.
-            assert grad is not None
+            grad = unit.grad_tier.window(unit.grad, *span, buffers.grad_tile_pool)
+            if grad is None:
+                return None
+        states = unit.optim_tier.window(unit.optim, tile.offset, tile.nbytes, buffers.tile_pool)
+        if states is None:
+            if grad is not None:
+                grad.release()
+            return None
         running.tiles.popleft()
         return TileInFlight(running, layout, states, grad, not running.tiles)
 
@@ -117,7 +118,7 @@ class UpdateStages:
         transfers: list[Transfer] = []
         # Waits for every read, also after a failure: the kernel must have released the buffers.
         waits = [window.arrived.wait for window in item.windows]
-        if self._buffers.in_target:
+        if running.unit.updated_in == "buffer":
             waits.append(partial(self._buffers.device.await_copy, running.arrived))
         else:
             waits.append(running.arrived.wait)
@@ -129,7 +130,7 @@ class UpdateStages:
         try:
             if running.failed is None:
                 self._update(item)
-                transfers.append(self._buffers.optim_tier.store(item.states))
+                transfers.append(running.unit.optim_tier.store(item.states))
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.failed = running.failed or error
         if item.last:
@@ -191,11 +192,11 @@ class UpdateStages:
 
     def _conclude(self, running: RunningJob) -> list[Transfer]:
         """Finish a job whose tiles are all computed: start the write-back of parameters and release the gradient."""
-        job, buffers = running.job, self._buffers
+        job, unit, device = running.job, running.unit, self._buffers.device
         landed: Transfer = DONE
         try:
             # Kernels on a device still read the gradient, whose buffer is released here.
-            landed = buffers.device.compute_reached()
+            landed = device.compute_reached()
             landed.wait()
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.failed = running.failed or error
@@ -204,10 +205,10 @@ class UpdateStages:
             return []
         try:
             write: Transfer = DONE
-            if buffers.param_slab is None:
-                write = buffers.param_tier.write(running.unit.param, running.memory)
-            if not buffers.in_target and job.target is not None:
-                landed = buffers.device.copy(job.target, running.memory, after=job.reached)
+            if unit.updated_in != "tier":
+                write = unit.param_tier.write(unit.param, running.memory)
+            if unit.updated_in != "buffer" and job.target is not None:
+                landed = device.copy(job.target, running.memory, after=job.reached)
         except BaseException as error:  # noqa: BLE001 - carried by the job
             running.failed = error
             return []
@@ -228,8 +229,7 @@ class UpdateStages:
         if not write.item.last:
             return
         if write.item.grad is not None:
-            assert self._buffers.grad_tier is not None and running.unit.grad is not None
-            self._buffers.grad_tier.discard(running.unit.grad, write.item.grad.tensor)
+            running.unit.grad_tier.discard(running.unit.grad, write.item.grad.tensor)
         running.forget()
         if running.staging is not None:
             running.staging.release()

@@ -10,7 +10,7 @@ import torch
 
 from infinity.plan.formats import Range
 from infinity.plan.layout import Run, UnitLayout
-from infinity.plan.placement import Tile, tiles
+from infinity.plan.placement import State, Tile, tiles
 from infinity.tiers.base import Window
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
@@ -31,18 +31,26 @@ class TileLayout:
 
 
 class UnitTiles:
-    """Extents, dtypes and tiles of a unit, reused by all its updates."""
+    """Extents, tiers, dtypes and tiles of a unit, reused by all its updates."""
 
     def __init__(self, layout: UnitLayout, buffers: UpdateBuffers) -> None:
-        formats = buffers.formats(layout.dtype)
-        self.param = buffers.param_extent(layout.index)
-        self.optim = buffers.optim_extent(layout.index)
-        self.grad = None if buffers.grad_tier is None else buffers.grad_extent(layout.index)
+        formats, placement = buffers.formats(layout.dtype), buffers.placement
+        self.param, self.optim, self.grad = (
+            placement.of(layout.index, state) for state in (State.PARAM, State.OPTIM, State.GRAD)
+        )
+        self.param_tier, self.optim_tier = buffers.tiers[self.param.tier], buffers.tiers[self.optim.tier]
+        self.grad_tier = buffers.grad_tiers[self.grad.tier]
+        self.updated_in = buffers.updated_in(layout.index)
         self.stored = buffers.grads(layout.dtype).stored
         self.tiles = [
             TileLayout(tile, formats.ranges(tile.stop - tile.start))
-            for tile in tiles(layout.shard_numel, buffers.tile_size, formats)
+            for tile in tiles(layout.shard_numel, placement.tile_sizes[layout.index], formats)
         ]
+
+    @property
+    def is_immediate(self) -> bool:
+        """Return whether no transfer of the unit's states is ever waited for."""
+        return all(tier.immediate for tier in (self.param_tier, self.optim_tier, self.grad_tier))
 
 
 @dataclass(slots=True)

@@ -64,8 +64,9 @@ def saved(folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Te
         {"param": "cpu", "optim": "none", "unit_size": 30_000},
         {"param": "none", "optim": "cpu", "tile_size": 8192},
         {"update": "after_backward", "master": "fp32"},
+        {"memory": {"host": 1_400_000}},
     ],
-    ids=["tiers and units", "tiers and tiles", "schedule and master"],
+    ids=["tiers and units", "tiers and tiles", "schedule and master", "a budget"],
 )
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_training_goes_on_bit_for_bit_wherever_it_is_loaded(tmp_path: Path, bf16: bool, other: dict[str, Any]) -> None:

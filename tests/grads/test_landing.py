@@ -75,7 +75,9 @@ class Bench:
         self.device = device
         self.store = GradStore(
             Communicator(device),
-            GradBuffers(device, self.tier, placement, own, self.pool, None, self.host, stored, whole=False, threads=1),
+            GradBuffers(
+                device, {tier: self.tier}, placement, own, self.pool, None, self.host, stored, whole=False, threads=1
+            ),
         )
 
     def sent(self, gradient: torch.Tensor, *, last: bool, unit: Unit | None = None) -> Sent:

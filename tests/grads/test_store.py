@@ -69,7 +69,7 @@ class Bench:
         self.host = None if device.host_addressable else make(host_tensor, {layout.nbytes: 2}, name="shards")
         places = GradBuffers(
             device=device,
-            tier=self.tier,
+            tiers={"nvme": self.tier},
             placement=placement,
             dtypes=own,
             pool=self.pool,

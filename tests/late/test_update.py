@@ -54,20 +54,15 @@ def test_an_update_is_ordered_on_the_device_alone(lazy: None) -> None:
     unused = Pool(device.empty, {}, name="tiles")
     places = UpdateBuffers(
         device=device,
-        param_tier=tier,
-        optim_tier=tier,
-        grad_tier=tier,
-        param_extent=lambda _: placement.of(0, State.PARAM),
-        optim_extent=lambda _: placement.of(0, State.OPTIM),
-        grad_extent=lambda _: placement.of(0, State.GRAD),
+        placement=placement,
+        tiers={"device": tier},
+        grad_tiers={"device": tier},
         formats=states,
-        tile_size=NUMEL,
+        grads=own,
         reads_ahead=1,
         tile_pool=unused,
         grad_tile_pool=unused,
         param_pool=None,
-        param_slab=None,
-        grads=own,
     )
     pipeline = UpdatePipeline(places, update_run)
     gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))

@@ -138,3 +138,17 @@ def test_as_a_plain_loop_wherever_states_live(
     assert_bits(first[0], _SEEN.setdefault(kin, first[0]))
     parameters = {name: value for name, value in first[0]["values"].items() if "/" not in name}
     assert_close(Result(mean(first), parameters), expected, **TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("options", [{"clip": 0.3}, {"bf16": True, "accumulation": 2}], ids=str)
+def test_budgets_of_host_memory_change_no_bit(run: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Each of two ranks holds a part of its states in host memory; `auto` gives both the same part."""
+    common = {"steps": STEPS, "folder": str(tmp_path), "stage": 3, **options}
+    first = run(2, **common)
+    held = sum(first[0]["held"][tier] for tier in ("device", "host"))
+    nvme = first[0]["held"]["nvme"]
+    for host in (2 * held + nvme // 2, 2 * held + nvme, "auto"):
+        found = run(2, memory={"host": host}, **common)
+        assert all(outcome["held"]["nvme"] < nvme for outcome in found)
+        assert [outcome["losses"] for outcome in found] == [outcome["losses"] for outcome in first], host
+        assert_bits(found[0], first[0])

@@ -35,33 +35,38 @@ def units(draw: st.DrawFn) -> list[UnitLayout]:
     ]
 
 
-@given(
-    units(), TIERS, TIERS, st.booleans(), st.sampled_from([torch.bfloat16, torch.float32]), FORMATS, st.integers(1, 4)
-)
+@given(units(), TIERS, TIERS, st.sampled_from([torch.bfloat16, torch.float32]), FORMATS, st.integers(1, 4), st.data())
 def test_extents_are_aligned_and_apart(
     layouts: list[UnitLayout],
     param: str,
     optim: str,
-    grads: bool,
     grad_dtype: torch.dtype,
     states: StateFormat,
     tile: int,
+    data: st.DataObject,
 ) -> None:
     kept = GradDtypes(torch.float32, torch.float32, grad_dtype)
-    policy = Policy(param, optim, optim if grads else None, lambda _: kept, lambda _: states, tile * 4096)
-    placement = place(layouts, policy)
+    policy = Policy(param, optim, optim, lambda _: kept, lambda _: states, tile * 4096)
+    every = st.sampled_from([(layout.index, state) for layout in layouts for state in State])
+    faster = data.draw(st.dictionaries(every, st.just("host")), label="faster")
+    placement = place(layouts, policy, faster)
     for layout in layouts:
+        for state in State:
+            if placement.holds(layout.index, state):
+                assert placement.of(layout.index, state).tier == faster.get(
+                    (layout.index, state), policy.tier_of(state)
+                )
         index = layout.index
         assert placement.of(index, State.PARAM).nbytes == layout.shard_nbytes
         assert placement.holds(index, State.OPTIM) == layout.trainable
-        assert placement.holds(index, State.GRAD) == (layout.trainable and grads)
+        assert placement.holds(index, State.GRAD) == layout.trainable
         if layout.trainable:
-            cut = tiles(layout.shard_numel, policy.tile_size, states)
+            cut = tiles(layout.shard_numel, placement.tile_sizes[index], states)
             assert placement.of(index, State.OPTIM).nbytes == sum(tile.nbytes for tile in cut)
             assert all(tile.offset % placement.granule == 0 for tile in cut)
-            assert not grads or placement.of(index, State.GRAD).nbytes == layout.shard_numel * grad_dtype.itemsize
+            assert placement.of(index, State.GRAD).nbytes == layout.shard_numel * grad_dtype.itemsize
             width = grad_dtype.itemsize
-            assert not grads or all(tile.start * width % placement.granule == 0 for tile in cut)
+            assert all(tile.start * width % placement.granule == 0 for tile in cut)
     for tier, nbytes in placement.nbytes.items():
         extents = sorted((e for e in placement.extents.values() if e.tier == tier), key=lambda e: e.offset)
         assert all(extent.offset % EXTENT_ALIGNMENT == 0 for extent in extents)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from infinity.config import Config
-from infinity.plan.policy import DISK_TILE, WHOLE_SHARD, RankInfo, policy
+from infinity.plan.placement import DISK_TILE, WHOLE_SHARD
+from infinity.plan.policy import TIERS, RankInfo, policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -60,5 +61,5 @@ def test_tiles_in_memory_are_whole_units(device: str, tile: int, tmp_path: Path)
         "train_batch_size": 1,
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, **folder}},
     }
-    assert policy(Config.load(content), 1, RankInfo()).tile_size == tile
+    assert policy(Config.load(content), 1, RankInfo()).tile_of(TIERS[device]) == tile
     assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), 1, RankInfo()).tile_size == 8192

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from infinity.plan.formats import MasterFormat, state_format
-from infinity.plan.placement import Extent, tiles
-from infinity.plan.policy import WHOLE_SHARD
+from infinity.plan.placement import WHOLE_SHARD, Extent, tiles
 from infinity.rules import MomentFormat
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.slab import SlabTier

@@ -34,6 +34,12 @@ HYPER = Hyper(lr=0.01)
 POISON = CpuDevice().poison
 
 
+class Apart(CpuDevice):
+    """A device whose memory the host's kernels may not use."""
+
+    host_addressable = False
+
+
 class Bench:
     """One unit of 14,336 fp32 parameters in four tiles, its tier and a pipeline.
 
@@ -55,21 +61,16 @@ class Bench:
         self.grads = Pool(host_tensor, {self.layout.nbytes: 2}, name="gradients", poison=POISON, fifo=True)
         self.buffer = torch.zeros(self.layout.numel)
         places = UpdateBuffers(
-            device=CpuDevice(),
-            param_tier=self.tier,
-            optim_tier=self.tier,
-            grad_tier=self.tier,
-            param_extent=lambda _: self.extents[State.PARAM],
-            optim_extent=lambda _: self.extents[State.OPTIM],
-            grad_extent=lambda _: self.extents[State.GRAD],
+            device=Apart() if staged else CpuDevice(),
+            placement=placement,
+            tiers={"nvme": self.tier},
+            grad_tiers={"nvme": self.tier},
             formats=states,
-            tile_size=TILE,
+            grads=own,
             reads_ahead=3,
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
             param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=POISON) if staged else None,
-            param_slab=None,
-            grads=own,
         )
         self.pipeline = UpdatePipeline(places, update_run)
 

@@ -1,0 +1,62 @@
+"""Resolves `infinity.memory` to the bytes of one rank: `auto`, and a node's bytes over its ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from infinity.errors import ConfigError
+from infinity.plan.budget import Budget
+from infinity.tiers.available import available_memory
+
+if TYPE_CHECKING:
+    from infinity.comm.communicator import Communicator
+    from infinity.config import Config
+
+_RESERVE = 1 << 30
+"""Bytes of host memory that `auto` leaves to the process, beside an eighth of what is free."""
+
+
+def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) -> Budget:
+    """Return this rank's budget. Collective with `auto`: the ranks take the smallest one, since they place alike.
+
+    Raises ConfigError for a limit on nvme without a `nvme_path`.
+    """
+    memory, folders = config.infinity.memory, config.zero_optimization.nvme_paths
+    if memory.nvme is not None and not folders:
+        raise ConfigError(
+            "infinity.memory.nvme is set, and no state may be on nvme. Give offload_param or offload_optimizer "
+            '(zero_optimization) the device "nvme" and a nvme_path, or remove the limit.'
+        )
+    local = ranks_of_node(ranks.size)
+    host = free_host(computes_on_host=computes_on_host) if memory.host == "auto" else memory.host
+    nvme = free_nvme([str(folder) for folder in folders]) if memory.nvme == "auto" else memory.nvme
+    budgets = [[None if nbytes is None else nbytes // local for nbytes in (host, nvme)]]
+    if "auto" in (memory.host, memory.nvme):
+        budgets = ranks.gather(budgets[0])
+    host, nvme = (_least(sizes) for sizes in zip(*budgets, strict=True))
+    return Budget(host, memory.host_params, nvme)
+
+
+def ranks_of_node(size: int) -> int:
+    """Return the number of ranks on this node; without torchrun's LOCAL_WORLD_SIZE, all `size` ranks."""
+    return max(1, min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+
+
+def free_host(*, computes_on_host: bool) -> int:
+    """Return the bytes of host memory that `auto` gives to states and buffers of a node."""
+    free = available_memory()
+    return free // 2 if computes_on_host else max(0, free - free // 8 - _RESERVE)
+
+
+def free_nvme(folders: list[str]) -> int:
+    """Return the bytes of the folders' file systems that `auto` gives to states."""
+    free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}
+    return sum(free.values()) * 19 // 20
+
+
+def _least(sizes: Iterable[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return min(known) if known else None

@@ -1,0 +1,152 @@
+"""Which states a budget keeps in host memory, and which budgets are refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+import infinity
+from infinity.comm.communicator import Communicator
+from infinity.config import Config
+from infinity.engine import budget as resolved
+from infinity.engine.wiring import plan_model
+from infinity.errors import ConfigError, OutOfMemoryError
+from infinity.plan.budget import spread
+from infinity.plan.placement import State
+from infinity.plan.plan import Plan
+from infinity.tiers.device import CpuDevice
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.models import Stack, seeded
+
+
+def planned(folder: Path, host: Any = None, *, late: bool = False, **options: Any) -> Plan:
+    memory = {} if host is None else {"memory": {"host": host}}
+    config, model, device = engine_config(folder=folder, **options, **memory), seeded(Stack), CpuDevice()
+    seam = LateDevice() if late else device
+    return plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+
+
+def in_host(plan: Plan, state: State) -> int:
+    return sum(e.nbytes for (_, kind), e in plan.placement.extents.items() if kind is state and e.tier == "host")
+
+
+def share(plan: Plan, state: State) -> float:
+    return in_host(plan, state) / sum(e.nbytes for (_, kind), e in plan.placement.extents.items() if kind is state)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({"clip": 1.0}, (State.PARAM, State.GRAD, State.OPTIM)),
+        ({"accumulation": 4}, (State.PARAM, State.GRAD, State.OPTIM)),
+        ({}, (State.PARAM, State.OPTIM)),
+    ],
+    ids=["clipping", "accumulation", "on arrival"],
+)
+def test_kinds_of_states_fill_host_memory_in_turn(
+    options: dict[str, Any], order: tuple[State, ...], late: bool, tmp_path: Path
+) -> None:
+    """States that a step moves most often come first. A larger budget never holds fewer of them."""
+    least = planned(tmp_path, late=late, **options).peak_of_host()
+    before = [0.0] * len(order)
+    mixed = 0
+    states = sum(extent.nbytes for extent in planned(tmp_path, late=late, **options).placement.extents.values())
+    for host in range(least, least + 2 * states, states // 9):
+        plan = planned(tmp_path, host, late=late, **options)
+        assert plan.peak_of_host() <= host
+        shares = [share(plan, state) for state in order]
+        assert all(now >= then for now, then in zip(shares, before, strict=True))
+        before = shares
+        mixed += any(0 < each < 1 for each in shares)
+        largest = max(plan.placement.of(layout.index, State.PARAM).nbytes for layout in plan.units)
+        if shares[-1] > 0:  # what is left of an earlier kind had no room when its turn came
+            free = sum(e.nbytes for key, e in plan.placement.extents.items() if key[1] is order[0]) * (1 - shares[0])
+            assert free <= largest * len(plan.units)
+    assert before == [1.0] * len(order)
+    assert mixed
+
+
+def test_a_budget_that_buffers_exceed_is_refused_with_the_missing_bytes(tmp_path: Path) -> None:
+    least = planned(tmp_path).peak_of_host()
+    planned(tmp_path, least)
+    config = engine_config(folder=tmp_path, memory={"host": least - 1})
+    said = rf"infinity\.memory\.host.*{least:,} bytes are needed.* 1 are missing; raise infinity\.memory\.host"
+    with pytest.raises(OutOfMemoryError, match=said):
+        infinity.initialize(model=seeded(Stack), config=config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_of_nvme_is_refused_with_the_missing_bytes(tmp_path: Path) -> None:
+    needed = planned(tmp_path).nbytes()["nvme"]
+    for limit, fits in ((needed, True), (needed - 1, False)):
+        config = engine_config(folder=tmp_path, memory={"nvme": limit})
+        if fits:
+            infinity.initialize(model=seeded(Stack), config=config)[0].close()
+            continue
+        with pytest.raises(OutOfMemoryError, match=r"infinity\.memory\.nvme.* 1 are missing"):
+            infinity.initialize(model=seeded(Stack), config=config)
+
+
+def test_a_limit_of_nvme_without_a_folder_is_refused() -> None:
+    config = engine_config("cpu", "cpu").model_dump() | {"infinity": {"memory": {"nvme": "1GiB"}}}
+    for part in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][part] = {"device": "cpu"}
+    with pytest.raises(ConfigError, match=r"infinity\.memory\.nvme is set, and no state may be on nvme"):
+        infinity.initialize(model=seeded(Stack), config=config)
+
+
+def test_budgets_of_a_node_are_divided_over_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert resolved.ranks_of_node(16) == 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert resolved.ranks_of_node(16) == 16
+    config = engine_config(folder=tmp_path, memory={"host": "1MiB", "nvme": "auto"})
+    ranks = Communicator(CpuDevice())
+    monkeypatch.setattr(resolved, "ranks_of_node", lambda size: 4)
+    budget = resolved.budget_of(config, ranks, computes_on_host=True)
+    assert budget.host == (1 << 20) // 4 and budget.nvme
+
+
+def test_parameters_in_host_memory_are_counted_in_elements(tmp_path: Path) -> None:
+    """DeepSpeed's max_in_cpu."""
+    content = engine_config(folder=tmp_path).model_dump() | {"infinity": {"unit_size": 4096}}
+    whole = planned(tmp_path, unit_size=4096)
+    numel = sum(layout.shard_numel for layout in whole.units)
+    for kept in (0, numel // 2, numel, 10 * numel):
+        content["zero_optimization"]["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": str(tmp_path),
+            "max_in_cpu": kept,
+        }
+        config = Config.load(content)
+        assert config.infinity.memory.host_params == kept
+        model, seam = seeded(Stack), CpuDevice()
+        plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+        elements = in_host(plan, State.PARAM) // 4
+        assert elements <= kept and in_host(plan, State.OPTIM) == 0
+        assert elements == numel if kept >= numel else elements > kept - max(x.shard_numel for x in plan.units)
+
+
+def test_auto_leaves_memory_to_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolved, "available_memory", lambda: 16 << 30)
+    assert resolved.free_host(computes_on_host=True) == 8 << 30
+    assert resolved.free_host(computes_on_host=False) == 13 << 30
+    plan = planned(tmp_path, "auto")
+    assert plan.budget.host == 8 << 30 and share(plan, State.OPTIM) == 1.0
+
+
+@given(st.integers(0, 300))
+def test_items_are_spread_evenly(count: int) -> None:
+    """Neighbours among the first n items are at most twice as far apart as at the next power of two."""
+    order = list(spread(range(count)))
+    assert sorted(order) == list(range(count))
+    for taken in (1, 2, 4, 8, 16, 32, 64, 128):
+        if taken <= count // 2:
+            gaps = [b - a for a, b in pairwise(sorted(order[:taken]))]
+            assert max(gaps, default=0) <= 2 * (1 << (count - 1).bit_length()) // taken
