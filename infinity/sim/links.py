@@ -1,0 +1,118 @@
+"""Bandwidths of a machine, which `infinity bench-links` measures and `infinity plan` reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from infinity.errors import ConfigError
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""torch's name of each dtype that models compute in → its name in the config."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths in bytes/s of one machine, and its FLOP/s. None: the hardware is absent."""
+
+    nvme_read: float | None
+    nvme_write: float | None
+    nvme_mixed: float | None
+    """Bytes read and written per second together, in equal parts at once."""
+    memory: float
+    """Bytes read and written per second by the native Adam in host memory, all processors together."""
+    host_to_device: float | None
+    device_to_host: float | None
+    """Pinned, asynchronous copies, in one direction at a time."""
+    collective: float | None
+    """Bytes of an all-gather's output per second, on each rank; None with one rank."""
+    flops: Mapping[str, float | None]
+    """torch's name of each dtype in `DTYPES` → FLOP/s of a matmul on the device that the engine computes on."""
+    baseline_rss: int
+    """Resident bytes of a process that has imported torch and the engine."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys of the JSON, such as `machine`. Nothing is derived from them."""
+
+    @classmethod
+    def from_json(cls, text: str | bytes, name: str = "bandwidths") -> Links:
+        """Parse one JSON object. name: of the file, for errors.
+
+        A dtype that `flops` lacks is None there; its names in the config are accepted, too. Raises ConfigError with one
+        problem for each key that is missing, or whose value is of another type, negative or 0.
+        """
+        try:
+            content = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{name} holds {_show(content)}: pass the object that infinity bench-links writes")
+        problems = tuple(_problems(content))
+        if problems:
+            raise ConfigError([f"{name}: {problem}" for problem in problems])
+        given = {key: content.pop(key) for key in _KEYS}
+        flops = {dtype: given["flops"].get(dtype, given["flops"].get(short)) for dtype, short in DTYPES.items()}
+        return cls(**{**given, "flops": flops}, facts=content)
+
+    def to_json(self) -> str:
+        """Return the object that `from_json` parses, on several lines."""
+        content = {key: getattr(self, key) for key in _KEYS}
+        return json.dumps({**content, "flops": dict(self.flops), **self.facts}, indent=2) + "\n"
+
+
+_KEYS = tuple(each.name for each in fields(Links) if each.name != "facts")
+_ALWAYS_THERE = ("memory",)
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    for key in _KEYS:
+        if key not in content:
+            yield f"{key} is missing: measure it with infinity bench-links, or add it"
+        elif key == "flops":
+            yield from _flops_problems(content[key])
+        elif key == "baseline_rss":
+            if not _is_number(content[key], int) or content[key] < 0:
+                yield f"baseline_rss is {_show(content[key])}: give a whole number of bytes, 0 or more"
+        elif not _is_rate(content[key], null=key not in _ALWAYS_THERE):
+            instead = "" if key in _ALWAYS_THERE else ", or null if the hardware is absent"
+            yield f"{key} is {_show(content[key])}: give bytes per second, more than 0{instead}"
+
+
+def _flops_problems(flops: Any) -> Iterator[str]:
+    if not isinstance(flops, dict):
+        yield f'flops is {_show(flops)}: give an object such as {{"bfloat16": 1e12}}'
+        return
+    for dtype, rate in flops.items():
+        if dtype not in (*DTYPES, *DTYPES.values()):
+            yield f"flops.{dtype} is not known: give {', '.join(DTYPES)}"
+        elif DTYPES.get(dtype) in flops:
+            yield f"flops has {dtype} and {DTYPES[dtype]}, which are one dtype: remove one of them"
+        elif not _is_rate(rate):
+            yield f"flops.{dtype} is {_show(rate)}: give FLOP/s, more than 0, or null if the device lacks the dtype"
+
+
+def _is_rate(value: Any, *, null: bool = True) -> bool:
+    return null if value is None else _is_number(value, int, float) and 0 < value <= sys.float_info.max
+
+
+def _is_number(value: Any, *types: type) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _show(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is duplicated")
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
