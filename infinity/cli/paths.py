@@ -41,6 +41,28 @@ def check_output(option: str, file: Path) -> None:
         fail(f"{option} {file} cannot be written: pass a file in an existing, writable folder", USAGE)
 
 
+def write_output(option: str, file: Path, text: str) -> str:
+    """Write `text` to `file`, completely or not at all. Return the error text, or "" on success.
+
+    A file that is no regular one, or that lies in a folder that is not writable, is written in place.
+    """
+    target = file.resolve()
+    aside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        if not os.access(target.parent, os.W_OK) or (target.exists() and not target.is_file()):
+            target.write_text(text, encoding="utf-8")
+            return ""
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        return f"{option} {file} was not written: {error.strerror or error}"
+    return ""
+
+
 def file_system(path: Path) -> str:
     """Return the type of the file system of `path`, such as "ext4"."""
     import psutil

@@ -35,7 +35,7 @@ from infinity.cli.drive.heatmap import Cell, picture_formats, plot_sweep
 from infinity.cli.drive.measure import OPS, Bench, Op, Sample
 from infinity.cli.drive.pattern import PAGE
 from infinity.cli.drive.search import TOLERANCE, Outcome, Result, Setting, Space, Stage, in_flight_limit, search, unrest
-from infinity.cli.paths import check_folders, check_output, note_memory_folders
+from infinity.cli.paths import check_folders, check_output, note_memory_folders, write_output
 from infinity.config import Config
 from infinity.errors import StorageError
 from infinity.native import _aio
@@ -244,12 +244,10 @@ def _show(outcome: Outcome, verified: int, section: dict[str, Any]) -> None:
 
 def _write(path: Path, section: dict[str, Any]) -> str:
     """Write the section. Return the error text, or "" on success."""
-    try:
-        path.write_text(json.dumps(section, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        return f"--out {path} was not written: {error.strerror or error}"
-    typer.echo(f"written to {printable(path)}", err=True)
-    return ""
+    problem = write_output("--out", path, json.dumps(section, indent=2) + "\n")
+    if not problem:
+        typer.echo(f"written to {printable(path)}", err=True)
+    return problem
 
 
 def _row(result: Result) -> dict[str, Any]:
