@@ -283,6 +283,38 @@ def tune(
     run(path, out, plot, seconds, size, engine, as_json)
 
 
+@app.command("bench-links")
+def bench_links(
+    path: Paths,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write, for infinity plan --bandwidths.")] = None,
+    seconds: Annotated[float, typer.Option(help="Duration, about.")] = 40,
+    size: Annotated[str, typer.Option(help="Bytes of the file on the drive.")] = "1GiB",
+    as_json: Json = False,
+) -> None:
+    """Measure the bandwidths of this machine through the engine's own code, for infinity plan.
+
+    The JSON has bytes per second, FLOP per second and bytes. Absent hardware is null.
+
+    \b
+    nvme_read, nvme_write  the drive of --path
+    nvme_mixed             reads and writes at once, half each: their sum
+    memory                 bytes the native Adam reads and writes, all cores
+    host_to_device         pinned, asynchronous copies to the accelerator
+    device_to_host         and back
+    collective             output of an all-gather, on each rank
+    flops                  a transformer block's matmul, by dtype:
+                           float32, bfloat16, float16
+    baseline_rss           memory of a process that has imported torch
+    machine, measurement   what was measured, and how
+
+    For collective, start it on several ranks: torchrun --nproc-per-node 2 -m infinity.cli.main bench-links …
+    The file on the drive is anonymous, so nothing is left, even if the command is killed.
+    """
+    from infinity.cli.links.bench import run
+
+    run(path, out, seconds, size, as_json)
+
+
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder passed to save_checkpoint, or one checkpoint in it.")],

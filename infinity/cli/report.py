@@ -98,14 +98,15 @@ def _machine() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
         "memory": f"{memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB available",
         "pinnable": _memlock(),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor's name as Linux shows it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

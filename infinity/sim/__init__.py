@@ -1,1 +1,1 @@
-"""The engine's decisions on a virtual clock, whose links take bytes ÷ bandwidth."""
+"""Predicts steps from the bandwidths of a machine."""

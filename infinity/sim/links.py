@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from infinity.errors import ConfigError
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """torch's name of each dtype that models compute in → its name in the config."""
+
+BANDWIDTHS = ("nvme_read", "nvme_write", "nvme_mixed", "memory", "host_to_device", "device_to_host", "collective")
+"""Names of the bandwidths, in the order in which they are written."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Links:
         return json.dumps({**content, "flops": dict(self.flops), **self.facts}, indent=2) + "\n"
 
 
-_KEYS = tuple(each.name for each in fields(Links) if each.name != "facts")
+_KEYS = (*BANDWIDTHS, "flops", "baseline_rss")
 _ALWAYS_THERE = ("memory",)
 
 

@@ -72,16 +72,7 @@ def run(
 
 def measure(task: Task, step: Step) -> dict[str, Any]:
     """Perform all runs of `task`, verify the file, and return the results in JSON types."""
-    work = task.workload
-    threads = work.threads * len(task.paths)
-    # Opened first, so that an engine that does not work fails before the file is laid out.
-    with open_engine(work.engine, block_size=work.block_size, queue_depth=work.queue_depth, threads=threads) as engine:
-        work = replace(work, queue_depth=engine.queue_depth)
-    if work.queue_depth < task.workload.queue_depth:
-        note(
-            f"the system granted a queue depth of {work.queue_depth} instead of {task.workload.queue_depth}, which all "
-            "runs use: raise fs.aio-max-nr with sysctl"
-        )
+    work = granted(task.workload, len(task.paths))
     chunk = stripe_chunk(work.block_size)
     steps = task.runs + 2
     step(0, f"laying out {format_size(task.size)}")
@@ -94,6 +85,22 @@ def measure(task: Task, step: Step) -> dict[str, Any]:
         step((task.runs + 1) / steps, "verifying")
         bench.verify()
         return _facts(task, samples, bench)
+
+
+def granted(work: Workload, folders: int) -> Workload:
+    """Return `work` with the queue depth that the system grants, with a note if it is smaller.
+
+    An engine that does not work thus fails before a file is laid out.
+    """
+    threads = work.threads * folders
+    with open_engine(work.engine, block_size=work.block_size, queue_depth=work.queue_depth, threads=threads) as engine:
+        depth = engine.queue_depth
+    if depth < work.queue_depth:
+        note(
+            f"the system granted a queue depth of {depth} instead of {work.queue_depth}, which all runs use: raise "
+            "fs.aio-max-nr with sysctl"
+        )
+    return replace(work, queue_depth=depth)
 
 
 def shown(facts: dict[str, Any]) -> list[RenderableType]:

@@ -1,0 +1,1 @@
+"""Measures the bandwidths that `infinity plan` predicts steps from: infinity bench-links."""

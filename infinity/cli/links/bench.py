@@ -1,0 +1,180 @@
+"""`infinity bench-links`: measures the bandwidths that `infinity plan` reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from infinity.cli.console import (
+    USAGE,
+    Step,
+    check_range,
+    fail,
+    note,
+    one_line_errors,
+    printable,
+    progress,
+    say,
+    size_of,
+    warnings_as_notes,
+)
+from infinity.cli.drive.bench import granted
+from infinity.cli.drive.measure import OPS, Bench, Workload
+from infinity.cli.links.gathers import Gathers
+from infinity.cli.links.machine import baseline_rss, machine
+from infinity.cli.links.rates import Copies, adam, matmul
+from infinity.cli.links.table import shown
+from infinity.cli.links.turns import Calls, Rate, measure, unsteady
+from infinity.cli.paths import check_folders, check_output, file_system, note_memory_folders, write_output
+from infinity.comm.join import join_process_group
+from infinity.config import Config
+from infinity.observe.units import show_bytes
+from infinity.plan.stripe import stripe_chunk
+from infinity.sim.links import DTYPES, Links
+from infinity.sizes import format_size
+from infinity.tiers.accelerator import default_device
+from infinity.tiers.device import Device
+
+_SMALLEST_SIZE = 16 << 20
+_PREPARED, _MEASURED = 0.1, 0.97
+"""Positions of the progress bar before the first round and after the last."""
+_LONGEST_MATMUL = 1 / 60
+"""Part of all seconds that one matmul may take."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A measurement: the command's options, validated. gathers: None on one rank."""
+
+    paths: Sequence[Path]
+    size: int
+    seconds: float
+    device: Device
+    gathers: Gathers | None = None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A bandwidth, or the FLOP/s of a dtype. rate: None if the hardware is absent. how: for people."""
+
+    name: str
+    rate: Rate | None
+    how: str
+
+
+def run(paths: Sequence[Path], out: Path | None, seconds: float, size: str, as_json: bool) -> None:
+    """Run the command; see its help. Ranks other than 0 only take part in collectives."""
+    with one_line_errors(), warnings_as_notes(), ExitStack() as ending:
+        device = default_device()
+        join_process_group(None, device)
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several and dist.get_rank() > 0:
+            return ending.enter_context(Gathers(device)).follow()
+        task = _checked(Task(paths, 0, seconds, device), size, out)
+        note_memory_folders(task.paths)
+        with progress(shown=not as_json) as step:
+            if several:
+                task = replace(task, gathers=ending.enter_context(Gathers(device)))
+            links = measured(task, step)
+        try:
+            say(*([links.to_json().rstrip()] if as_json else shown(links)))
+        finally:  # write the file even if stdout fails
+            if out is not None:
+                _write(out, links)
+
+
+def measured(task: Task, step: Step) -> Links:
+    """Measure all bandwidths, verify the drive's file, and return the medians."""
+    began = time.perf_counter()
+    step(0, "starting a process that imports torch")
+    baseline = baseline_rss()
+    aio = Config().aio
+    work = granted(Workload("read", aio.block_size, aio.queue_depth, aio.threads, aio.engine), len(task.paths))
+    works = [replace(work, op=op) for op in OPS]
+    step(_PREPARED / 4, f"laying out {format_size(task.size)}")
+    with Bench(task.paths, task.size, works, chunk=stripe_chunk(work.block_size)) as drive:
+        step(_PREPARED / 2, "preparing memory and matmuls")
+        kinds = [*_drive_kinds(drive, works), *_other_kinds(task)]
+        rates = {kind.name: kind.rate for kind in kinds if kind.rate is not None}
+        left = task.seconds - (time.perf_counter() - began)
+        samples = measure(rates, left, lambda done, now: step(_PREPARED + done * (_MEASURED - _PREPARED), now))
+        step(_MEASURED, "verifying")
+        drive.verify()
+        folders = {str(path): file_system(path) for path in task.paths}
+        ranks = dist.get_world_size() if task.gathers else 1
+        facts = {**machine(task.device), "ranks": ranks, "folders": folders, "file": task.size, "direct": drive.direct}
+    if busy := unsteady(samples):
+        note(
+            f"{', '.join(busy)} differed by more than half between rounds: something else uses this machine; run this "
+            "again while nothing does, or with more --seconds"
+        )
+    medians = {name: round(median(values)) for name, values in samples.items()}
+    flops = {dtype: medians.pop(f"flops.{dtype}", None) for dtype in DTYPES}
+    bandwidths: dict[str, Any] = {kind.name: medians.get(kind.name) for kind in kinds if "." not in kind.name}
+    measurement = {
+        "rounds": min(map(len, samples.values())),
+        "seconds": round(time.perf_counter() - began, 1),
+        "lowest": {name: round(min(values)) for name, values in samples.items()},
+        "highest": {name: round(max(values)) for name, values in samples.items()},
+        "how": {kind.name: kind.how for kind in kinds},
+    }
+    return Links(**bandwidths, flops=flops, baseline_rss=baseline, facts={"machine": facts, "measurement": measurement})
+
+
+def _drive_kinds(drive: Bench, works: Sequence[Workload]) -> Iterator[_Kind]:
+    def rate(work: Workload) -> Rate:
+        return lambda seconds: 1e9 * drive.run(work, seconds=seconds).gb_per_s
+
+    for work in works:
+        how = f"blocks of {format_size(work.block_size)}, {work.queue_depth} in flight"
+        yield _Kind(f"nvme_{work.op}", rate(work), "half reads, half writes" if work.op == "mixed" else how)
+
+
+def _other_kinds(task: Task) -> Iterator[_Kind]:
+    device, gathers = task.device, task.gathers
+    update, nbytes = adam()
+    yield _Kind("memory", update, f"AdamW over {show_bytes(nbytes)}, all cores")
+    copies = None if device.host_addressable else Copies(device)
+    for name in ("host_to_device", "device_to_host"):
+        if copies is None:
+            yield _Kind(name, None, "no accelerator")
+        else:
+            call = copies.to_device if name == "host_to_device" else copies.to_host
+            yield _Kind(name, Calls(call, copies.nbytes), f"copies of {show_bytes(copies.nbytes)}")
+    if gathers is None:
+        yield _Kind("collective", None, "one rank")
+    else:
+        how = f"{show_bytes(gathers.nbytes)} to {dist.get_world_size()} ranks over {gathers.backend}"
+        yield _Kind("collective", Calls(gathers.run, gathers.nbytes), how)
+    for dtype in DTYPES:
+        found = matmul(device, getattr(torch, dtype), task.seconds * _LONGEST_MATMUL)
+        if found is None:
+            yield _Kind(f"flops.{dtype}", None, f"the device has no {dtype}")
+        else:
+            yield _Kind(f"flops.{dtype}", found[0], f"({found[1]}, {found[1]}) x ({found[1]}, {4 * found[1]})")
+
+
+def _checked(task: Task, size: str, out: Path | None) -> Task:
+    check_range("--seconds", task.seconds, 0.1, 86_400)
+    nbytes = size_of("--size", size)
+    if nbytes < _SMALLEST_SIZE:
+        fail(f"--size must be at least {format_size(_SMALLEST_SIZE)}, not {format_size(nbytes)}", USAGE)
+    check_folders(task.paths)
+    if out is not None:
+        check_output("--out", out)
+    return replace(task, size=nbytes)
+
+
+def _write(out: Path, links: Links) -> None:
+    if problem := write_output("--out", out, links.to_json()):
+        fail(problem)
+    typer.echo(f"written to {printable(out)}", err=True)
