@@ -5,8 +5,9 @@
 #   bench/gpu_check.sh build tests         these stages
 #   FRESH=1 bench/gpu_check.sh tests       again; otherwise steps that passed with these sources are not repeated
 #
-# Stages: build; tests; kernels (and links); small and large (steps of 350 M and 1.3 B parameters in all placements
-# beside plain PyTorch and FSDP2); streams (and stress); 10b (bench/gpt2_10b_v100.sh). A failed step ends nothing.
+# Stages: build; tests; kernels (and links, bandwidths); small and large (steps of 350 M and 1.3 B parameters in all
+# placements beside plain PyTorch and FSDP2); streams (and stress); 10b (bench/gpt2_10b_v100.sh). A failed step ends
+# nothing.
 #
 #   RESULTS=folder          for logs, figures and the summary (default bench/results/gpu)
 #   WHEELS=folder           wheels to install first (default build/gpu-bundle, which `make gpu-bundle` fills)
@@ -108,6 +109,7 @@ tests() {
 kernels() {
   on_device adam 180 python3 bench/adam_cuda.py --output "$results/adam_cuda.md"
   on_device links 180 python3 bench/links.py --output "$results/links.json"
+  on_device bandwidths 120 python3 -m infinity.cli.main bench-links --path "$nvme" --out "$results/bandwidths.json"
 }
 
 small() { on_device steps 530 python3 bench/device_step.py --size 350m --nvme-path "$nvme" --output "$results/gpt2-350m.json"; }

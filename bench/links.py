@@ -4,7 +4,8 @@
     python bench/links.py --output links.json    # into a file, too
 
 `registered` is memory of `host_tensor(pin=True)`, `pageable` is unregistered, `both` copies in both directions at once,
-and `device.copy` is the engine's copy. Bandwidths are medians, of the bytes of all directions.
+and `device.copy` is the engine's copy, which `infinity bench-links` measures. Bandwidths are medians, of the bytes of
+all directions.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 import check
 import harness
+from infinity.cli.links.rates import Copies
 from infinity.sizes import parse_size
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
@@ -32,8 +34,9 @@ CALLS = 4
 
 def candidates(device: Device, nbytes: int) -> dict[str, tuple[int, Callable[[], object]]]:
     """Return name → (bytes of a call, call that issues copies)."""
-    there = [device.empty(nbytes) for _ in range(2)]
-    registered = [device.host_buffer(nbytes) for _ in range(2)]
+    engine = [Copies(device, nbytes) for _ in range(2)]
+    there = [one.on_device for one in engine]
+    registered = [one.host for one in engine]
     pageable = host_tensor(nbytes)
     first_touch(pageable)
     streams = [_stream(device) for _ in range(2)]
@@ -52,8 +55,8 @@ def candidates(device: Device, nbytes: int) -> dict[str, tuple[int, Callable[[],
         "both, registered": (2 * nbytes, both),
         "to device, pageable": (nbytes, lambda: bare(0, there[0], pageable)),
         "from device, pageable": (nbytes, lambda: bare(1, pageable, there[1])),
-        "to device, device.copy": (nbytes, lambda: device.copy(there[0], registered[0]).wait()),
-        "from device, device.copy": (nbytes, lambda: device.copy(registered[1], there[1]).wait()),
+        "to device, device.copy": (nbytes, lambda: engine[0].to_device(1)),
+        "from device, device.copy": (nbytes, lambda: engine[1].to_host(1)),
     }
 
 
