@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infinity"
 INK, MUTED, UP = "#1f2430", "#9aa5b8", "#e4572e"
 SAYS = {
-    "cli": "command line, disk benchmark",
+    "cli": "command line, benchmarks",
+    "sim": "bandwidths of a machine",
     "gpt2": "the demo",
     "deepspeed": "DeepSpeed's interface, launcher",
     "integrations": "Lightning, DeepSpeed's checkpoints",
