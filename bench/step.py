@@ -3,6 +3,7 @@ model.
 
     python bench/step.py                       # shape S: 319 M parameters; about 15 minutes on 2 cores
     python bench/step.py --layers 4 --rounds 1 --steps 3
+    python bench/step.py --host-memory 4GiB --results /tmp/budget
 
 Every measurement runs in a process of its own, since peak memory belongs to a process, and the kinds take turns, round
 by round, since machines are shared: compare medians and ratios. `plain` keeps a bf16 model and an fp32 master in
@@ -41,6 +42,7 @@ def arguments() -> argparse.Namespace:
     training.add_shape(parser, hidden=1024, layers=24, heads=16, vocab=8192, sequence=128, batch=4)
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
     parser.add_argument("--steps", type=int, default=6, help="counted steps of each process, after 2 that warm up")
+    parser.add_argument("--host-memory", metavar="SIZE", help="infinity.memory.host: states stay in memory up to SIZE")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -80,7 +82,8 @@ def run_infinity(args: argparse.Namespace, clip: float, moments: str) -> dict[st
     import infinity
 
     model, batch = training.make_gpt2(args, "meta", tied=False), training.random_batches(args)
-    engine, *_ = infinity.initialize(model=model, config=training.nvme_config(args, clip, moments=moments))
+    memory = {"memory": {"host": args.host_memory}} if args.host_memory else {}
+    engine, *_ = infinity.initialize(model=model, config=training.nvme_config(args, clip, moments=moments, **memory))
     steps: list[dict[str, float]] = []
     before = first = engine.ledger.snapshot()
     for number in range(args.steps + WARM_UP):
