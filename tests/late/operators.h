@@ -4,7 +4,6 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/DeviceGuard.h>
@@ -17,12 +16,9 @@
 #include <string_view>
 
 #include "device.h"
+#include "inference.h"
 
 namespace late {
-
-using torch::jit::Stack;
-
-inline bool is_late(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
 // The state in which kernels run, on any thread: below autograd and autocast, without modes of users. To enter it needs
 // no lock of Python's, unlike at::ThreadLocalStateGuard, which copies users' hooks.
@@ -128,25 +124,6 @@ class Twins {
     std::vector<std::pair<const c10::StorageImpl*, at::Storage>> storages_;
 };
 
-// Calls `visit` with each tensor of `value`, and returns `value` with its results in their places.
-template <class Visit>
-c10::IValue map_tensors(const c10::IValue& value, Visit visit) {
-    if (value.isTensor()) return visit(value.toTensor());
-    if (value.isTensorList()) {
-        c10::List<at::Tensor> results;
-        for (const auto& tensor : value.toTensorVector()) results.push_back(visit(tensor));
-        return results;
-    }
-    if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> results;
-        for (const auto& tensor : value.toOptionalTensorVector()) {
-            results.push_back(tensor ? std::optional(visit(*tensor)) : tensor);
-        }
-        return results;
-    }
-    return value;
-}
-
 inline Stack twins_of(const Stack& arguments, Twins& twins) {
     Stack result;
     for (const auto& argument : arguments) {
@@ -177,8 +154,6 @@ inline c10::Device device_of_call(const c10::OperatorHandle& op, const Stack& ar
                 *device, " and ", *other, "! (", op.operator_name(), ")");
     return device && device->has_index() ? *device : device_of(current_device);
 }
-
-inline bool is_written(const c10::AliasInfo* alias) { return alias != nullptr && alias->isWrite(); }
 
 // Views need no data: the CPU's kernels make them of tensors of any device.
 inline bool is_view(const c10::FunctionSchema& schema) {
@@ -276,6 +251,22 @@ class Call {
     bool run_late(Stack& stack) {
         // In virtual time no result is used, and CUDA's layouts are the right ones.
         const bool by_kernel = is_inferred_by_kernel(op_) && !Scheduler::instance().clock.on;
+        const Signature signature(op_, arguments_, by_kernel);
+        auto inferred = Inferences::instance().find(signature);
+        if (!inferred) inferred = infer(by_kernel, signature);
+        if (!inferred) return false;
+        std::vector<at::Tensor> fresh;
+        for (size_t i = 0; i < inferred->size(); ++i) {
+            stack.push_back(result(i, (*inferred)[i], [&](const at::Tensor& twin) {
+                fresh.push_back(twin.defined() ? empty_like_twin(twin, device_) : twin);
+                return fresh.back();
+            }));
+        }
+        queue(fresh);
+        return true;
+    }
+
+    std::optional<Stack> infer(bool by_kernel, const Signature& signature) {
         Twins twins(by_kernel ? Memory::zeros : Memory::none);
         Stack blank, inferred;
         try {
@@ -287,20 +278,14 @@ class Call {
         } catch (const std::exception& error) {
             if (std::getenv("LATE_TRACE") != nullptr) std::cerr << op_.operator_name() << ": " << error.what() << '\n';
             Scheduler::instance().count_failed_inference();
-            return false;
+            return std::nullopt;
         }
+        bool resized = false;
         for (size_t i = 0; i < arguments_.size(); ++i) {
-            if (is_written(op_.schema().arguments()[i].alias_info())) follow_resize(arguments_[i], blank[i]);
+            if (is_written(op_.schema().arguments()[i].alias_info())) resized |= follow_resize(arguments_[i], blank[i]);
         }
-        std::vector<at::Tensor> fresh;
-        for (size_t i = 0; i < inferred.size(); ++i) {
-            stack.push_back(result(i, inferred[i], [&](const at::Tensor& twin) {
-                fresh.push_back(twin.defined() ? empty_like_twin(twin, device_) : twin);
-                return fresh.back();
-            }));
-        }
-        queue(fresh);
-        return true;
+        if (!resized) Inferences::instance().keep(op_, signature, inferred);
+        return inferred;
     }
 
     void queue(const std::vector<at::Tensor>& fresh) {
@@ -381,16 +366,21 @@ class Call {
         TORCH_CHECK(false, "late: no argument of ", op_.operator_name(), " is its result ", i);
     }
 
-    // Outputs (`out=`) that the meta kernel resized.
-    static void follow_resize(const c10::IValue& argument, const c10::IValue& twin) {
+    // Resizes outputs (`out=`) that the meta kernel resized. True if there are any.
+    static bool follow_resize(const c10::IValue& argument, const c10::IValue& twin) {
         std::vector<at::Tensor> resized;
         map_tensors(twin, [&](const at::Tensor& tensor) { return resized.emplace_back(tensor); });
         size_t next = 0;
+        bool any = false;
         map_tensors(argument, [&](const at::Tensor& tensor) {
             const auto& like = resized.at(next++);
-            if (is_late(tensor) && tensor.sizes() != like.sizes()) resize_tensor(tensor, like.sizes(), like.strides());
+            if (is_late(tensor) && tensor.sizes() != like.sizes()) {
+                resize_tensor(tensor, like.sizes(), like.strides());
+                any = true;
+            }
             return tensor;
         });
+        return any;
     }
 
     c10::OperatorHandle op_;
