@@ -14,6 +14,8 @@ from late.device import LateAccelerator
 from late.test_engine import reference, train
 from support.loops import assert_close, assert_same
 
+pytestmark = pytest.mark.pairwise
+
 PARTS = [Part(0, 5000), Part(5120, 5130, copies=2), Part(5376, 20_000), Part(20_224, 20_300, in_norm=False)]
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "simulate_step.py"
-SHAPE = ["--num-layers=6", "--hidden-size=512", "--num-attention-heads=8", "--seq-length=128", "--vocab-size=1024",
-         "--batch=4"]  # fmt: skip
+LAYERS = 3
+SHAPE = [f"--num-layers={LAYERS}", "--steps=3", "--hidden-size=512", "--num-attention-heads=8", "--seq-length=128",
+         "--vocab-size=1024", "--batch=4"]  # fmt: skip
 SLOW_LINK = ("to_device=2e8", "from_device=2e8", "half=2e12", "memory=1e9")
 
 
@@ -64,10 +65,10 @@ def exposed(result: dict[str, Any], lane: str) -> float:
 
 def test_matrix_products_take_their_operations() -> None:
     """At a low rate of products they are the whole step. A checkpoint does not recompute a block's last product."""
-    tokens, width, length, layers, vocabulary = 4 * 128, 512, 128, 6, 1024
+    tokens, width, length, vocabulary = 4 * 128, 512, 128, 1024
     forward, backward, recomputed = 24, 48, 16
     block = (forward + backward + recomputed) * tokens * width**2
     attention = (4 + 10 + 4) * tokens * length * width
-    operations = layers * (block + attention) + 6 * tokens * width * vocabulary
+    operations = LAYERS * (block + attention) + 6 * tokens * width * vocabulary
     [step, *_] = known("during_backward", "half=1e9")["steps"]
     assert sum(phase["busy"] for phase in step.values()) == pytest.approx(operations / 1e9, rel=1e-3)

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import late
 
+pytestmark = pytest.mark.pairwise
+
 DEVICE = "late:0"
 
 
