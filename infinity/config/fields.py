@@ -76,6 +76,18 @@ def _folders(value: object) -> tuple[Path, ...]:
     return tuple(folders.values())
 
 
+ALIGNMENT = 4096
+"""Alignment of direct I/O in bytes, and of update tiles in elements."""
+
+
+def aligned(value: int, of: str) -> int:
+    """Return `value`. Raises ValueError if it is no multiple of `ALIGNMENT`. of: its unit."""
+    if value % ALIGNMENT:
+        below = value // ALIGNMENT * ALIGNMENT
+        raise ValueError(f"must be a multiple of {ALIGNMENT} {of}, such as {below or ALIGNMENT}")
+    return value
+
+
 IN_BYTES = "in bytes"
 """Marks a field parsed by `parse_size`."""
 

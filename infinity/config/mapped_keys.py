@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from infinity.config.draft import Draft
-from infinity.config.fields import show
+from infinity.config.fields import ALIGNMENT, show
 from infinity.config.tree import ABSENT, look, put
 from infinity.sizes import format_size
 
 Rule = Callable[[Draft], None]
 
 _ZERO = "zero_optimization"
-_ALIGNMENT = 4096
 _LARGEST_TILE = 1 << 20
 """Elements of the default tile on nvme, which no sub-group exceeds: larger tiles take memory and give no speed."""
 
@@ -91,8 +90,8 @@ def _prefetch_and_cache(draft: Draft) -> None:
 def _tile(draft: Draft) -> None:
     group = _elements(draft, "sub_group_size")
     if group and group[1]:
-        whole = int(group[1]) // _ALIGNMENT * _ALIGNMENT
-        draft.map(*group, "infinity.tile_size", "auto" if whole >= _LARGEST_TILE else max(_ALIGNMENT, whole))
+        whole = int(group[1]) // ALIGNMENT * ALIGNMENT
+        draft.map(*group, "infinity.tile_size", "auto" if whole >= _LARGEST_TILE else max(ALIGNMENT, whole))
 
 
 def _parameters_in_host_memory(draft: Draft) -> None:

@@ -1,0 +1,135 @@
+"""The section `infinity`: keys of the engine that DeepSpeed does not have."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from infinity.config.fields import Count, CountOrZero, Section, Size, SizeOrZero, Switch, aligned, show
+from infinity.sizes import parse_size
+
+
+class Memory(Section):
+    """Budgets of memory. A node's `host` and `nvme` are divided over its ranks.
+
+    States fill `host` before nvme: `offload_param` and `offload_optimizer` with the device nvme name the slowest memory
+    that they may use. A placement never changes a result."""
+
+    device: Size | None = None
+    """Bytes of device memory for this engine and the model's activations; by default all of it. On an accelerator,
+    torch may allocate no more. On the CPU, the limit holds for buffers of units and gradients and for states of offload
+    device `none`, not for activations. `unit_size: auto` is at most a 16th of it, or 64MiB if that is more.
+    `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations."""
+
+    host: Literal["auto"] | Size | None = None
+    """Bytes of a node's host memory for states and buffers. States that `offload_*` places on nvme stay in memory as
+    far as there is room: first parameters, then gradients that wait, then optimizer states. A plan that needs more is
+    refused. On the CPU, buffers of units and gradients count, activations do not. `auto`: the free memory less an
+    eighth and 1 GiB; half of it on the CPU, which needs the rest for activations. By default, states stay where
+    `offload_*` places them."""
+
+    host_params: CountOrZero | None = None
+    """Parameters of each rank that stay in host memory although `offload_param` places them on nvme, in elements. With
+    `host`, at most as many as that has room for."""
+
+    nvme: Literal["auto"] | Size | None = None
+    """Bytes of a node's `nvme_path` for states; a plan that needs more is refused. `auto`: the free space less 5 %. By
+    default, all of it."""
+
+
+class Infinity(Section):
+    """Keys that DeepSpeed does not have."""
+
+    memory: Memory = Memory.model_construct()
+    """Limits on memory."""
+
+    unit_size: Literal["auto"] | Size = "auto"
+    """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.
+    Layers below a 64th of it join the unit of their parent. `auto`: 64MiB on the CPU; on a device with memory of its
+    own, or with `memory.device`, the largest repeated block, if it is larger, up to a 16th of that memory."""
+
+    prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
+    """Bytes of parameters fetched ahead of their use. `auto`: the next four units, or as many as a repeated block has
+    if that is more; fewer if their buffers exceed half of the device memory that states and gradients leave. 0: no
+    prefetching."""
+
+    read_ahead_bytes: Literal["auto"] | SizeOrZero = "auto"
+    """Bytes of parameters on nvme that are read into host memory before a buffer on the GPU is free for them. `auto`:
+    twice the largest unit's shard; 0: none. No effect on a CPU, which computes in these buffers."""
+
+    cache_bytes: Literal["auto"] | SizeOrZero = "auto"
+    """Bytes of parameters cached on the device that computes, in addition to those prefetched. Cached units are not
+    read again in every pass. `auto`: all units if they fit in 16 MiB, else none."""
+
+    tile_size: Literal["auto"] | Count = "auto"
+    """Elements that the update reads, computes and writes at a time, a multiple of 4096. `auto`: 1048576 with the
+    optimizer's states on nvme; a whole unit with states in memory, where tiles need no buffers."""
+
+    update: Literal["auto", "during_backward", "after_backward", "next_forward"] = "auto"
+    """When units are updated. `during_backward`: each unit once its gradient is complete (an error with clipping or a
+    loss scale); `after_backward`: all units before `step()` returns; `next_forward`: each unit before its next use. All
+    give the same results. `auto`: `during_backward`, or `next_forward` with clipping or a loss scale."""
+
+    accumulation_buffers: Switch = False
+    """Allocate buffers for the sum of several micro-batches' gradients although `gradient_accumulation_steps` is 1, so
+    that `engine.no_sync()` and `engine.set_gradient_accumulation_boundary(False)` work. Needed only if gradients are
+    stored in less than `data_types.grad_accum_dtype`; an error says so. In stages 0 and 1 gradients are then reduced
+    once per step."""
+
+    master: Literal["remainder", "fp32"] = "remainder"
+    """Format of the fp32 master of a bfloat16 parameter. `remainder`: only the low 16 bits, which the parameter lacks;
+    `fp32`: a separate copy, 2 bytes more per parameter to store, read and write. Masters of float16 parameters are
+    always `fp32`."""
+
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Format of the optimizer's moments: 4, 2 or 1 bytes per element to store, read and write. `bf16` and `8bit` (with
+    one scale per 256 elements) are rounded stochastically; docs/optimizer.md gives the effect on the loss."""
+
+    seed: CountOrZero = Field(default=0, lt=1 << 64)
+    """Seed of the stochastic rounding of `moments`. The rounding depends only on this, the number of the step and the
+    position of a parameter in the model."""
+
+    adam_threads: CountOrZero = Field(default=0, le=1024)
+    """Threads of the update on the CPU; 0: one per processor that the process may use. Ranks of one machine share its
+    processors. Beside a GPU, three processors of a rank are left to the threads that feed the GPU."""
+
+    norm_of: Literal["model", "optimizer"] = "model"
+    """Gradients in the norm of `gradient_clipping`, if some trainable parameters are in no group of the optimizer.
+    `model`: of all trainable parameters, as `clip_grad_norm_(model.parameters())`; `optimizer`: of those in its groups,
+    as DeepSpeed does in stages 1 to 3 and with 16-bit parameters, and Lightning."""
+
+    check_nan: Switch = True
+    """Stop with an error if the loss, the gradient norm or a gradient is NaN or infinite, before it is used. With a
+    loss scale the step is skipped instead."""
+
+    strict: Switch = False
+    """Refuse keys of DeepSpeed that have no effect here. By default a line of the log lists them."""
+
+    debug: Switch = False
+    """Expose lifetime errors: released buffers are filled with NaN and reused in the order of their release, and pools
+    hold no more buffers than needed."""
+
+    @field_validator("prefetch_bytes", "read_ahead_bytes", "cache_bytes", mode="before")
+    @classmethod
+    def _size_or_auto(cls, value: object) -> object:
+        # Outside the union, so that an invalid size gives one problem instead of one for each member.
+        return value if value == "auto" else parse_size(value)  # type: ignore[arg-type]
+
+    @field_validator("unit_size", mode="before")
+    @classmethod
+    def _unit_size(cls, value: object) -> object:
+        size = cls._size_or_auto(value)
+        if size == 0:
+            raise ValueError("must be more than 0, not 0")
+        return size
+
+    @field_validator("tile_size", mode="before")
+    @classmethod
+    def _count_or_auto(cls, value: object) -> object:
+        # Outside the union, for the reason above.
+        if value == "auto":
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
+            raise ValueError(f'must be a whole number of elements from 1, or "auto", not {show(value)}')
+        return aligned(int(value), "elements")
