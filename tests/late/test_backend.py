@@ -106,6 +106,22 @@ def test_errors_of_shape_are_raised_by_the_call(lazy: None) -> None:
         torch.ones(3, device=DEVICE) + torch.ones(2, device=DEVICE)
 
 
+def test_outputs_are_those_of_each_calls_layouts(lazy: None) -> None:
+    """Outputs are inferred once for equal calls. Calls that differ in strides, numbers, or shared memory do not."""
+    for _ in range(2):
+        x, counts = torch.ones(2, 3, device=DEVICE), torch.ones(3, dtype=torch.int64, device=DEVICE)
+        assert (x + 1).stride() == (3, 1) and (torch.ones(3, 2, device=DEVICE).t() + 1).stride() == (1, 2)
+        assert (counts + 1).dtype == torch.int64 and (counts + 1.0).dtype == torch.float32
+        assert x.sum(0).shape == (3,) and x.sum(1).shape == (2,)
+        assert torch.add(x, 1, out=torch.empty(0, device=DEVICE)).tolist() == [[2] * 3] * 2
+        x[0, 1:].add_(torch.ones(3, device=DEVICE)[:-1])
+        with pytest.raises(RuntimeError, match="single memory location"):
+            counts[1:].add_(counts[:-1])
+            late.drain()
+        counts[1:].add_(torch.ones(3, dtype=torch.int64, device=DEVICE)[:-1])
+        assert counts.tolist() == [1, 2, 2] and x.tolist() == [[1, 2, 2], [1, 1, 1]]
+
+
 # ---- streams and events ----
 
 
