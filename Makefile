@@ -10,7 +10,9 @@ SEEDS ?= 0:2000
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
 JOBS ?= 2
 CASES ?= all
-CAMPAIGN = $(if $(filter few,$(CASES)),-m "campaign and not slow",--all-cases -m "not gpu and not integrations")
+# Only files with such tests are named: to collect the others takes longer than most tests.
+CAMPAIGN_FILES = $(shell grep -rl --include='test_*.py' mark.campaign tests)
+CAMPAIGN = $(if $(filter few,$(CASES)),-m "campaign and not slow" $(CAMPAIGN_FILES),--all-cases -m "not gpu and not integrations")
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_INSTALL = $(PIP) install --constraint constraints.txt
