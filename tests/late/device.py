@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,6 +22,11 @@ class LateAccelerator(AcceleratorDevice):
     def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
         buffer = host_tensor(nbytes)
         if pin and nbytes > 0:
-            late.pin(buffer.data_ptr(), nbytes)
-            before_unmapping(buffer, partial(late.unpin, buffer.data_ptr()))
+            self.pin(buffer, [(0, nbytes)])
         return buffer
+
+    def pin(self, memory: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        for start, stop in ranges:
+            address = memory.data_ptr() + start
+            late.pin(address, stop - start)
+            before_unmapping(memory, partial(late.unpin, address))
