@@ -50,3 +50,7 @@ class Updater:
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
         """Start the update of a unit whose gradient is complete."""
         self._store.start_update(unit, self.job(unit, self._early_scale, gradient))
+
+    def postpone(self, unit: Unit) -> None:
+        """Leave the update of a unit, whose gradient is complete, to the end of the step."""
+        self._store.postpone_update(unit)

@@ -63,6 +63,7 @@ class EarlyUpdates(Protocol):
 
     def can_update_now(self, unit: Unit) -> bool: ...
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None: ...
+    def postpone(self, unit: Unit) -> None: ...
 
 
 class StepState(Protocol):
@@ -292,11 +293,14 @@ class GradCollector:
         reduced = self._ranks.reduce(flat, unit.layout, present)
         squares = collecting.total(unit.layout.slots)
         sent = Sent(unit, flat, lease, reduced, present, squares, self._step.may_end)
-        if complete and self._step.is_last_micro_step and self._updater and self._updater.can_update_now(unit):
+        updater = self._updater if complete and self._step.is_last_micro_step else None
+        if updater and updater.can_update_now(unit):
             self._step.add_updated([unit.index])
-            self._updater.update_now(unit, self._store.land(sent))
-        else:
-            self._store.keep(sent)
+            updater.update_now(unit, self._store.land(sent))
+            return
+        self._store.keep(sent)
+        if updater:
+            updater.postpone(unit)
 
     def _as_reduced(self, unit: Unit, collecting: _Open) -> tuple[Lease, torch.Tensor]:
         """Return the gradient in the `reduced` dtype: itself, or rounded into another buffer."""

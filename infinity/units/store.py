@@ -175,7 +175,11 @@ class UnitStore:
 
     def _start(self, unit: Unit, lease: Lease) -> None:
         """RELEASED → FETCHING, after the pending update, if any."""
-        holds = self._give(unit, lease)
+        holds = False
+        if unit.updated_early:  # backward may still read a buffer that was left to views: `_return_to_viewers`
+            self.buffers.give(unit, lease)
+        else:
+            holds = self._give(unit, lease)
         self.fetches += 1
         if unit.due_update is not None:
             self.start_update(unit, unit.due_update)
@@ -265,10 +269,9 @@ class UnitStore:
                 if self._pipeline.in_tier(unit.index):
                     self._states.write_back(unit.layout, unit.shard_bytes(self._ranks.shard_rank)).wait()
             self._leave(unit)
-            if early and viewed:
+            leaves = early and self._is_rewritten_in_tier_only(unit)
+            if early and viewed and not leaves:
                 arrives = self._leave_to_viewers(unit)
-            else:
-                leaves = early and self._is_rewritten_in_tier_only(unit)
         elif unit.residency is Residency.FETCHING:
             arrives, unit.transfer = unit.transfer, None
             unit.fetched = arrives or DONE
@@ -287,11 +290,22 @@ class UnitStore:
         unit.job = job
         job.attach(None if leaves else unit.shard_bytes(self._ranks.shard_rank), arrives, reached, unit.fetched)
         unit.fetched = DONE
+        self._pipeline.submit(job)
         if leaves:
             self._drop(unit, valid=False)
-        self._pipeline.submit(job)
-        if early and viewed:
+        elif early and viewed:
             self.kept.warn(unit)
+
+    def postpone_update(self, unit: Unit) -> None:
+        """Release the buffer of a unit that is not `finished_with`, if other ranks may update it in its tier alone.
+
+        References may differ between ranks; the buffers that are free may not, since they decide what is fetched next.
+        """
+        if self._ranks.is_single or unit.residency is not Residency.RESIDENT or not self.tracer.passed(unit.index):
+            return
+        if self._is_rewritten_in_tier_only(unit):
+            with self._moving():
+                self._evict(unit)
 
     def finish_update(self, unit: Unit) -> None:
         """Execute the update of a former step, if no forward has used the unit since.
@@ -308,11 +322,10 @@ class UnitStore:
     def _is_rewritten_in_tier_only(self, unit: Unit) -> bool:
         """Return whether the unit's buffer is released as its update starts, so that nothing is copied into it.
 
-        On several ranks the copy is of a shard only, and views, which differ between ranks, must not change the order
-        of gathers.
+        Follows from the plan and the trace, which ranks share.
         """
         assert self._pipeline is not None
-        return self._pipeline.in_tier(unit.index) and self._ranks.is_single and self.buffers.leaves_first(unit)
+        return self._pipeline.in_tier(unit.index) and self.buffers.leaves_first(unit)
 
     def _leave_to_viewers(self, unit: Unit) -> Transfer:
         """Leave the buffer to its views, which backward may read until the step ends.

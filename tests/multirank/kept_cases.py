@@ -74,16 +74,18 @@ class KeepsView(torch.autograd.Function):
 class Twice(Net):
     """A net that uses all its weights once more, before the layers and without a gradient. In backward the gradients of
     the layers have all arrived before these uses read the views that they keep, for the gradient of `first`.
+
+    echoed: the layers that are used twice.
     """
 
-    def __init__(self, between: Callable[[], None], copies: bool) -> None:
+    def __init__(self, between: Callable[[], None], copies: bool, echoed: slice = slice(None)) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.zeros(32))
-        self._between, self._copies = between, copies
+        self._between, self._copies, self._echoed = between, copies, echoed
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = x + self.first
-        for layer in self.layers:
+        for layer in self.layers[self._echoed]:
             x = x + 0.3 * torch.tanh(KeepsView.apply(x, layer.weight.detach(), self._between, self._copies))
         return super().forward(x, targets)
 
@@ -215,29 +217,33 @@ def reported(
     hooks: bool = False,
     leaks: bool = True,
     twice: str = "",
+    echoed: slice = slice(None),
     late: bool = False,
+    prefetch_bytes: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Return this rank's losses, the story's results and all final parameters.
 
-    twice: train a model that uses its weights twice and keeps views on "all ranks" or on "one rank". late: on a device
-    whose copies complete late.
+    twice: train a model that uses its weights, or the `echoed` ones, twice and keeps views on "all ranks" or on "one
+    rank". late: on a device whose copies complete late.
     """
 
     def make() -> nn.Module:
         if twice:
-            return Twice(let_updates_end, copies=twice == "one rank" and rank == 0)
+            return Twice(let_moves_end, copies=twice == "one rank" and rank == 0, echoed=echoed)
         return Net(edit=EDITS.get(edit), hooks=hooks)
 
-    def let_updates_end() -> None:
+    def let_moves_end() -> None:
         for unit in engine.units:
             if unit.job is not None:
                 unit.job.done.wait()
+            if unit.transfer is not None:
+                unit.transfer.wait()
 
     warnings.filterwarnings("ignore", "something still refers")
     try:
         config = engine_config(
-            folder=folder, micro=SAMPLES, lr=LEARNING_RATE, unit_size=4096, prefetch_bytes=0, **options
+            folder=folder, micro=SAMPLES, lr=LEARNING_RATE, unit_size=4096, prefetch_bytes=prefetch_bytes, **options
         )
         with open_engine(seeded(make), config, LateDevice() if late else None) as engine:
             after = story_of(story, engine.module, rank)
@@ -279,9 +285,23 @@ def edits_before_the_step(rank: int, *, folder: str) -> str:
         warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
 
 
-def plain(ranks: int, *, story: str, edit: str = "", twice: str = "") -> dict[str, Any]:
-    """Return the same from plain PyTorch, with the gradient averaged over the ranks' batches."""
-    model = seeded(lambda: Twice(lambda: None, copies=False) if twice else Net(edit=EDITS.get(edit)))
+def plain(
+    ranks: int,
+    *,
+    story: str,
+    edit: str = "",
+    twice: str = "",
+    echoed: slice = slice(None),
+    make: Callable[[], nn.Module] | None = None,
+) -> dict[str, Any]:
+    """Return the same from plain PyTorch, with the gradient averaged over the ranks' batches. make: of another model
+    with `layers`.
+    """
+
+    def usual() -> nn.Module:
+        return Twice(lambda: None, copies=False, echoed=echoed) if twice else Net(edit=EDITS.get(edit))
+
+    model: Any = seeded(make or usual)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     after = story_of(story, model, 1)
     losses, seen = [], []

@@ -16,10 +16,17 @@ SCHEDULES = pytest.mark.parametrize("update", ["during_backward", "next_forward"
 
 
 def assert_like_plain(
-    pair: Group, story: str, stage: int, folder: Path, edit: str = "", twice: str = "", **options: Any
+    pair: Group,
+    story: str,
+    stage: int,
+    folder: Path,
+    edit: str = "",
+    twice: str = "",
+    echoed: slice = slice(None),
+    **options: Any,
 ) -> None:
     places = {} if stage == 3 else {"param": "none", "optim": "cpu"}
-    model = {"story": story, "edit": edit, "twice": twice}
+    model: dict[str, Any] = {"story": story, "edit": edit, "twice": twice, "echoed": echoed}
     found = pair.run(kept_cases.reported, folder=str(folder), stage=stage, **model, **places, **options)
     expected = kept_cases.plain(2, **model)
     assert_like([list(losses) for losses in zip(*(o["losses"] for o in found), strict=True)], expected["losses"])
@@ -49,6 +56,17 @@ def test_views_that_backward_reads_after_an_update(
 @pytest.mark.parametrize("story", ["nothing", "edited views"])
 def test_views_that_backward_reads_with_late_copies(pair: Group, story: str, tmp_path: Path) -> None:
     assert_like_plain(pair, story, 3, tmp_path, twice="all ranks", late=True, update="during_backward")
+
+
+@pytest.mark.parametrize("story", ["nothing", "views"])
+@pytest.mark.parametrize("twice", ["all ranks", "one rank"])
+def test_views_that_backward_reads_after_their_unit_is_fetched_again(
+    pair: Group, twice: str, story: str, tmp_path: Path
+) -> None:
+    """The last layer is updated in host memory first, and fetched for the next forward before backward has ended."""
+    options: dict[str, Any] = {"param": "cpu", "optim": "cpu", "prefetch_bytes": 32768, "late": True}
+    echoed = slice(5, 6)
+    assert_like_plain(pair, story, 3, tmp_path, twice=twice, echoed=echoed, update="during_backward", **options)
 
 
 def test_edits_through_views_after_an_update_in_backward_are_refused(pair: Group, tmp_path: Path) -> None:
