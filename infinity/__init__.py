@@ -56,9 +56,11 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "nn":
+        return import_module("infinity.nn")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     module, _, attribute = _HOMES[name].rpartition(".")
     return getattr(import_module(module), attribute)

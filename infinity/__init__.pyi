@@ -1,3 +1,4 @@
+from infinity import nn as nn
 from infinity.checkpoint.pretrained import load_pretrained as load_pretrained
 from infinity.config import Config as Config
 from infinity.construction.init_context import Init as Init

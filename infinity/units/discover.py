@@ -1,8 +1,9 @@
 """Finds the units of an unmodified `nn.Module`: parameters that move together, and the modules that need them.
 
-Needs no annotation. Repeated blocks (the children of a `ModuleList`) are units. A subtree that fits in `unit_size` is a
-unit; a larger one is split, and its remaining parameters belong to its parent. A parameter shared by several modules
-belongs to the first unit that holds it, and every module that uses it acquires that unit.
+Needs no annotation. Repeated blocks (the children of a `ModuleList`) are units; tiny ones only if all of them together
+are larger than `unit_size`. A subtree that fits in `unit_size` is a unit; a larger one is split, and its remaining
+parameters belong to its parent. A parameter shared by several modules belongs to the first unit that holds it, and
+every module that uses it acquires that unit.
 """
 
 from __future__ import annotations
@@ -92,9 +93,15 @@ class _Walk:
         mine = len(self.groups)
         self.groups.append((prefix, []))  # reserves the place of the parent before its children
         left = self.claim(module, prefix, recurse=False)
+        in_list = isinstance(module, nn.ModuleList)
+        crumbs = [child for child in module.children() if in_list and not self.is_block(child)]
+        apart = sum(map(self.nbytes, crumbs)) > self.unit_size  # such as tiles: too much for the parent's unit
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            left += self.visit(child, path, in_list=isinstance(module, nn.ModuleList))
+            if apart and child in crumbs:
+                self.whole(child, path)
+            else:
+                left += self.visit(child, path, in_list=in_list)
         if _is_container(module):
             return left
         self.groups[mine] = (prefix, left)

@@ -1,0 +1,142 @@
+"""Parameters that are slices of one tensor, which state dicts, checkpoints and exports show whole."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.comm.side import Place
+from infinity.units.compiled import own_name
+from infinity.units.copies import StateCopies
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Place of a parameter in the tensor that the model's state_dict shows.
+
+    name: key of that tensor in the state_dict. shape: its shape. place: slices of the parameter in it, one for each
+    dimension; () for all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: Place = ()
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The elements [start, stop) of the flattened tensor that the parameter is; None if they are not contiguous."""
+        if not self.place:
+            return 0, prod(self.shape)
+        if any(part.indices(size) != (0, size, 1) for part, size in zip(self.place[1:], self.shape[1:], strict=True)):
+            return None
+        width = prod(self.shape[1:])
+        return self.place[0].start * width, self.place[0].stop * width
+
+
+def pieces_of(model: nn.Module) -> Mapping[str, Piece]:
+    """Return name → piece for every parameter of `model`, under each of its names, without `torch.compile`'s wrappers.
+
+    It is the only source for readers and writers of whole tensors. A parameter of an ordinary module is all of its own.
+    """
+    found: dict[str, Piece] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Tiled):
+            prefix = own_name(f"{path}.") if path else ""
+            for name, piece in module.pieces():
+                found[prefix + name] = replace(piece, name=prefix + piece.name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = own_name(name)
+        found.setdefault(own, Piece(own, tuple(parameter.shape)))
+    return found
+
+
+class Tiled(nn.Module):
+    """A module whose parameters are tiles of larger tensors.
+
+    `state_dict` shows the larger tensors and `load_state_dict` takes them, so both equal those of the untiled module.
+    A larger tensor is an alias of its tiles if they are adjacent in one memory, as `infinity.nn.tile` leaves them.
+    Otherwise it is a copy; `check_copies` raises if one was edited in place, which an untiled module would follow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies = StateCopies()
+        self.register_state_dict_post_hook(_show_whole)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
+
+    @abstractmethod
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        """Yield (name of a parameter, its piece), with names below this module."""
+
+    def check_copies(self) -> None:
+        """Raise UsageError if a copy in a state_dict was edited in place."""
+        self._copies.check()
+
+    def wholes(self) -> dict[str, dict[str, Piece]]:
+        """Return name of a larger tensor → its tiles by name, in order."""
+        found: dict[str, dict[str, Piece]] = {}
+        for name, piece in self.pieces():
+            found.setdefault(piece.name, {})[name] = piece
+        return found
+
+
+def _show_whole(module: Tiled, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Replace the tiles in `state` by their larger tensors. A state-dict post-hook."""
+    for whole, tiles in module.wholes().items():
+        if not all(prefix + name in state for name in tiles):
+            continue  # another hook has removed or renamed them
+        values = [state.pop(prefix + name) for name in tiles]
+        state[prefix + whole] = _joined(module, prefix + whole, values, list(tiles.values()))
+
+
+def _joined(module: Tiled, key: str, values: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> torch.Tensor:
+    first, shape = values[0], pieces[0].shape
+    shown = any(isinstance(value, nn.Parameter) for value in values)  # keep_vars=True
+    if not shown and len({value.untyped_storage()._cdata for value in values}) == 1:
+        start, storage = first.storage_offset(), first.untyped_storage()
+        if (start + prod(shape)) * first.element_size() <= storage.nbytes():
+            whole = first.as_strided(shape, torch.empty(shape, device="meta").stride(), start)
+            if all(value.is_set_to(whole[piece.place]) for value, piece in zip(values, pieces, strict=True)):
+                return whole
+    whole = first.new_empty(shape)
+    for value, piece in zip(values, pieces, strict=True):
+        whole[piece.place] = value
+    if not shown:
+        module._copies.note(key, whole)
+    return whole
+
+
+def _cut(
+    module: Tiled,
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Replace larger tensors in `state` by views of their tiles. A load-state-dict pre-hook.
+
+    A tensor that is missing or has another shape is reported under its own name; its tiles then keep their values.
+    """
+    for whole, tiles in module.wholes().items():
+        if all(prefix + name in state for name in tiles):
+            continue
+        key, shape = prefix + whole, next(iter(tiles.values())).shape
+        value = state.pop(key, None)
+        fits = value is not None and getattr(value, "shape", shape) == shape
+        if value is None:
+            missing_keys.append(key)
+        elif not fits:
+            sizes = f"{list(value.shape)} in the state dict and {list(shape)} in the model"
+            error_msgs.append(f"size mismatch for {key}: it has shape {sizes}.")
+        for name, piece in tiles.items():
+            tile = value[piece.place] if fits and isinstance(value, torch.Tensor) else value
+            state[prefix + name] = tile if fits else module.get_parameter(name)

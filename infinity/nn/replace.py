@@ -1,0 +1,137 @@
+"""Replaces the large linear layers of a model by tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.comm.dtensor import is_plain
+from infinity.construction.sources import Source, note_source, source_of
+from infinity.errors import ModelError, UsageError
+from infinity.nn.pieces import Piece
+from infinity.nn.tiling import TiledLinear, rows_of, size_of
+from infinity.observe.log import logger
+from infinity.units.hooks import UnitParameters
+
+_MARK = "_is_hf_initialized"
+"""transformers marks modules that it has initialised."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements [start, …) of a flattened parameter that another source holds."""
+
+    source: Source
+    start: int
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(self.start + start, self.start + stop)
+
+
+def tile(model: nn.Module, max_bytes: int | str) -> list[str]:
+    """Replace each `nn.Linear` of `model` whose weight is larger than `max_bytes` by a `TiledLinear`, in place.
+
+    max_bytes: largest weight of a tile, in bytes of the present dtype or as text ("256MiB"). Returns the names of the
+    replaced modules. Only outputs are split, so the weight is cut into rows.
+
+    Tiles are views of the layer's memory: nothing is copied. Values on the meta device, sources of `load_pretrained`
+    and files of `infinity.Init` stay as they are. Call it before an optimizer or an engine gets the parameters, which
+    are new ones. The old layer has no values afterwards. A warning names other parameters that are larger.
+
+    Raises, before any change: UsageError for a model that an engine has, ModelError for a layer that cannot be
+    replaced: the model itself, one whose parameters are shared (tied) or no plain tensors, one with hooks, gradients or
+    a forward of its own, and one whose rows are larger than `max_bytes`.
+    """
+    limit = size_of(max_bytes)
+    if any(isinstance(module._parameters, UnitParameters) for module in model.modules()):
+        raise UsageError("the model already belongs to an engine: call infinity.nn.tile before infinity.initialize")
+    found = {module: name for name, module in model.named_modules() if _is_large(module, limit)}
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            names.setdefault(id(parameter), []).append(f"{path}.{name}")
+    rows = {}
+    for module, name in found.items():
+        problem = _problem(model, module, names)
+        width = module.in_features * module.weight.element_size()
+        if problem is None and width > limit:
+            problem = f"one row of the weight has {width} bytes, more than max_bytes ({limit})"
+        if problem is not None:
+            raise ModelError(f"{name or 'the model'} cannot be replaced by tiles: {problem}.")
+        rows[module] = rows_of(module.in_features, module.out_features, width, limit)
+    replaced = {module: _tiled(module, rows[module]) for module in found}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]
+    left = [name for name, p in model.named_parameters() if p.numel() * p.element_size() > limit]
+    if left:
+        logger.warning("infinity.nn.tile: larger than max_bytes, and not of an nn.Linear: %s", ", ".join(left))
+    return list(found.values())
+
+
+def _is_large(module: nn.Module, limit: int) -> bool:
+    # Subclasses compute something else, or have owners that read their weights.
+    if type(module) is not nn.Linear or not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return False
+    return module.weight.numel() * module.weight.element_size() > limit
+
+
+def _problem(model: nn.Module, module: nn.Linear, names: dict[int, list[str]]) -> str | None:
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if module is model:
+        return "it is the model itself. Construct infinity.nn.TiledLinear in its place"
+    for parameter in own:
+        holders = names[id(parameter)]
+        if len(holders) > 1:
+            return f"one parameter is {' and '.join(holders)} (tied weights). Untie them, or raise max_bytes"
+        if not is_plain(parameter):
+            return f"a parameter is a {type(parameter).__name__}. Replace it before parallelize_module or zero.Init"
+        if parameter.grad is not None:
+            return "it has a gradient. Call zero_grad(set_to_none=True) first"
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return "a parameter has hooks. Register them on the tiles' parameters"
+    if "forward" in vars(module) or any(_hooks(module)):
+        return "it has hooks, or a forward of its own. Call infinity.nn.tile before they are set"
+    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
+        return "it has other parameters, buffers or modules than nn.Linear"
+    return None
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the collections of hooks of `module`."""
+    return (value for name, value in vars(module).items() if name.endswith(("_hooks", "_pre_hooks")))
+
+
+def _tiled(linear: nn.Linear, rows: list[int]) -> TiledLinear:
+    """Return a layer whose tiles are views of the parameters of `linear`, which keeps none."""
+    biased = linear.bias is not None
+    weight = linear.weight
+    made = TiledLinear.of_rows(rows, linear.in_features, biased, device="meta", dtype=weight.dtype)
+    for name, piece in made.pieces():
+        path, _, own = name.rpartition(".")
+        setattr(made.get_submodule(path), own, _view(linear.get_parameter(piece.name), piece))
+    for parameter in linear.parameters():
+        parameter.data = parameter.data.new_empty(0)  # other holders of it must not share the tiles' memory
+    for module in made.modules():
+        module.training = linear.training
+        if hasattr(linear, _MARK):
+            setattr(module, _MARK, getattr(linear, _MARK))
+    return made
+
+
+def _view(whole: nn.Parameter, piece: Piece) -> nn.Parameter:
+    # On the meta device tiles share the layer's count of edits (`detach`), by which construction checks that none is
+    # lost. Elsewhere each has its own (`data`): an edit of one tile is none of another.
+    values = whole.detach() if whole.is_meta else whole.data
+    part = nn.Parameter(values[piece.place], whole.requires_grad)
+    part.__dict__.update(vars(whole))
+    source = source_of(whole)
+    if source is not None:
+        assert piece.run is not None
+        note_source(part, _Part(source, piece.run[0]))
+    return part
