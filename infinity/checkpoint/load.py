@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from infinity.checkpoint.format import (
     view,
 )
 from infinity.checkpoint.parts import ModelParts, Run
+from infinity.checkpoint.tiles import block_problem, read_state
 from infinity.checkpoint.verify import check_contents, check_files
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError
+from infinity.nn.pieces import Piece, Pieces
 from infinity.optim.cpu_adam import split_master
 from infinity.optim.moments import convert_moments, rounding_key
 from infinity.tiers.memory import return_freed_memory
@@ -60,10 +62,12 @@ class Loading:
     ) -> None:
         self.folder = folder_of(parts.ranks, directory, tag)
         self.index = read_index(self.folder)
-        _check_parameters(parts.units, self.index, self.folder, trained=optimizer, strict=strict)
+        self._pieces = _pieces(parts.units, model)
+        _check_parameters(parts.units, self._pieces, self.index, self.folder, trained=optimizer, strict=strict)
         if optimizer:
             _check_optimizer(run, self.index, self.folder)
-            _check_groups(parts.units, self.index, self.folder)
+            _check_groups(parts.units, self._pieces, self.index, self.folder)
+            _check_blocks(self._pieces, self.index, self.folder)
         self._optimizer = optimizer
         check_files(self.index, self.folder)
         if verify:
@@ -77,7 +81,7 @@ class Loading:
         """Replace the states of all units and the buffers, one unit at a time."""
         parts = self._parts
         for unit in parts.units:
-            saved = [self.index.parameters.get(slot.name) for slot in unit.layout.slots]
+            saved = [self.index.parameters.get(self._pieces[slot.name].name) for slot in unit.layout.slots]
             flats = self._read_unit(unit, complete=all(saved))
             unit.snapshot_read.wait()
             parts.states.write(unit.layout, flats)
@@ -94,11 +98,11 @@ class Loading:
     def _read_unit(self, unit: Unit, *, complete: bool) -> Flats:
         """Return the unit's states. complete: the checkpoint has all of its parameters."""
         if self._optimizer and complete:
-            return _read(self._parts, self._run, self.folder, self.index, unit)
+            return _read(self._parts, self._run, self.folder, self.index, self._pieces, unit)
         flats = self._parts.states.read(unit.layout)
         if self._optimizer:
-            return _read(self._parts, self._run, self.folder, self.index, unit, flats)
-        _read_values(self._parts, self.folder, self.index, unit, flats)
+            return _read(self._parts, self._run, self.folder, self.index, self._pieces, unit, flats)
+        _read_values(self._parts, self.folder, self.index, self._pieces, unit, flats)
         return flats
 
     def restore_rng(self) -> None:
@@ -113,15 +117,15 @@ def load_parameters(parts: ModelParts, model: nn.Module, folder: Path, *, verify
     folder: from `folder_of`. verify: first compare all files with their checksums. Raises CheckpointError before any
     change.
     """
-    index = read_index(folder)
-    _check_parameters(parts.units, index, folder, trained=False)
+    index, pieces = read_index(folder), _pieces(parts.units, model)
+    _check_parameters(parts.units, pieces, index, folder, trained=False)
     check_files(index, folder)
     if verify:
         check_contents(index, folder, parts.ranks)
     buffers = _read_buffers(model, folder)
     client_state = _client_state(folder)
     for unit in parts.units:
-        parts.states.write(unit.layout, {"param": _read_parameters(parts, folder, index, unit)})
+        parts.states.write(unit.layout, {"param": _read_parameters(parts, folder, index, pieces, unit)})
         return_freed_memory()
         parts.store.rewritten(unit)
     for buffer, value in buffers:
@@ -130,16 +134,26 @@ def load_parameters(parts: ModelParts, model: nn.Module, folder: Path, *, verify
     return folder, client_state
 
 
+_Pieces = Mapping[str, Piece]
+"""Name of a parameter → the tensor in checkpoints that it is, or is a tile of."""
+
+
+def _pieces(units: Iterable[Unit], model: nn.Module) -> _Pieces:
+    found = Pieces(model)
+    pairs = (pair for unit in units for pair in zip(unit.layout.slots, unit.parameters, strict=True))
+    return {slot.name: found.of(slot.name, parameter) for slot, parameter in pairs}
+
+
 def _check_parameters(
-    units: Iterable[Unit], index: Index, folder: Path, *, trained: bool = True, strict: bool = True
+    units: Iterable[Unit], pieces: _Pieces, index: Index, folder: Path, *, trained: bool = True, strict: bool = True
 ) -> None:
     """Raise CheckpointError if shapes differ. trained: also if other parameters are trained. strict: also if names
     differ.
     """
     expected = {
-        slot.name: (tuple(parameter.shape), unit.layout.trainable)
+        pieces[slot.name].name: (pieces[slot.name].shape, unit.layout.trainable)
         for unit in units
-        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+        for slot in unit.layout.slots
     }
     problems = []
     if strict:
@@ -169,9 +183,10 @@ def _check_optimizer(run: Run, index: Index, folder: Path) -> None:
         )
 
 
-def _check_groups(units: Iterable[Unit], index: Index, folder: Path) -> None:
+def _check_groups(units: Iterable[Unit], pieces: _Pieces, index: Index, folder: Path) -> None:
     """Raise CheckpointError if a trained parameter was in another param_group, whose hyper-parameters it would get."""
-    present = {slot.name: slot.group for unit in units if unit.layout.trainable for slot in unit.layout.slots}
+    trained = (unit.layout for unit in units if unit.layout.trainable)
+    present = {pieces[slot.name].name: slot.group for layout in trained for slot in layout.slots}
     saved = {name: entry.group for name, entry in index.parameters.items() if entry.group is not None}
     moved = [name for name in present if saved.get(name, present[name]) != present[name]]
     if moved:
@@ -181,6 +196,17 @@ def _check_groups(units: Iterable[Unit], index: Index, folder: Path) -> None:
             f"{present[name]} here ({len(moved)} parameters differ). Pass the groups in the same order, or "
             "load_optimizer_states=False"
         )
+
+
+def _check_blocks(pieces: _Pieces, index: Index, folder: Path) -> None:
+    """Raise CheckpointError if tiles cut the blocks of saved 8-bit moments."""
+    for name, piece in pieces.items():
+        for kind in index.kinds(piece.name) if piece.name in index.parameters else ():
+            if problem := block_problem(name, piece, kind):
+                raise CheckpointError(
+                    f"{folder} has 8-bit moments, and {problem}: use other tiles, a checkpoint with moments in bf16 or "
+                    "fp32, or load_optimizer_states=False"
+                )
 
 
 def _read_buffers(model: nn.Module, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -206,7 +232,15 @@ def _client_state(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit, present: Flats | None = None) -> Flats:
+def _read(
+    parts: ModelParts,
+    run: Run,
+    folder: Path,
+    index: Index,
+    pieces: _Pieces,
+    unit: Unit,
+    present: Flats | None = None,
+) -> Flats:
     """Return the unit's states, read from the files of its parameters and converted to the engine's formats.
 
     present: the unit's states, in which those of parameters that the checkpoint has are replaced.
@@ -215,11 +249,15 @@ def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit, p
     kinds = parts.states.kinds(layout)
     flats = present or {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
-        entry = index.parameters.get(slot.name)
+        piece = pieces[slot.name]
+        entry = index.parameters.get(piece.name)
         if entry is None:
             continue
         with safe_open(folder / entry.file, framework="pt") as tensors:
-            saved = {kind.name: tensors.get_tensor(key(kind.name, slot.name)) for kind in index.kinds(slot.name)}
+            saved = {
+                kind.name: read_state(tensors, key(kind.name, piece.name), kind, piece)
+                for kind in index.kinds(piece.name)
+            }
         local = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
         whole = local
         if is_distributed(parameter):
@@ -232,29 +270,34 @@ def _read(parts: ModelParts, run: Run, folder: Path, index: Index, unit: Unit, p
     return flats
 
 
-def _read_values(parts: ModelParts, folder: Path, index: Index, unit: Unit, flats: Flats) -> None:
+def _read_values(parts: ModelParts, folder: Path, index: Index, pieces: _Pieces, unit: Unit, flats: Flats) -> None:
     """Replace the values of parameters in `flats`, the unit's states, and leave the moments."""
     kind = parts.states.kinds(unit.layout)[0]
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-        entry = index.parameters.get(slot.name)
+        piece = pieces[slot.name]
+        entry = index.parameters.get(piece.name)
         if entry is None:
             continue
-        with safe_open(folder / entry.file, framework="pt") as tensors:
-            saved = tensors.get_tensor(key(index.kinds(slot.name)[0].name, slot.name))
+        saved = _value(folder, index, piece)
         if saved.dtype == torch.float32 and kind.dtype == torch.bfloat16:
             saved = split_master(saved)[0]
         view(kind, slot, flats[kind.name]).copy_(parts.ranks.model.part(parameter, saved))
 
 
-def _read_parameters(parts: ModelParts, folder: Path, index: Index, unit: Unit) -> torch.Tensor:
+def _value(folder: Path, index: Index, piece: Piece) -> torch.Tensor:
+    """Return a parameter's most precise value: the master, or the parameter itself if it was frozen."""
+    kind = index.kinds(piece.name)[0]
+    with safe_open(folder / index.parameters[piece.name].file, framework="pt") as tensors:
+        return read_state(tensors, key(kind.name, piece.name), kind, piece)
+
+
+def _read_parameters(parts: ModelParts, folder: Path, index: Index, pieces: _Pieces, unit: Unit) -> torch.Tensor:
     """Return the unit's flat tensor (numel,) in its dtype: masters rounded as in training, frozen parameters cast."""
     layout = unit.layout
     flat = flat_tensor(layout.numel, layout.dtype)
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
-        kind = index.kinds(slot.name)[0]
-        with safe_open(folder / index.parameters[slot.name].file, framework="pt") as tensors:
-            saved = tensors.get_tensor(key(kind.name, slot.name))
-        if kind.name == "master" and layout.dtype == torch.bfloat16:
+        saved = _value(folder, index, pieces[slot.name])
+        if index.parameters[pieces[slot.name].name].trainable and layout.dtype == torch.bfloat16:
             saved = split_master(saved)[0]
         flat[slot.offset : slot.stop].view(slot.shape).copy_(parts.ranks.model.part(parameter, saved))
     return flat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +15,11 @@ from torch import nn
 
 from infinity.checkpoint.format import persistent_buffers
 from infinity.checkpoint.tensors import PART, WEIGHTS, WEIGHTS_INDEX, Spec, read_part, spec_of
+from infinity.comm.side import Place
 from infinity.construction.materialize import make_buffers
 from infinity.construction.sources import note_loaded, note_source
 from infinity.errors import CheckpointError, UsageError
+from infinity.nn.pieces import Piece, Pieces
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name, uncompiled
 from infinity.units.hooks import UnitParameters
@@ -34,24 +36,26 @@ class Unmatched(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor of a safetensors file."""
+    """One tensor of a safetensors file, or the tile at `place` in it, with one slice for each dimension."""
 
     file: Path
     name: str
     spec: Spec
+    """Dtype and shape of the whole tensor."""
+    place: Place = ()
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of the flattened tensor, (stop - start,), in its saved dtype."""
+        """Return elements [start, stop) of the flattened tensor or tile, (stop - start,), in its saved dtype."""
         try:
             # Opened for each tensor, since pages that were read stay mapped until the file is closed.
             with safe_open(self.file, framework="pt") as tensors:
-                return read_part(tensors, self.name, start, stop)
+                return read_part(tensors, self.name, start, stop, self.place)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.name} cannot be read from {self.file}: {error}") from None
 
     def copy_to(self, target: torch.Tensor) -> None:
         with torch.no_grad():
-            target.copy_(self.read(0, prod(self.spec.shape)).view(self.spec.shape))
+            target.copy_(self.read(0, target.numel()).view(target.shape))
 
 
 def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Unmatched:
@@ -83,17 +87,18 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         hint = " (strict=False loads the rest)" if strict and len(problems) == sum(map(len, unmatched)) else ""
         raise CheckpointError(f"{folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}{hint}")
-    for names, target in targets.items():
-        tensor = next((saved[name] for name in names if name in saved), None)
-        if tensor is None:
+    for target in targets:
+        whole = next((saved[name] for name in target.names if name in saved), None)
+        if whole is None:
             continue
-        if not isinstance(target, nn.Parameter):
-            _load_buffer(model, names[0], target, tensor)
-        elif target.is_meta:
-            note_source(target, tensor)
+        tensor = replace(whole, place=target.place)
+        if not isinstance(target.tensor, nn.Parameter):
+            _load_buffer(model, target.own, target.tensor, tensor)
+        elif target.tensor.is_meta:
+            note_source(target.tensor, tensor)
         else:
             # Through the module's attribute, since infinity.Init materializes parameters on access.
-            tensor.copy_to(model.get_parameter(names[0]))
+            tensor.copy_to(model.get_parameter(target.own))
     make_buffers(model)
     for what, names_left in unmatched._asdict().items():
         if names_left:
@@ -101,16 +106,31 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     return unmatched
 
 
-_Targets = dict[tuple[str, ...], torch.Tensor]
-"""All names of a tensor → the parameter or buffer."""
+class _Target(NamedTuple):
+    """A parameter or buffer, and the tensor that a folder holds for it.
+
+    own: its name. names: all names of that tensor. shape: of that tensor. place: the parameter's in it, if it is a
+    tile.
+    """
+
+    tensor: torch.Tensor
+    own: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    place: Place = ()
 
 
-def _targets(model: nn.Module) -> _Targets:
-    names: dict[int, list[str]] = {}
+def _targets(model: nn.Module) -> list[_Target]:
+    pieces, found = Pieces(model), dict[int, list[tuple[str, Piece]]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(own_name(name))
-    targets: _Targets = {tuple(names[id(parameter)]): parameter for parameter in model.parameters()}
-    return targets | {(name,): buffer for name, buffer in persistent_buffers(model).items()}
+        found.setdefault(id(parameter), []).append((name, pieces.of(own_name(name), parameter)))
+    targets = []
+    for parameter in model.parameters():
+        (own, piece), *_ = named = found[id(parameter)]
+        names = tuple(each.name for _, each in named)
+        targets.append(_Target(parameter, own, names, piece.shape, piece.place))
+    buffers = persistent_buffers(model).items()
+    return targets + [_Target(buffer, name, (name,), tuple(buffer.shape)) for name, buffer in buffers]
 
 
 def _load_buffer(model: nn.Module, name: str, buffer: torch.Tensor, tensor: SavedTensor) -> None:
@@ -123,20 +143,20 @@ def _load_buffer(model: nn.Module, name: str, buffer: torch.Tensor, tensor: Save
     note_loaded(buffer)
 
 
-def _unmatched(model: nn.Module, targets: _Targets, saved: Mapping[str, SavedTensor]) -> Unmatched:
-    known = {name for names in targets for name in names}
+def _unmatched(model: nn.Module, targets: Sequence[_Target], saved: Mapping[str, SavedTensor]) -> Unmatched:
+    known = {name for target in targets for name in target.names}
     # Some folders hold buffers that are not in the state_dict.
     known |= {own_name(name) for name, _ in model.named_buffers()}
-    missing = [names[0] for names in targets if not any(name in saved for name in names)]
-    return Unmatched(missing, [name for name in saved if name not in known])
+    missing = dict.fromkeys(each.names[0] for each in targets if not any(name in saved for name in each.names))
+    return Unmatched([*missing], [name for name in saved if name not in known])
 
 
-def _misfits(targets: _Targets, saved: Mapping[str, SavedTensor]) -> list[str]:
+def _misfits(targets: Sequence[_Target], saved: Mapping[str, SavedTensor]) -> list[str]:
     problems = []
-    for names, target in targets.items():
-        copies = [saved[name] for name in names if name in saved]
+    for target in {each.names: each for each in targets}.values():
+        copies = [saved[name] for name in target.names if name in saved]
         for tensor in copies:
-            expected, stored = Spec(target.dtype, tuple(target.shape)), tensor.spec
+            expected, stored = Spec(target.tensor.dtype, target.shape), tensor.spec
             if expected.shape != stored.shape:
                 shapes = f"{list(expected.shape)} in the model and {list(stored.shape)} in the folder"
                 problems.append(f"{tensor.name} has shape {shapes}")

@@ -5,7 +5,7 @@ or not at all.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +19,22 @@ from infinity.checkpoint.agree import target_of
 from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, reason, view
 from infinity.checkpoint.parts import ModelParts, Run
+from infinity.checkpoint.tiles import write_tile
 from infinity.checkpoint.writer import Writer
 from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, ChecksumError, RanksError
 from infinity.interrupts import uninterrupted
+from infinity.nn.pieces import Piece, Pieces
+from infinity.plan.formats import StateKind
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.records import Flats
 from infinity.units.states import UnitStates
 
 T = TypeVar("T")
+_Value = tuple[StateKind, Piece, torch.Tensor]
+"""One state of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class _Snapshot:
     """Units in the order in which they are saved."""
     divided: dict[str, _Divided]
     """Parameters that tensor parallelism shards."""
+    pieces: dict[str, Piece]
+    """Saved parameters by name: the tensor of the index that each is, or is a tile of."""
     latest: bool
     """True to update the file `latest`."""
 
@@ -117,23 +124,28 @@ def _capture(
     latest: bool,
     frozen: bool,
 ) -> _Snapshot:
-    entries, divided = {}, {}
+    entries: dict[str, Entry] = {}
+    divided, pieces, found = {}, {}, Pieces(model)
     for unit in parts.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
         for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
             if not (frozen or parameter.requires_grad):
                 continue
-            shape = tuple(parameter.shape)
-            entries[slot.name] = Entry(shape, dtype, unit.layout.trainable, _file(unit.layout), step, slot.group)
+            piece = pieces[slot.name] = found.of(slot.name, parameter)
+            file = f"tiled-{len(entries):05d}.safetensors" if piece.place else _file(unit.layout)
+            entry = Entry(piece.shape, dtype, unit.layout.trainable, file, step, slot.group)
+            if entries.setdefault(piece.name, entry).step != step:
+                raise CheckpointError(f"tiles of {piece.name} had different numbers of updates: use all of them alike")
             if is_distributed(parameter):
-                divided[slot.name] = _Divided(shape, channel.of_model(parts.ranks.model.place(parameter)))
+                divided[slot.name] = _Divided(piece.shape, channel.of_model(parts.ranks.model.place(parameter)))
     generators = rng.pack_states(channel, parts.device.torch_device)
     return _Snapshot(
         index=_index(run, entries),
         raw={CLIENT_STATE: client_state, rng.FILE: generators},
         buffers=_host(persistent_buffers(model)) if channel.writes else {},
-        layouts=[layout for layout in _order(parts, channel) if any(slot.name in entries for slot in layout.slots)],
+        layouts=[layout for layout in _order(parts, channel) if any(slot.name in pieces for slot in layout.slots)],
         divided=divided,
+        pieces=pieces,
         latest=latest,
     )
 
@@ -168,9 +180,15 @@ def _write(
         release_unit(layout.index)
         return flats
 
-    def write(layout: UnitLayout, tensors: dict[str, torch.Tensor]) -> None:
-        if writer is not None:
-            writer.write(_file(layout), tensors)
+    def write(layout: UnitLayout, values: Sequence[_Value]) -> None:
+        if writer is None:
+            return
+        whole = {key(kind.name, piece.name): value for kind, piece, value in values if not piece.place}
+        if whole:
+            writer.write(_file(layout), whole)
+        for kind, piece, value in values:
+            if piece.place:
+                write_tile(writer, snapshot.index, kind, piece, value)
 
     def finish() -> None:
         if writer is not None:
@@ -182,26 +200,26 @@ def _write(
     for layout in snapshot.layouts:
         flats = _together(channel, partial(read, layout))
         states.complete(flats)
-        tensors = _tensors(snapshot, layout, flats, states, channel) if channel.rank == 0 else {}
-        _together(channel, partial(write, layout, tensors))
-        del flats, tensors
+        values = _values(snapshot, layout, flats, states, channel) if channel.rank == 0 else []
+        _together(channel, partial(write, layout, values))
+        del flats, values
         return_freed_memory()
     _together(channel, finish)
 
 
-def _tensors(
+def _values(
     snapshot: _Snapshot, layout: UnitLayout, flats: Flats, states: UnitStates, channel: SideChannel
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a unit's file, complete on the rank that writes."""
-    tensors = {}
+) -> list[_Value]:
+    """Return the states of a unit's parameters, complete on the rank that writes."""
+    values = []
     for kind in states.kinds(layout):
         for slot in layout.slots:
-            if slot.name not in snapshot.index.parameters:
+            if slot.name not in snapshot.pieces:
                 continue
             value, divided = view(kind, slot, flats[kind.name]), snapshot.divided.get(slot.name)
             whole = value if divided is None else channel.join(value, divided.places, divided.shape)
-            tensors[key(kind.name, slot.name)] = whole
-    return tensors
+            values.append((kind, snapshot.pieces[slot.name], whole))
+    return values
 
 
 def _write_beside(

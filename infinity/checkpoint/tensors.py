@@ -91,25 +91,14 @@ def write_tensors(
     parts: name → the tensor's values in order, in one or more parts of any shape, in its dtype. safetensors' own
     `save_file` needs all tensors in memory at once. The format: https://huggingface.co/docs/safetensors
     """
-    # Widest dtype first, since readers need each tensor aligned to its element size.
-    order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name in order:
-        start, end = end, end + specs[name].nbytes
-        header[name] = {"dtype": _name(specs[name]), "shape": specs[name].shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    head, starts = _header(specs, metadata)
     with path.open("xb") as file:
-        head = len(text).to_bytes(8, "little") + text
         file.write(head)
         crc = zlib.crc32(head)
-        for name in order:
+        for name in starts:
             before = file.tell()
             for part in parts(name):
-                if part.dtype != specs[name].dtype:
-                    raise TypeError(f"a part of {name} is {part.dtype}, expected {specs[name].dtype}")
-                content = part.contiguous().view(-1).view(torch.uint8).numpy().data
+                content = _content(name, part, specs[name])
                 file.write(content)
                 crc = zlib.crc32(content, crc)
             if file.tell() - before != specs[name].nbytes:
@@ -117,6 +106,62 @@ def write_tensors(
         file.flush()
         os.fsync(file.fileno())
         return FileRecord(file.tell(), crc)
+
+
+class PiecewiseFile:
+    """A new safetensors file of the tensors `specs`, written in pieces and in any order."""
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec]) -> None:
+        head, self._starts = _header(specs)
+        self._path, self._specs, self._first = path, specs, len(head)
+        self._left = sum(spec.nbytes for spec in specs.values())
+        self._file = path.open("xb", buffering=0)
+        self._write(0, memoryview(head))
+
+    def write(self, name: str, start: int, part: torch.Tensor) -> None:
+        """Write elements of a tensor from number `start` of its flattened form on. Write each element once."""
+        spec = self._specs[name]
+        content = _content(name, part, spec)
+        self._write(self._first + self._starts[name] + start * spec.dtype.itemsize, content)
+        self._left -= len(content)
+
+    def finish(self) -> FileRecord:
+        """Sync the file; return its size and checksum, for which it is read again."""
+        if self._left:
+            raise ValueError(f"{self._path.name} lacks {self._left:,} bytes")
+        os.fsync(self._file.fileno())
+        self.close()
+        return FileRecord(self._path.stat().st_size, read_crc32(self._path))
+
+    def close(self) -> None:
+        """Close the file, even if it is incomplete. Idempotent."""
+        self._file.close()
+
+    def _write(self, offset: int, content: memoryview) -> None:
+        while content:
+            count = os.pwrite(self._file.fileno(), content, offset)
+            content, offset = content[count:], offset + count
+
+
+def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """Return the head of a file, and name → offset of a tensor in what follows, in the order of the file."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, end = {}, 0
+    # Widest dtype first, since readers need each tensor aligned to its element size.
+    for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
+        starts[name], end = end, end + specs[name].nbytes
+        offsets = (starts[name], end)
+        header[name] = {"dtype": _name(specs[name]), "shape": specs[name].shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, starts
+
+
+def _content(name: str, part: torch.Tensor, spec: Spec) -> memoryview:
+    if part.dtype != spec.dtype:
+        raise TypeError(f"a part of {name} is {part.dtype}, expected {spec.dtype}")
+    content: memoryview = part.contiguous().view(-1).view(torch.uint8).numpy().data
+    return content
 
 
 def _name(spec: Spec) -> str:
@@ -133,16 +178,20 @@ def spec_of(tensors: Any, name: str) -> Spec:
     return Spec(DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
 
 
-def read_part(tensors: Any, name: str, start: int, stop: int) -> torch.Tensor:
-    """Return elements [start, stop) of a flattened tensor, (stop - start,). Reads only the rows that hold them."""
+def read_part(tensors: Any, name: str, start: int, stop: int, place: tuple[slice, ...] = ()) -> torch.Tensor:
+    """Return elements [start, stop) of a flattened tensor, (stop - start,). Reads only the rows that hold them.
+
+    place: one slice for each dimension, with bounds: of that part of the tensor instead.
+    """
     stored = tensors.get_slice(name)
-    shape = stored.get_shape()
+    shape = [part.stop - part.start for part in place] or stored.get_shape()
     if not shape or start >= stop:
-        whole: torch.Tensor = tensors.get_tensor(name).view(-1)[start:stop]
+        whole: torch.Tensor = tensors.get_tensor(name)[place].reshape(-1)[start:stop]
         return whole
-    width = prod(shape[1:])
+    width, top = prod(shape[1:]), place[0].start if place else 0
     first, last = start // width, -(-stop // width)
-    rows: torch.Tensor = stored[first:last].reshape(-1)
+    part = (slice(top + first, top + last), *place[1:])
+    rows: torch.Tensor = stored[part].reshape(-1)
     return rows[start - first * width : stop - first * width]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.format import INDEX, LATEST, Index
-from infinity.checkpoint.tensors import FileRecord, Spec, write_bytes, write_tensors
+from infinity.checkpoint.tensors import FileRecord, PiecewiseFile, Spec, write_bytes, write_tensors
 
 
 class Writer:
@@ -20,6 +20,7 @@ class Writer:
     def __init__(self, directory: Path, tag: str) -> None:
         self.whole = False
         self._files: dict[str, FileRecord] = {}
+        self._piecewise: dict[str, PiecewiseFile] = {}
         self._target = directory / tag
         self._partial = directory / f".{tag}.partial-{os.getpid()}"
         self._replaced = directory / f".{tag}.replaced-{os.getpid()}"
@@ -38,15 +39,24 @@ class Writer:
         """Write tensors that are not in memory at once; see `write_tensors`."""
         self._files[file] = write_tensors(self._partial / file, specs, parts)
 
+    def piecewise(self, file: str, specs: Mapping[str, Spec]) -> PiecewiseFile:
+        """Return the file of tensors that are written in pieces until `finish`; the first call creates it."""
+        if file not in self._piecewise:
+            self._piecewise[file] = PiecewiseFile(self._partial / file, specs)
+        return self._piecewise[file]
+
     def write_raw(self, file: str, content: bytes) -> None:
         self._files[file] = write_bytes(self._partial / file, content)
 
     def remove(self) -> None:
         """Delete an incomplete checkpoint."""
+        for file in self._piecewise.values():
+            file.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def finish(self, index: Index, *, latest: bool = True) -> None:
         """Add the files to the index, and rename the folder to its final name. latest: then update `latest`."""
+        self._files |= {name: file.finish() for name, file in self._piecewise.items()}
         files = sorted(self._files.items())
         index = replace(
             index,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.checkpoint.format import LATEST, persistent_buffers
 from infinity.deepspeed.engine_names import Reads, read
@@ -18,6 +19,7 @@ from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.training import TrainingEngine
 from infinity.engine.weights_file import save_weights
 from infinity.errors import UsageError
+from infinity.nn.pieces import Piece, Pieces
 from infinity.observe.log import logger
 
 
@@ -80,7 +82,7 @@ class SavingEngine(ReportingEngine):
         if custom_load_fn is not None:
             self._engine.load_with(lambda model: custom_load_fn(src=states, dst=model))
             return
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        parameters = self._by_key()
         buffers = persistent_buffers(self.module)
         missing, unexpected = {*parameters, *buffers} - set(states), set(states) - {*parameters, *buffers}
         if strict and (missing or unexpected):
@@ -90,7 +92,8 @@ class SavingEngine(ReportingEngine):
             )
         for name, value in states.items():
             if name in parameters:
-                set_full_fp32_param(parameters[name], value)
+                for parameter, piece in parameters[name]:
+                    set_full_fp32_param(parameter, _part(value, piece))
             elif name in buffers:
                 buffers[name].copy_(value)
 
@@ -225,8 +228,26 @@ class SavingEngine(ReportingEngine):
         """Move the states back to the device, with the same bits. Idempotent. non_blocking has no effect."""
         self.training_engine.reload_states()
 
+    def _by_key(self) -> dict[str, list[tuple[nn.Parameter, Piece]]]:
+        """Return key of the state dict → the parameter, or the tiles of the tensor there."""
+        pieces, found = Pieces(self.module), dict[str, list[tuple[nn.Parameter, Piece]]]()
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            piece = pieces.of(name, parameter)
+            found.setdefault(piece.name, []).append((parameter, piece))
+        return found
+
     def _frozen(self) -> set[str]:
-        return {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        pieces = Pieces(self.module)
+        return {pieces.of(name, p).name for name, p in self.module.named_parameters() if not p.requires_grad}
+
+
+def _part(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+    if not piece.place:
+        return value
+    if getattr(value, "shape", None) != piece.shape:
+        shapes = f"{list(piece.shape)}, the value {list(getattr(value, 'shape', ()))}"
+        raise UsageError(f"{piece.name} has shape {shapes}: pass a value of the layer's shape")
+    return value[piece.place]
 
 
 def _listed(names: set[str]) -> str:

@@ -22,6 +22,7 @@ from infinity.engine.precision import ForwardPrecision
 from infinity.engine.restore import restoring
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt
+from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
@@ -178,18 +179,19 @@ class BaseEngine(ABC):
         """Yield (name, value) of every parameter and persistent buffer, one unit at a time. Collective.
 
         Names are the keys of the model's `state_dict()`. Values are unsharded on every rank, in host memory, in the
-        dtype that the model computes in.
+        dtype that the model computes in. Tiles of a layer are yielded as one tensor.
         """
         self.settle()
-        names: dict[int, list[str]] = {}
+        pieces, assembly = Pieces(self.module), Assembly()
+        found: dict[int, list[Piece]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(own_name(name))
+            found.setdefault(id(parameter), []).append(pieces.of(own_name(name), parameter))
         for unit in self.units:
             flat = self.parts.states.read_param(unit.layout)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 local = flat[slot.offset : slot.stop].view(slot.shape).clone()
                 value = self.ranks.model.whole(parameter, local)
-                yield from ((name, value) for name in names.get(id(parameter), [slot.name]))
+                yield from assembly.add(found.get(id(parameter), [Piece(slot.name, slot.shape)]), value)
         for name, buffer in persistent_buffers(self.module).items():
             yield name, buffer.detach().cpu().clone()
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from infinity.engine.base import BaseEngine
 from infinity.errors import CheckpointError
+from infinity.nn.pieces import Pieces
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name
 
@@ -24,8 +25,9 @@ def save_weights(engine: BaseEngine, folder: str | Path, name: str, exclude_froz
     exclude_frozen: leave out parameters that do not require gradients. Raises CheckpointError on all ranks if the file
     cannot be written.
     """
-    frozen = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    excluded = {own_name(name) for name in frozen} if exclude_frozen else set()
+    pieces, named = Pieces(engine.module), engine.module.named_parameters(remove_duplicate=False)
+    frozen = {pieces.of(own_name(name), p).name for name, p in named if not p.requires_grad}
+    excluded = frozen if exclude_frozen else set()
     weights = ((name, value) for name, value in engine.stream_state_dict() if name not in excluded)
     target, error = Path(folder) / name, None
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from infinity.checkpoint.tiles import check_tiles
 from infinity.comm.agreement import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
@@ -88,6 +89,7 @@ def plan_model(
     units = discover_model(model, unit_size, groups, dtype=compute, copies=ranks.model.copies)
     budget = budget_of(config, ranks, computes_on_host=info.type == "cpu")
     plan = make_plan(config, units.discovered, ranks.info, info, budget=budget, train=train, dtype=dtype)
+    check_tiles(model, plan.units, (lambda dtype: plan.policy.states(dtype).states) if train else None)
     common = in_common(config, plan.units, model)
     if train:
         common += groups_in_common(config, groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,22 +38,61 @@ class Piece:
         width = prod(self.shape[1:])
         return self.place[0].start * width, self.place[0].stop * width
 
+    def blocks(self, per: int) -> slice | None:
+        """Return the slice of the piece in values that `per` elements of the flattened tensor share; None if it cuts a
+        block.
+        """
+        run, numel = self.run, prod(self.shape)
+        if run is None or run[0] % per or (run[1] % per and run[1] != numel):
+            return None
+        return slice(run[0] // per, -(-run[1] // per))
 
-def pieces_of(model: nn.Module) -> Mapping[str, Piece]:
-    """Return name → piece for every parameter of `model`, under each of its names, without `torch.compile`'s wrappers.
+    def parts(self, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element in the flattened tensor, part) for each contiguous part of the parameter's `values`."""
+        if self.run is not None:
+            yield self.run[0], values
+            return
+        rows, columns = self.place
+        for row, part in zip(range(rows.start, rows.stop), values, strict=True):
+            yield row * self.shape[1] + columns.start, part
 
-    It is the only source for readers and writers of whole tensors. A parameter of an ordinary module is all of its own.
-    """
-    found: dict[str, Piece] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Tiled):
-            prefix = own_name(f"{path}.") if path else ""
-            for name, piece in module.pieces():
-                found[prefix + name] = replace(piece, name=prefix + piece.name)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        own = own_name(name)
-        found.setdefault(own, Piece(own, tuple(parameter.shape)))
-    return found
+
+class Pieces:
+    """The pieces of a model. All readers and writers of whole tensors take them from here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tiles: dict[str, Piece] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, Tiled):
+                prefix = own_name(f"{path}.") if path else ""
+                for name, piece in module.pieces():
+                    self._tiles[prefix + name] = replace(piece, name=prefix + piece.name)
+
+    def of(self, name: str, parameter: torch.Tensor) -> Piece:
+        """Return the piece of a parameter, by its name without `torch.compile`'s wrappers. An ordinary parameter is
+        all of its tensor.
+        """
+        return self._tiles.get(name) or Piece(name, tuple(parameter.shape))
+
+
+class Assembly:
+    """Joins tiles, which arrive in any order, to whole tensors."""
+
+    def __init__(self) -> None:
+        self._wholes: dict[tuple[str, ...], tuple[torch.Tensor, int]] = {}
+        """Names of an incomplete tensor → the tensor, and the number of its elements that are missing."""
+
+    def add(self, pieces: Sequence[Piece], values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) for each name of the whole tensor that `values` completes. pieces: one for each name."""
+        names, piece = tuple(each.name for each in pieces), pieces[0]
+        whole = values
+        if piece.place:
+            whole, missing = self._wholes.pop(names, (values.new_empty(piece.shape), prod(piece.shape)))
+            whole[piece.place] = values
+            if missing > values.numel():
+                self._wholes[names] = whole, missing - values.numel()
+                return
+        yield from ((name, whole) for name in names)
 
 
 class Tiled(nn.Module):

@@ -62,7 +62,7 @@ def tile(model: nn.Module, max_bytes: int | str) -> list[str]:
             problem = f"one row of the weight has {width} bytes, more than max_bytes ({limit})"
         if problem is not None:
             raise ModelError(f"{name or 'the model'} cannot be replaced by tiles: {problem}.")
-        rows[module] = rows_of(module.in_features, module.out_features, width, limit)
+        rows[module] = rows_of(module.in_features, module.out_features, module.bias is not None, width, limit)
     replaced = {module: _tiled(module, rows[module]) for module in found}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

@@ -71,7 +71,7 @@ class TiledLinear(Tiled):
             if out_splits is not None:
                 raise UsageError("out_splits and max_bytes were both passed: pass one of them")
             width = (dtype or torch.get_default_dtype()).itemsize * columns[0]
-            rows = rows_of(in_features, out_features, width, size_of(max_bytes))
+            rows = rows_of(in_features, out_features, bias, width, size_of(max_bytes))
         else:
             rows = _parts("out_splits", out_features, 1 if out_splits is None else out_splits)
         self._make(rows, columns, bias, device=device, dtype=dtype)
@@ -107,8 +107,11 @@ class TiledLinear(Tiled):
 
     def parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the parts of the output in order, (..., rows of a tile), each when its tiles have run."""
+        return self.parts_of(x.split(self.columns, -1) if len(self.columns) > 1 else (x,))
+
+    def parts_of(self, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield `parts` of an input that was split as the weight's columns."""
         self.check_copies()
-        inputs = x.split(self.columns, -1) if len(self.columns) > 1 else (x,)
         tiles = iter(self.tiles)
         for _ in self.rows:
             summands = (next(tiles)(part) for part in inputs)
@@ -130,18 +133,18 @@ class TiledLinear(Tiled):
         return None if name == "bias" else super().__getattr__(name)
 
 
-def rows_of(in_features: int, out_features: int, width: int, max_bytes: int) -> list[int]:
+def rows_of(in_features: int, out_features: int, bias: bool, width: int, max_bytes: int) -> list[int]:
     """Return the output features of each tile.
 
     width: bytes of a row. Tiles have at most `max_bytes`, and are equal except for the last one. Where they may have
-    that many rows, their elements are whole blocks of 8-bit moments.
+    that many rows, weight and bias begin at blocks of 8-bit moments.
     """
     limit = max_bytes // width
     if not limit:
         raise UsageError(
             f"max_bytes is {max_bytes}, and one row of the weight has {width} bytes: pass at least that, or in_splits"
         )
-    step = BLOCK // math.gcd(BLOCK, in_features)
+    step = BLOCK if bias else BLOCK // math.gcd(BLOCK, in_features)
     step = step if step <= limit else 1
     limit -= limit % step
     rows = math.ceil(out_features / math.ceil(out_features / limit))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.errors import ModelError, UsageError
 from infinity.nn import TiledLinear, tile
-from infinity.nn.pieces import pieces_of
+from infinity.nn.pieces import Pieces
 from support.models import Stack, seeded
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,9 +41,9 @@ def run(layer: nn.Module, rows: int, inputs: int, dtype: torch.dtype) -> tuple[t
     y.backward(torch.randn(y.shape, generator=generator).to(dtype))
     assert x.grad is not None
     wholes: dict[str, torch.Tensor] = {}
-    pieces = pieces_of(layer)
+    pieces = Pieces(layer)
     for name, parameter in layer.named_parameters():
-        piece = pieces[name]
+        piece = pieces.of(name, parameter)
         assert parameter.grad is not None
         wholes.setdefault(piece.name, torch.full(piece.shape, torch.nan, dtype=dtype))[piece.place] = parameter.grad
     return y.detach(), x.grad, *(wholes[name] for name in sorted(wholes))
@@ -92,11 +92,10 @@ def test_tiles_have_at_most_max_bytes(inputs: int, outputs: int, beyond: int, dt
     """They begin at blocks of 8-bit moments, if a tile has room for a block."""
     limit = inputs * dtype.itemsize + beyond
     layer = TiledLinear(inputs, outputs, max_bytes=limit, dtype=dtype, device="meta")
-    weights = [piece for name, piece in layer.pieces() if name.endswith("weight")]
     assert sum(layer.rows) == outputs and len({*layer.rows[:-1]}) <= 1
     assert all(rows * inputs * dtype.itemsize <= limit for rows in layer.rows)
     if limit >= 256 * inputs * dtype.itemsize:
-        assert all(piece.run is not None and piece.run[0] % 256 == 0 for piece in weights)
+        assert all(piece.blocks(256) for _, piece in layer.pieces())
 
 
 def test_initial_values_are_distributed_as_those_of_the_whole_layer() -> None:

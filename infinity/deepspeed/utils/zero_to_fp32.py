@@ -19,6 +19,7 @@ from infinity.checkpoint.export import export
 from infinity.checkpoint.format import BUFFERS, find, key, read_index
 from infinity.errors import UsageError
 from infinity.integrations import zero_to_fp32 as theirs
+from infinity.nn.pieces import Pieces
 from infinity.sizes import parse_size
 
 WEIGHTS = "pytorch_model.bin"
@@ -63,9 +64,9 @@ def load_state_dict_from_zero_checkpoint(
         return theirs.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
     states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
-    owners: dict[int, list[str]] = {}
+    pieces, owners = Pieces(model), dict[int, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+        owners.setdefault(id(parameter), []).append(pieces.of(name, parameter).name)
     for names in owners.values():  # a shared parameter has one entry
         saved = next((states[name] for name in names if name in states), None)
         if saved is not None:
