@@ -470,3 +470,51 @@ def test_fp32_weights_are_read_from_deepspeeds_own_checkpoint(tmp_path: Path) ->
     assert all(torch.equal(written[name], value) for name, value in expected.items())
     model = load_state_dict_from_zero_checkpoint(TinyModel(), folder)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+# -- tiled layers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tiled_layer_takes_deepspeeds_arguments() -> None:
+    """It computes what the copied layer does, in parts or as one."""
+    plain = nn.Linear(10, 7)
+    x = torch.randn(3, 10)
+    layer = deepspeed.zero.TiledLinear(10, 7, in_splits=3, out_splits=2, init_linear=plain)
+    assert [[*map(type, row)] for row in layer.linears] == [[type(layer.tiles[0])] * 3] * 2
+    torch.testing.assert_close(layer(x), plain(x))
+    parts = deepspeed.zero.TiledLinear(
+        10, 7, True, 3, 2, input_is_already_split=True, combine_out_splits=False, init_linear=plain, dtype=torch.float32
+    )
+    outputs = parts(x.split([4, 3, 3], -1))
+    assert isinstance(outputs, list) and [each.shape[-1] for each in outputs] == [4, 3]
+    torch.testing.assert_close(torch.cat(outputs, -1), plain(x))
+    with pytest.raises(UsageError, match="the input has 2 parts"):
+        parts(x.split(5, -1))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tiled_layer_of_an_engine_is_copied_and_loaded_whole(stage: int, opens: Opens) -> None:
+    plain = nn.Linear(8, 6)
+    model = nn.Sequential(deepspeed.zero.TiledLinear(8, 6, out_splits=3), nn.Linear(6, 2))
+    engine = opens(stage, model)
+    engine.module[0].copy_params_from(plain)
+    states = engine.module_state_dict()
+    assert torch.equal(states["0.weight"], plain.weight) and torch.equal(states["0.bias"], plain.bias)
+    states = {name: torch.randn_like(value) for name, value in states.items()}
+    engine.load_module_state_dict({"module": states})
+    assert all(torch.equal(value, states[name]) for name, value in engine.module_state_dict().items())
+    with pytest.raises(UsageError, match=r"0.weight has shape \[6, 8\], the value \[2, 8\]"):
+        engine.load_module_state_dict({"module": {**states, "0.weight": torch.zeros(2, 8)}})
+    engine.module[0].requires_grad_(False)
+    assert {*engine.module_state_dict(exclude_frozen_parameters=True)} == {"1.weight", "1.bias"}
+
+
+def test_other_tiles_than_linear_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="linear_cls=Bilinear"):
+        deepspeed.zero.TiledLinear(8, 6, linear_cls=nn.Bilinear)
+    with pytest.raises(UsageError, match="no argument init_method"):
+        deepspeed.zero.TiledLinear(8, 6, init_method=None)
+    with pytest.raises(UsageError, match="the layer to copy has shapes"):
+        deepspeed.zero.TiledLinear(8, 6, init_linear=nn.Linear(8, 5))
+    with pytest.raises(AttributeError, match="TiledLinearReturnBias is not supported"):
+        _ = deepspeed.zero.TiledLinearReturnBias

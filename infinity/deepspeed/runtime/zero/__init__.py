@@ -8,3 +8,10 @@ from infinity.deepspeed.runtime.zero.partition_parameters import (
     unregister_external_parameter as unregister_external_parameter,
     unwrap_model_for_generation as unwrap_model_for_generation,
 )
+from infinity.deepspeed.runtime.zero.tiling import TiledLinear as TiledLinear
+
+
+def __getattr__(name: str) -> object:
+    if name == "TiledLinearReturnBias":
+        raise AttributeError("deepspeed.zero.TiledLinearReturnBias is not supported: tiles return no bias of their own")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
