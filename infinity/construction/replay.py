@@ -203,7 +203,9 @@ class Twins:
         return parameter in self._known
 
     def vouch_for(self, parameter: nn.Parameter) -> bool:
-        """True if its whole model consists of transformers' and torch's modules, whose `_init_weights` is trusted."""
+        """True if its whole model consists of modules of transformers, torch and tiles, whose `_init_weights` is
+        trusted.
+        """
         return parameter in self._vouched
 
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
@@ -230,7 +232,8 @@ class Twins:
                 )
             else:
                 self._known.add(parameter)
-        if all(type(each).__module__.startswith(("transformers.", "torch.")) for each in module.modules()):
+        trusted = ("transformers.", "torch.", "infinity.nn.")
+        if all(type(each).__module__.startswith(trusted) for each in module.modules()):
             self._vouched |= self._known
 
 
@@ -259,4 +262,22 @@ def _twin(module: nn.Module) -> nn.Module | None:
             twin = maker(copy.deepcopy(module.config))
     except Exception:  # noqa: BLE001 - runs the model's code, whose constructor may take other arguments
         return None
-    return twin if isinstance(twin, nn.Module) else None
+    if not isinstance(twin, nn.Module):
+        return None
+    _tile_alike(twin, module)
+    return twin
+
+
+def _tile_alike(twin: nn.Module, model: nn.Module) -> None:
+    """Replace the layers of `twin` by tiles where `infinity.nn.tile` has replaced those of `model`."""
+    tiled: dict[nn.Module, nn.Module] = {}
+    others = dict(twin.named_modules(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        # Not by class, since infinity.nn is above this room.
+        counterpart = getattr(module, "counterpart", None) if type(module).__module__ == "infinity.nn.tiling" else None
+        parent, _, name = path.rpartition(".")
+        if counterpart is not None and path in others:
+            layer = others[path]
+            if layer not in tiled:
+                tiled[layer] = counterpart(layer)
+            others[parent]._modules[name] = tiled[layer]

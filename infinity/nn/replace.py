@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from infinity.comm.dtensor import is_plain
-from infinity.construction.sources import Source, note_source, source_of
 from infinity.errors import ModelError, UsageError
-from infinity.nn.pieces import Piece
 from infinity.nn.tiling import TiledLinear, rows_of, size_of
 from infinity.observe.log import logger
 from infinity.units.hooks import UnitParameters
-
-_MARK = "_is_hf_initialized"
-"""transformers marks modules that it has initialised."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Elements [start, …) of a flattened parameter that another source holds."""
-
-    source: Source
-    start: int
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self.source.read(self.start + start, self.start + stop)
 
 
 def tile(model: nn.Module, max_bytes: int | str) -> list[str]:
@@ -63,7 +45,7 @@ def tile(model: nn.Module, max_bytes: int | str) -> list[str]:
         if problem is not None:
             raise ModelError(f"{name or 'the model'} cannot be replaced by tiles: {problem}.")
         rows[module] = rows_of(module.in_features, module.out_features, module.bias is not None, width, limit)
-    replaced = {module: _tiled(module, rows[module]) for module in found}
+    replaced = {module: TiledLinear.of_linear(module, rows[module]) for module in found}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replaced:
@@ -105,33 +87,3 @@ def _problem(model: nn.Module, module: nn.Linear, names: dict[int, list[str]]) -
 def _hooks(module: nn.Module) -> Iterator[Any]:
     """Yield the collections of hooks of `module`."""
     return (value for name, value in vars(module).items() if name.endswith(("_hooks", "_pre_hooks")))
-
-
-def _tiled(linear: nn.Linear, rows: list[int]) -> TiledLinear:
-    """Return a layer whose tiles are views of the parameters of `linear`, which keeps none."""
-    biased = linear.bias is not None
-    weight = linear.weight
-    made = TiledLinear.of_rows(rows, linear.in_features, biased, device="meta", dtype=weight.dtype)
-    for name, piece in made.pieces():
-        path, _, own = name.rpartition(".")
-        setattr(made.get_submodule(path), own, _view(linear.get_parameter(piece.name), piece))
-    for parameter in linear.parameters():
-        parameter.data = parameter.data.new_empty(0)  # other holders of it must not share the tiles' memory
-    for module in made.modules():
-        module.training = linear.training
-        if hasattr(linear, _MARK):
-            setattr(module, _MARK, getattr(linear, _MARK))
-    return made
-
-
-def _view(whole: nn.Parameter, piece: Piece) -> nn.Parameter:
-    # On the meta device tiles share the layer's count of edits (`detach`), by which construction checks that none is
-    # lost. Elsewhere each has its own (`data`): an edit of one tile is none of another.
-    values = whole.detach() if whole.is_meta else whole.data
-    part = nn.Parameter(values[piece.place], whole.requires_grad)
-    part.__dict__.update(vars(whole))
-    source = source_of(whole)
-    if source is not None:
-        assert piece.run is not None
-        note_source(part, _Part(source, piece.run[0]))
-    return part

@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.construction.sources import Source, note_source, source_of
 from infinity.errors import UsageError
 from infinity.nn.pieces import Piece, Tiled
 from infinity.plan.formats import BLOCK
 from infinity.sizes import parse_size
+
+_MARK = "_is_hf_initialized"
+"""transformers marks modules that it has initialised."""
 
 
 class LinearTile(nn.Linear):
@@ -77,11 +82,31 @@ class TiledLinear(Tiled):
         self._make(rows, columns, bias, device=device, dtype=dtype)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[int], in_features: int, bias: bool, **made: Any) -> TiledLinear:
-        """Return a layer whose tiles have these numbers of output features. made: device and dtype."""
+    def of_linear(cls, linear: nn.Linear, rows: Sequence[int]) -> TiledLinear:
+        """Return a layer whose tiles, of these numbers of output features, are views of the parameters of `linear`.
+
+        `linear` keeps no values, so that other holders of its parameters do not share the tiles' memory.
+        """
         layer = cls.__new__(cls)
-        layer._make(rows, [in_features], bias, **made)
+        layer._make(rows, [linear.in_features], linear.bias is not None, device="meta", dtype=linear.weight.dtype)
+        for name, piece in layer.pieces():
+            path, _, own = name.rpartition(".")
+            setattr(layer.get_submodule(path), own, _view(linear.get_parameter(piece.name), piece))
+        for parameter in linear.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        for module in layer.modules():
+            module.training = linear.training
+            if hasattr(linear, _MARK):
+                setattr(module, _MARK, getattr(linear, _MARK))
         return layer
+
+    def counterpart(self, linear: nn.Module) -> nn.Module:
+        """Return `linear` in the same tiles, if it is the layer that `infinity.nn.tile` would have replaced by this."""
+        if type(linear) is not nn.Linear or (linear.bias is not None) != self.has_bias:
+            return linear
+        shape = (linear.out_features, linear.in_features)
+        same = shape == (self.out_features, self.in_features) and len(self.columns) == 1
+        return TiledLinear.of_linear(linear, self.rows) if same else linear
 
     def _make(self, rows: Sequence[int], columns: Sequence[int], bias: bool, **made: Any) -> None:
         super().__init__()
@@ -131,6 +156,30 @@ class TiledLinear(Tiled):
                 f"that reads {name} of a layer instead of calling it needs nn.Linear."
             )
         return None if name == "bias" else super().__getattr__(name)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Reads a part of a flattened parameter from its source. start: the part's first element."""
+
+    source: Source
+    start: int
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(self.start + start, self.start + stop)
+
+
+def _view(whole: nn.Parameter, piece: Piece) -> nn.Parameter:
+    # On the meta device tiles share the layer's count of edits (`detach`), by which construction checks that none is
+    # lost. Elsewhere each has its own (`data`): an edit of one tile is none of another.
+    values = whole.detach() if whole.is_meta else whole.data
+    part = nn.Parameter(values[piece.place], whole.requires_grad)
+    part.__dict__.update(vars(whole))
+    source = source_of(whole)
+    if source is not None:
+        assert piece.run is not None
+        note_source(part, _Part(source, piece.run[0]))
+    return part
 
 
 def rows_of(in_features: int, out_features: int, bias: bool, width: int, max_bytes: int) -> list[int]:
