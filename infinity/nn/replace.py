@@ -11,6 +11,7 @@ from infinity.comm.dtensor import is_plain
 from infinity.errors import ModelError, UsageError
 from infinity.nn.tiling import TiledLinear, rows_of, size_of
 from infinity.observe.log import logger
+from infinity.units.compiled import own_name
 from infinity.units.hooks import UnitParameters
 
 
@@ -31,7 +32,7 @@ def tile(model: nn.Module, max_bytes: int | str) -> list[str]:
     limit = size_of(max_bytes)
     if any(isinstance(module._parameters, UnitParameters) for module in model.modules()):
         raise UsageError("the model already belongs to an engine: call infinity.nn.tile before infinity.initialize")
-    found = {module: name for name, module in model.named_modules() if _is_large(module, limit)}
+    found = {module: own_name(name) for name, module in model.named_modules() if _is_large(module, limit)}
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
