@@ -264,7 +264,13 @@ def _fix(plan: Plan, tier: str) -> str:
     if extents >= pools or plan.policy.resident:
         devices = "nvme" if "host" in tiers else "cpu or nvme"
         return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
-    return (
+    keys = (
         "lower infinity.prefetch_bytes, infinity.cache_bytes or infinity.unit_size, which size the buffers of units "
         "and gradients, or infinity.tile_size"
     )
+    largest = max(plan.units, key=lambda layout: layout.nbytes)
+    slot = max(largest.slots, key=lambda slot: slot.numel)
+    if len(slot.shape) != 2 or 2 * slot.numel < largest.numel:
+        return keys
+    nbytes = slot.numel * largest.dtype.itemsize
+    return f"{keys}; {slot.name} alone has {nbytes:,} bytes, and infinity.nn.tile splits an nn.Linear"

@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.engine.training import TrainingEngine
-from infinity.errors import ModelError, UsageError
+from infinity.errors import ModelError, OutOfMemoryError, UsageError
 from infinity.nn import TiledLinear, tile
 from infinity.plan.pools import UNITS, PoolSpec
 from support.configs import engine_config
@@ -62,6 +62,29 @@ def test_a_layer_larger_than_the_pool_of_units_trains_in_the_memory_of_a_few_til
             assert engine.parts.store.fetches - before >= 2 * (splits - sum(pool.sizes.values()))
             pools.append(dict(pool.sizes))
     assert pools[0] == pools[1]
+
+
+def test_a_layer_that_does_not_fit_on_the_device_trains_as_tiles() -> None:
+    """The error names the layer and the remedy."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(16, 256), nn.Linear(256, 4096, bias=False))
+
+    config = engine_config(memory={"device": "2MiB"}, micro=2)
+    with pytest.raises(OutOfMemoryError, match=r"1.weight alone has 4,194,304 bytes, and infinity.nn.tile splits"):
+        open_engine(seeded(model), config)
+    tiled = seeded(model)
+    assert tile(tiled, "64KiB") == ["1"]
+    batches = [(torch.randint(16, (2, 3)), torch.randint(4096, (2, 3))) for _ in range(3)]
+
+    def loss(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    expected = plain(seeded(model), batches, config, loss)
+    with open_engine(tiled, config) as engine:
+        assert train(engine, batches, loss) == pytest.approx(expected.losses, rel=1e-5)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, expected.parameters[name], rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"accumulation": 2, "update": "after_backward"}], ids=str)
