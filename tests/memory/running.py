@@ -83,3 +83,17 @@ def infer(layers: int, folder: str, device: str = "nvme", saved: bool = True) ->
                 engine(TOKENS)
         for _ in engine.stream_state_dict():
             pass
+
+
+def train_tiled(outputs: int, folder: str) -> None:
+    """Train, save and load a layer of 1024 × `outputs` in tiles of 8 MiB in bf16."""
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Linear(1024, outputs, bias=False))
+    infinity.nn.tile(module, "16MiB")
+    engine = infinity.initialize(model=module, config=config(folder), device=CpuDevice())[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    engine.close()

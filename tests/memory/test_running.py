@@ -40,6 +40,19 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
 
 
 @pytest.mark.timeout(300)
+def test_a_tiled_layer_takes_no_more_memory_for_more_tiles(tmp_path: Path) -> None:
+    """Training, saving and loading hold tiles of 8 MiB, of 8 and of 32."""
+    for outputs in (32_768, 131_072):
+        (tmp_path / str(outputs)).mkdir()
+    few, many = (
+        peak_rss(running.train_tiled, outputs=outputs, folder=str(tmp_path / str(outputs)))
+        for outputs in (32_768, 131_072)
+    )
+    print(f"peak RSS with 8 and 32 tiles: {few / 1e6:.0f} and {many / 1e6:.0f} MB")
+    assert many / few - 1 < 0.1
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("device", ["nvme", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_the_peak_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
     """Python, torch and activations, which a plain loop has too, come beside the plan, and 32 MB. An engine with
