@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -327,6 +327,11 @@ class Communicator:
         if self.is_single:
             return values
         return self._together(operation, len(values), self._sum, values)
+
+    def sums_later(self, values: Callable[[], tuple[float, ...]]) -> Future[tuple[float, ...]]:
+        """Return the future `sums` of what `values` returns in the thread of collectives, on several ranks."""
+        announced = Announcement(Operation.SUM, length=2)
+        return self._thread.submit(self._agreed, announced, set(), lambda: self._sum(values()))
 
     def totals(self, *values: float, operation: Operation = Operation.SUM) -> tuple[float, ...]:
         """Return the sum of each number over all data- and model-parallel ranks."""

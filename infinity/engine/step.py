@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 import torch
 
+from infinity.engine.loss_check import LossCheck
 from infinity.engine.loss_scale import ScaledBackwards
 from infinity.errors import UsageError
 
@@ -72,6 +73,8 @@ class Step:
         self.scaled = ScaledBackwards()
         self.losses: list[tuple[torch.Tensor, int]] = []
         """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
+        self.loss_check: LossCheck | None = None
+        """The check of the running backward's loss, for which its updates wait; None: the loss is finite."""
         self._early = early
         self._unsynced = 0
         self._passed = 0
@@ -180,6 +183,15 @@ class Step:
             yield
         finally:
             self._unsynced -= 1
+
+    @contextmanager
+    def checking(self, check: LossCheck) -> Iterator[None]:
+        """Let the updates of the backward in the block wait for `check`, which has its result at the end."""
+        self.loss_check = check
+        try:
+            yield
+        finally:
+            self.loss_check = None
 
     @property
     def may_end(self) -> bool:

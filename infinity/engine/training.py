@@ -17,6 +17,7 @@ from infinity.comm.groups import Group
 from infinity.engine.checkpointing import CheckpointingEngine
 from infinity.engine.client_scheduler import RateScheduler, ScheduleArguments
 from infinity.engine.grad_norm import GradNorm
+from infinity.engine.loss_check import LossCheck, LossReader
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
 from infinity.engine.offload import offload, reload
@@ -104,6 +105,7 @@ class TrainingEngine(CheckpointingEngine):
         self._grad_norm = GradNorm()
         self._schedule = ScheduleArguments()
         self._loss = torch.tensor(math.nan)
+        self._loss_reader = None if seam.host_addressable else LossReader(seam)
         assert parts.training is not None
         self.updates = parts.training
         """Gradients, updates and saves. Internal."""
@@ -137,8 +139,9 @@ class TrainingEngine(CheckpointingEngine):
 
         retain_graph: as in `Tensor.backward`. scale_wrt_gas: False: do not divide, for a loss that is divided already.
 
-        Raises NonFiniteError on all ranks, before any change, if the loss is NaN or infinite. In fp16 such a loss
-        counts as an overflow, and the step is skipped.
+        Raises NonFiniteError on all ranks, without a change of any state, if the loss is NaN or infinite. On an
+        accelerator its backward has then run, and its gradients are dropped. In fp16 such a loss counts as an overflow,
+        and the step is skipped.
         """
         self._check_open()
         refuse_compiled_autograd()
@@ -146,12 +149,10 @@ class TrainingEngine(CheckpointingEngine):
         _check_scalar(loss)
         self._step.check(Call.BACKWARD)
         self._reports.begin(Phase.BACKWARD)
-        if self.config.infinity.check_nan and not self.config.scales_loss:
-            self._check_loss(loss)
-        self._loss = loss.detach()
         accumulation = self.batch.accumulation if scale_wrt_gas else 1
-        with self._failing():
+        with self._checked(loss), self._failing():
             self._scaled(loss, accumulation).backward(retain_graph=retain_graph)
+        self._loss = loss.detach()
         self._reports.end(Phase.BACKWARD)
         if self.monitor.enabled:
             self._step.losses.append((self._loss, accumulation))
@@ -369,11 +370,58 @@ class TrainingEngine(CheckpointingEngine):
 
     # -- non-finite values -------------------------------------------------------------------------------------------
 
-    def _check_loss(self, loss: torch.Tensor) -> None:
-        """Raise NonFiniteError on all ranks, before any change, if a loss or an earlier gradient is not finite."""
-        bad, refused = self.ranks.totals(
-            0.0 if math.isfinite(loss.detach().item()) else 1.0, float(len(self.updates.pipeline.refused))
-        )
+    @contextmanager
+    def _checked(self, loss: torch.Tensor) -> Iterator[None]:
+        """Raise NonFiniteError on all ranks, before any change, if a loss or an earlier gradient is not finite.
+
+        The block runs the backward of `loss`. A loss on an accelerator is read after the block, whose updates wait for
+        it: a wait before the block would let the device stand still until the host has issued the first kernels.
+        """
+        if not self.config.infinity.check_nan or self.config.scales_loss:
+            yield
+            return
+        refused = len(self.updates.pipeline.refused)
+        if not self._checks_later(loss):
+            self._check_loss(loss, *self.ranks.totals(float(not math.isfinite(loss.detach().item())), float(refused)))
+            yield
+            return
+        assert self._loss_reader is not None
+        if self.ranks.is_single:
+            self._check_refused(refused)
+        check = LossCheck(self._loss_reader, loss, self.ranks, refused)
+        try:
+            with self._step.checking(check):
+                yield
+        except Exception:
+            if self.ranks.is_single:  # on several, the others may not exchange now
+                self._conclude_check(loss, check)  # NaN may be the reason of the exception
+            raise
+        self._conclude_check(loss, check)
+
+    def _checks_later(self, loss: torch.Tensor) -> bool:
+        """Return whether the loss is checked while its backward is issued.
+
+        Gradients of the step's earlier micro-batches are kept if the loss is not finite, so nothing may be added to
+        them before it is checked. Ranks of tensor parallelism exchange in the model's thread.
+        """
+        if self._loss_reader is None or self.micro_steps or self.ranks.model.size > 1:
+            return False
+        return self._loss_reader.can_read(loss)
+
+    def _conclude_check(self, loss: torch.Tensor, check: LossCheck) -> None:
+        """Raise the error of a loss whose backward has ended. Its updates did nothing."""
+        check.start()
+        bad, refused = check.result()
+        if bad:
+            if self.parts.backward.conclude():
+                self.parts.backward.reset()
+                self.parts.store.tracer.forget()
+            self._abandon_step()
+            self.parts.store.refresh_viewed()  # views were to show the updated parameters
+        self._check_loss(loss, bad, refused)
+
+    def _check_loss(self, loss: torch.Tensor, bad: float, refused: float) -> None:
+        """Raise NonFiniteError if `bad` losses, or earlier gradients of `refused` units, are not finite."""
         self._check_refused(refused)
         if bad:
             ranks = self.ranks.size * self.ranks.model.size

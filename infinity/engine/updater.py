@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from infinity.comm.communicator import Communicator
+from infinity.engine.step import Step
 from infinity.grads.store import GradStore
 from infinity.rules import Hyper
 from infinity.units.store import UnitStore
@@ -17,7 +18,14 @@ class Updater:
     """Creates the updates of one engine's units."""
 
     def __init__(
-        self, store: UnitStore, gradients: GradStore, ranks: Communicator, early_scale: float, *, check_nan: bool
+        self,
+        store: UnitStore,
+        gradients: GradStore,
+        ranks: Communicator,
+        step: Step,
+        early_scale: float,
+        *,
+        check_nan: bool,
     ) -> None:
         """early_scale: factor of gradients, summed over ranks, in updates during backward. check_nan: skip units with
         non-finite gradients there.
@@ -27,6 +35,7 @@ class Updater:
         self._store = store
         self._gradients = gradients
         self._ranks = ranks
+        self._step = step
         self._early_scale = early_scale
         self._check_nan = check_nan
 
@@ -45,11 +54,16 @@ class Updater:
         )
 
     def can_update_now(self, unit: Unit) -> bool:
+        if self._step.loss_check is not None:
+            self._step.loss_check.start()  # here, since ranks may differ in the answer
         return self._store.finished_with(unit)
 
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
         """Start the update of a unit whose gradient is complete."""
-        self._store.start_update(unit, self.job(unit, self._early_scale, gradient))
+        job = self.job(unit, self._early_scale, gradient)
+        if (check := self._step.loss_check) is not None:
+            job.allowed = check.passed
+        self._store.start_update(unit, job)
 
     def postpone(self, unit: Unit) -> None:
         """Leave the update of a unit, whose gradient is complete, to the end of the step."""

@@ -165,9 +165,10 @@ def wire(
         pipeline = UpdatePipeline(_update_buffers(plan, tiers, grad_tiers, pools, device), kernel)
         collector: GradCollector  # assigned below, since store and collector refer to each other
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
-        updater = Updater(store, gradients, ranks, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
-        early = updater if plan.update == "during_backward" else None
-        step = Step(plan.accumulation, early=early is not None, managed=plan.managed_accumulation)
+        updates_early = plan.update == "during_backward"
+        step = Step(plan.accumulation, early=updates_early, managed=plan.managed_accumulation)
+        updater = Updater(store, gradients, ranks, step, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
+        early = updater if updates_early else None
         collector = GradCollector(units, ranks, buffers, gradients, step, early, backward.notice, store.finish_update)
         training = UpdateParts(
             step=step,

@@ -60,6 +60,8 @@ class UpdateJob:
     gradient: Future[Gradient] | None = None
     """The gradient shard, in memory that the update can work in; None: read from its tier, tile by tile."""
     require_finite: bool = False
+    allowed: Callable[[], bool] | None = None
+    """Returns whether the update may happen, and waits until that is known; None: it may."""
     slots: Collection[int] | None = None
     """Slots that may be updated, as known before the update begins; None: all."""
 

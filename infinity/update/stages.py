@@ -142,10 +142,8 @@ class UpdateStages:
         job = running.job
         grad = item.grad.tensor.view(running.unit.stored) if item.grad else None
         if grad is None:
-            if job.require_finite and running.skipped is None:
-                running.skipped = not math.isfinite(job.arrived().squares())
-                if running.skipped:
-                    self.refused.append(job.layout.name)
+            if running.skipped is None:
+                running.skipped = self._is_refused(job)
             if running.skipped:
                 return
             self._buffers.device.await_copy(job.arrived().reached)
@@ -174,6 +172,15 @@ class UpdateStages:
             )
             self.elements += high - low
         self.seconds += time.perf_counter() - began
+
+    def _is_refused(self, job: UpdateJob) -> bool:
+        """Return whether nothing may be updated, since the loss or the gradient is NaN or infinite."""
+        if job.allowed is not None and not job.allowed():
+            return True
+        if not job.require_finite or math.isfinite(job.arrived().squares()):
+            return False
+        self.refused.append(job.layout.name)
+        return True
 
     def _states(self, item: TileInFlight) -> dict[str, torch.Tensor]:
         """Return views of the tile's states, by name."""

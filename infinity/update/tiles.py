@@ -69,7 +69,7 @@ class RunningJob:
     runs: Sequence[Run] | None = None
     failed: BaseException | None = None
     skipped: bool | None = None
-    """True if the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
+    """True if the loss or the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
 
     def forget(self) -> None:
         """Drop every view of the unit's buffer, whose lease may end as soon as the job is done."""

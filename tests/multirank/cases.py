@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -256,22 +257,36 @@ def apart(rank: int, *, folder: str, stage: int, paths: list[list[int]], clip: f
     return outcome | {"seconds": time.perf_counter() - began}
 
 
-def bad_loss(rank: int, *, folder: str, where: int) -> dict[str, Any]:
-    """The loss is NaN only on rank `where` in the third step; training then continues with the next batch."""
+def bad_loss(rank: int, *, folder: str, where: int, later: bool = False, viewed: bool = False) -> dict[str, Any]:
+    """The loss is infinite only on rank `where` in the third step; training then continues with the next batch.
+
+    later: the loss is checked while its backward is issued, as on an accelerator. viewed: a view of a parameter is kept
+    and edited after the error.
+    """
     config = engine_config(folder=folder, micro=SAMPLES)
-    with open_engine(seeded(Stack), config) as engine:
+    device = device_of(rank, late=later)
+    with warnings.catch_warnings(action="ignore"), open_engine(seeded(Stack), config, device) as engine:
         raised = ""
         losses = []
+        views: list[torch.Tensor] = []
+        if engine._loss_reader is not None:
+            engine._loss_reader.can_read = lambda loss: True  # type: ignore[method-assign]
         for number, batch in enumerate(token_batches(5, batch=SAMPLES, seed=rank)):
+            if number == 1 and viewed:
+                views = [list(engine.module.parameters())[4].data.view(-1)[:8]]
+            values = [view.clone() for view in views]
             loss = engine(*batch)
             if number == 2 and rank == where:
-                loss = loss * math.nan
+                loss = loss + math.inf  # its gradients are finite
             try:
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
             except NonFiniteError as error:
                 raised = f"{number}: {error}"
+                for view, value in zip(views, values, strict=True):
+                    assert torch.equal(view, value)
+                    view.add_(0.5)
         return {"raised": raised, "losses": losses, "steps": engine.global_steps}
 
 

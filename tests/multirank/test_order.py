@@ -40,6 +40,13 @@ def test_a_bad_loss_on_one_rank_is_raised_on_all(pair: Group, where: int, tmp_pa
         assert len(outcome["losses"]) == outcome["steps"] == 4
 
 
+def test_a_loss_that_is_checked_in_backward_is_raised_on_all(pair: Group, tmp_path: Path) -> None:
+    """With the results of a check before backward; a kept view shows the parameters, and edits through it count."""
+    options: dict[str, Any] = {"folder": str(tmp_path), "where": 1, "viewed": True}
+    before = pair.run(cases.bad_loss, **options)
+    assert pair.run(cases.bad_loss, **options, later=True) == before
+
+
 @pytest.mark.parametrize(("update", "clip"), [("next_forward", 0.3), ("next_forward", 0.0), ("after_backward", 0.0)])
 def test_a_bad_gradient_on_one_rank_is_raised_on_all(pair: Group, update: str, clip: float, tmp_path: Path) -> None:
     """In its own step, before anything is updated."""
