@@ -18,7 +18,6 @@ from infinity.tiers.device import Device
 from infinity.tiers.memory import PAGE
 from infinity.tiers.transfer import Transfer
 from infinity.units.records import Flats, Records, flat_tensor
-from infinity.units.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -117,17 +116,18 @@ class UnitStates:
         extent = self._extent(layout, State.PARAM)
         return self.tiers[extent.tier].write(extent, shard)
 
-    def sync_masters_from_edit(self, unit: Unit) -> None:
-        """Set the masters of 16-bit parameters that were edited in the unit's buffer to the edited values.
+    def sync_masters_from_edit(self, layout: UnitLayout, shard: torch.Tensor) -> None:
+        """Set the masters of 16-bit parameters that were edited to the edited values.
+
+        shard: this rank's part of the unit's buffer, uint8 (shard_nbytes,).
 
         Call it before the edit is written back: edited elements are found by comparison with the tier.
         """
-        layout = unit.layout
         if not layout.trainable or layout.dtype == torch.float32:
             return
         before, after = flat_tensor(layout.shard_numel, layout.dtype), flat_tensor(layout.shard_numel, layout.dtype)
         self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), before.view(torch.uint8)).wait()
-        self.device.copy(after.view(torch.uint8), unit.shard_bytes(self.ranks.shard_rank)).wait()
+        self.device.copy(after.view(torch.uint8), shard).wait()
         self._records(layout).sync_masters(before.view(torch.int16) != after.view(torch.int16), after)
 
     def _read_optimizer(self, layout: UnitLayout) -> Flats:

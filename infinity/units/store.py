@@ -27,6 +27,7 @@ from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units import binding, released, residents
 from infinity.units.buffers import UnitBuffers
+from infinity.units.edits import EditChecks
 from infinity.units.kept import KeptBuffers, edit_lost
 from infinity.units.modes import in_derivative, outside_modes, transformed
 from infinity.units.scope import Scope
@@ -63,6 +64,7 @@ class UnitStore:
         self.fetches = 0
         self.prefetch_bytes = prefetch_bytes
         self.kept = KeptBuffers(pool, device)
+        self._edits = EditChecks(device, len(units))
         self.buffers = UnitBuffers(self.units, pool, self.tracer, self._evict, alone=ranks.is_single)
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
@@ -263,11 +265,7 @@ class UnitStore:
             viewed = unit.is_viewed()
             if viewed:
                 self.kept.note_overwritten(unit)
-            if self._was_edited(unit):
-                unit.snapshot_read.wait()
-                self._states.sync_masters_from_edit(unit)
-                if self._pipeline.in_tier(unit.index):
-                    self._states.write_back(unit.layout, unit.shard_bytes(self._ranks.shard_rank)).wait()
+            self._take_edit(unit, job, later=not viewed)
             self._leave(unit)
             leaves = early and self._is_rewritten_in_tier_only(unit)
             if early and viewed and not leaves:
@@ -318,6 +316,32 @@ class UnitStore:
         elif unit.residency is Residency.FETCHING and unit.job is not None:  # prefetched, after the update
             with self._moving():
                 unit.job.done.wait()
+
+    def _take_edit(self, unit: Unit, job: UpdateJob, *, later: bool) -> None:
+        """Bring an edit of the buffer to the states that `job` starts from.
+
+        later: nothing else uses the buffer before. An update that works in it then waits for the device in its own
+        thread, in place of the model's [Note: who waits for a fingerprint].
+        """
+        assert self._pipeline is not None
+        binding.adopt_assigned(unit)
+        in_tier = self._pipeline.in_tier(unit.index)
+        if unit.layout.dtype == torch.float32 and not in_tier:
+            return  # the update starts from the buffer, and there is no other copy of the values
+        layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
+        edited = self._edits.start(unit)
+
+        def take() -> None:
+            if edited():
+                unit.snapshot_read.wait()
+                self._states.sync_masters_from_edit(layout, shard)
+                if in_tier:
+                    self._states.write_back(layout, shard).wait()
+
+        if later and not in_tier and not self._device.host_addressable:
+            job.prepare, job.checked = take, edited.copied
+        else:
+            take()
 
     def _is_rewritten_in_tier_only(self, unit: Unit) -> bool:
         """Return whether the unit's buffer is released as its update starts, so that nothing is copied into it.
@@ -496,7 +520,7 @@ class UnitStore:
     def _was_edited(self, unit: Unit) -> bool:
         """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier."""
         binding.adopt_assigned(unit)
-        return bool(self._fingerprint(unit) != unit.fingerprint)
+        return self._edits.start(unit)()
 
     def _fingerprint(self, unit: Unit) -> Fingerprint:
         assert unit.lease is not None
@@ -505,5 +529,6 @@ class UnitStore:
     def _write_back(self, unit: Unit) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
         unit.snapshot_read.wait()
-        self._states.sync_masters_from_edit(unit)
-        self._states.write_back(unit.layout, unit.shard_bytes(self._ranks.shard_rank)).wait()
+        shard = unit.shard_bytes(self._ranks.shard_rank)
+        self._states.sync_masters_from_edit(unit.layout, shard)
+        self._states.write_back(unit.layout, shard).wait()

@@ -72,6 +72,10 @@ class UpdateJob:
         self.arrives: Transfer | None = None
         self.reached: Transfer = DONE
         self.fetched: Transfer = DONE
+        self.prepare: Callable[[], None] | None = None
+        """Called once, before the update reads any state and after `after`."""
+        self.checked: Transfer = DONE
+        """Done when `prepare` does not wait for the device."""
         self.after: Transfer = DONE
         """Done when this update may start: after the unit's previous update, whose writes it reads, and after a save
         that still reads the states.

@@ -144,7 +144,8 @@ class UpdatePipeline:
                 self._closing = True
                 return False
         job = self._waiting
-        if (self._reading or self._writing) and not (job.after.done() and (job.arrives or DONE).done()):
+        ready = all(transfer.done() for transfer in (job.after, job.arrives or DONE, job.checked))
+        if (self._reading or self._writing) and not ready:
             return False  # its dependencies may wait for tiles in flight here
         self._running = self._stages.open(self._waiting)
         if self._running is None:

@@ -77,8 +77,11 @@ class UpdateStages:
     def _read_param(self, job: UpdateJob, unit: UnitTiles, work: torch.Tensor) -> Transfer:
         """Start the copy of the parameters to `work` from their tier or from the unit's buffer."""
         device = self._buffers.device
+        prepare, job.prepare = job.prepare, None
         try:
             job.after.wait()
+            if prepare is not None:
+                prepare()
             if unit.updated_in == "tier":
                 return job.fetched
             assert job.target is not None

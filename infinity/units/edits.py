@@ -1,0 +1,45 @@
+"""Finds edits of parameters in a unit's buffer, by fingerprints of it."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.tiers.device import Device
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.units.unit import Unit
+
+
+class EditCheck:
+    """One comparison. Calling it waits for the device, and returns whether the unit was edited. Any thread may."""
+
+    def __init__(self, same: torch.Tensor, flag: torch.Tensor, copied: Transfer) -> None:
+        """flag: the host's copy of `same`, valid once `copied` is done."""
+        self.copied = copied
+        self.same: torch.Tensor | None = same  # alive while it is copied
+        self._flag = flag
+
+    def __call__(self) -> bool:
+        self.copied.wait()
+        self.same = None
+        return not self._flag.item()
+
+
+class EditChecks:
+    """Compares buffers with fingerprints on the device. The host reads a result when it needs it."""
+
+    def __init__(self, device: Device, units: int) -> None:
+        """units: number of units; at most one check of each is under way."""
+        self._device = device
+        self._flags = host_tensor(units) if device.host_addressable else device.host_buffer(units)
+
+    def start(self, unit: Unit) -> EditCheck:
+        """Start to compare a resident unit's buffer, which nothing changes any more, with the unit's fingerprint."""
+        assert unit.lease is not None
+        flag = self._flags[unit.index : unit.index + 1]
+        same = self._device.fingerprint(unit.lease.tensor) == unit.fingerprint
+        if not isinstance(same, torch.Tensor):
+            flag[0] = same
+            return EditCheck(flag, flag, DONE)
+        result = same.reshape(1).view(torch.uint8)
+        return EditCheck(result, flag, self._device.copy(flag, result))
