@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import late
 from grads.test_landing import Bench
@@ -11,8 +13,10 @@ from infinity.grads.squares import DeviceSquares
 from infinity.plan.layout import Part
 from infinity.update.kernels import squared_norm
 from late.device import LateAccelerator
-from late.test_engine import reference, train
-from support.loops import assert_close, assert_same
+from late.test_engine import on_device, reference, train
+from support.configs import engine_config
+from support.loops import Result, assert_close, assert_same, trained
+from support.models import seeded
 
 pytestmark = pytest.mark.pairwise
 
@@ -94,3 +98,37 @@ def test_gradients_are_added_to_memory_of_the_device_that_is_not_reserved(order:
         for unit, expected in zip(bench.units, gradients, strict=True):
             assert torch.equal(bench.store.read(unit), expected[0] + expected[1])
     bench.store.close()
+
+
+def added_beside(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Return x + shift, computed on a stream of its own."""
+    if x.is_cpu:
+        return x + shift
+    stream, present = torch.Stream(x.device), torch.accelerator.current_stream()
+    stream.wait_stream(present)
+    with stream:
+        shifted = x + shift
+    present.wait_stream(stream)
+    shifted.record_stream(present)
+    return shifted
+
+
+class Shifts(nn.Module):
+    """(batch, 10) → mean square error of x. Backward uses no parameter, so that nothing else orders its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList(torch.randn(10) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(torch.stack([added_beside(x, shift) for shift in self.shifts]).prod(0), x)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_gradients_of_a_unit_that_arrive_on_several_streams(order: None) -> None:
+    """The first one to arrive clears the buffer for all."""
+    inputs = [(torch.randn(4, 10, generator=torch.Generator().manual_seed(step)),) for step in range(3)]
+    device, config = LateAccelerator(), engine_config("cpu", "cpu")
+    result = trained(seeded(Shifts), on_device(inputs, device.torch_device), config, device)
+    result = Result(result.losses, {name: value.cpu() for name, value in result.parameters.items()}, result.units)
+    assert_close(result, trained(seeded(Shifts), inputs, config))
