@@ -2,7 +2,7 @@
 
 | kind | removed |
 |---|---|
-| wait, settle, join | a statement that waits: for a transfer, for all updates, for a thread |
+| wait, settle, join | a statement that waits, or a wait that is passed on: for a transfer, all updates, a thread |
 | after | what a transfer, a collective or an update waits for before it starts |
 | done | a question whether a transfer has ended: the answer is yes |
 | event | the point that compute has reached: it counts as reached |
@@ -40,6 +40,9 @@ _WAITS = {
     "barrier": "wait",
     "join": "join",
 }
+_PASSED_ON = {"wait", "await_copy"}
+_FUNCTIONS = {"_follow"}
+"""Functions of a module that wait."""
 _WITHOUT_ARGUMENTS = {"result", "exception", "join"}  # as `", ".join(names)` and `logger.exception(text)` have some
 _COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignment|pin_count|token)s?$")
 _MARKS = re.compile(r"^(updated_early|collected|_overwritten|_kept|kept)$")
@@ -98,6 +101,8 @@ class _Finder(ast.NodeVisitor):
         """Number of enclosing functions that decide on a unit's lifetime."""
         self._statements: set[int] = set()
         """Calls whose result nobody takes."""
+        self._called: set[int] = set()
+        """Functions of calls; others are passed on, to be called later."""
         self._lists: set[int] = set()
         """Calls whose results are iterated over: no answers."""
 
@@ -140,6 +145,8 @@ class _Finder(ast.NodeVisitor):
                 self._add("notice", node, "pass")
             elif name in _CHANGES and _MARKS.search(_name(receiver)):
                 self._add("mark", node, "pass")
+        elif isinstance(call, ast.Call) and _name(call.func) in _FUNCTIONS:
+            self._add("wait", node, "pass")
         self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
@@ -167,6 +174,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = _name(node.func)
+        self._called.add(id(node.func))
         for keyword in node.keywords:
             if keyword.arg == "after" and not _is_done(keyword.value):
                 self._add("after", keyword.value, _DONE)
@@ -189,6 +197,11 @@ class _Finder(ast.NodeVisitor):
         asked = id(node) not in self._statements and id(node) not in self._lists
         if asked and _LIFETIME.search(name) and name not in self._names:
             self._add("guard", node, "False")
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr in _PASSED_ON and id(node) not in self._called:
+            self._add("wait", node, "(lambda *arguments: None)")
         self.generic_visit(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:

@@ -29,6 +29,8 @@ class Store:
             raise LifetimeError
         reached = self._device.compute_reached()
         self._device.compute_reached().wait()
+        _follow(self._stream, after)
+        waits = [after.wait]
         self._thread.join()
         return ", ".join(map(str, [reached]))
 
@@ -72,6 +74,8 @@ EXPECTED = {
     "Store._gather:event#1": "reached = DONE",
     "Store._gather:event#2": "DONE.wait()",
     "Store._gather:wait#1": "self._device.compute_reached()",
+    "Store._gather:wait#2": "pass",
+    "Store._gather:wait#3": "waits = [(lambda *arguments: None)]",
     "Store._gather:join#1": "pass",
     "Store.is_viewed:guard#1": "return True and (unit.lent or unit.job.done())",
     "Store.is_viewed:guard#2": "return unit.holds and (False or unit.job.done())",
