@@ -1,0 +1,158 @@
+"""The store waits for updates and saves that still use a unit's buffer or its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.engine.training import TrainingEngine
+from infinity.rules import Hyper
+from infinity.tiers.transfer import DONE
+from infinity.units.states import UnitStates
+from infinity.units.unit import Residency, Unit
+from infinity.update.job import Gradient, UpdateJob
+from infinity.update.pipeline import UpdatePipeline
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import open_engine
+from support.models import Stack, seeded, token_batches
+
+BATCHES = token_batches(1)
+
+
+class Pending:
+    """A transfer that refers to a unit's buffer until it is waited for."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self.waited = False
+        self._references = [] if unit is None else [unit.shard_bytes(0)]
+
+    def wait(self) -> None:
+        self.waited = True
+        self._references.clear()
+
+    def done(self) -> bool:
+        return self.waited
+
+
+@pytest.fixture(params=[False], ids=["fp32"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine whose updates end at once and change nothing."""
+
+    def end(pipeline: UpdatePipeline, job: UpdateJob) -> None:
+        job.target = None
+        job.mark_computed(DONE)
+        job.mark_done()
+
+    config = engine_config("cpu", "cpu", bf16=request.param, prefetch_bytes=20_000)
+    with open_engine(seeded(Stack), config, LateDevice()) as opened:
+        opened.module(*BATCHES[0])
+        opened.parts.store.settle()
+        monkeypatch.setattr(UpdatePipeline, "submit", end)
+        yield opened
+
+
+def resident(engine: TrainingEngine) -> Unit:
+    return next(unit for unit in engine.units if unit.residency is Residency.RESIDENT)
+
+
+def released(engine: TrainingEngine) -> Unit:
+    return next(unit for unit in engine.units if unit.residency is Residency.RELEASED)
+
+
+def pending_update(unit: Unit, *, refers: bool = False) -> Pending:
+    """Let an update of the unit be under way. refers: to its buffer."""
+    update = Pending(unit if refers else None)
+    unit.job = SimpleNamespace(done=update)  # type: ignore[assignment]
+    return update
+
+
+@pytest.fixture
+def edits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each edit that is written to the masters, True if the unit's `snapshot_read` was waited for before."""
+    waited = list[bool]()
+    sync = UnitStates.sync_masters_from_edit
+
+    def watched(states: UnitStates, unit: Unit) -> None:
+        waited.append(unit.snapshot_read.done())
+        sync(states, unit)
+
+    monkeypatch.setattr(UnitStates, "sync_masters_from_edit", watched)
+    return waited
+
+
+def edit(unit: Unit) -> None:
+    """Edit the unit while a save reads its states."""
+    unit.snapshot_read = Pending()
+    with torch.no_grad():
+        unit.parameters[0].add_(1)
+
+
+def update(unit: Unit, *, early: bool) -> UpdateJob:
+    """early: with a gradient, as during backward."""
+    gradient = Future[Gradient]() if early else None
+    return UpdateJob(unit.layout, lambda: [], [Hyper(lr=0.1)], 1.0, 0, gradient)
+
+
+def test_a_write_of_the_update_before_is_no_view(engine: TrainingEngine) -> None:
+    """Ranks of a group start updates of units whose former update has not ended; its write is no reason to give the
+    unit another buffer.
+    """
+    unit, store = resident(engine), engine.parts.store
+    pending_update(unit, refers=True)
+    assert unit.is_viewed()
+    store.start_update(unit, update(unit, early=True))
+    assert unit not in store.kept
+
+
+def test_an_update_follows_a_save_or_the_update_before(engine: TrainingEngine) -> None:
+    unit, save = resident(engine), Pending()
+    unit.job, unit.snapshot_read = None, save
+    first, second = update(unit, early=False), update(unit, early=False)
+    engine.parts.store.start_update(unit, first)
+    assert first.after is save
+    engine.parts.store.use(unit)
+    engine.parts.store.start_update(unit, second)
+    assert second.after is first.done
+
+
+def test_an_edit_is_written_before_an_update_once_a_save_has_read_the_states(
+    engine: TrainingEngine, edits: list[bool]
+) -> None:
+    unit = resident(engine)
+    edit(unit)
+    engine.parts.store.start_update(unit, update(unit, early=False))
+    assert edits == [True]
+
+
+def test_an_edit_is_written_back_once_a_save_has_read_the_states(engine: TrainingEngine, edits: list[bool]) -> None:
+    edit(resident(engine))
+    engine.parts.store.release_all()
+    assert edits == [True]
+
+
+@pytest.mark.parametrize("engine", [True], indirect=True, ids=["bf16"])
+def test_a_16_bit_unit_arrives_once_its_update_is_written(engine: TrainingEngine) -> None:
+    """Edits of its buffer are found by comparison with the tier."""
+    unit, store = released(engine), engine.parts.store
+    store._start(unit, store.buffers.lease(unit))
+    written = pending_update(unit)
+    store.use(unit)
+    assert written.waited
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("which", [resident, released])
+@pytest.mark.parametrize("how", ["settle", "release_all"])
+def test_settling_and_releasing_wait_for_updates(
+    engine: TrainingEngine, how: str, which: Callable[[TrainingEngine], Unit]
+) -> None:
+    unit = which(engine)
+    done = pending_update(unit, refers=which is resident)
+    getattr(engine.parts.store, how)()
+    assert done.waited
