@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +208,36 @@ def test_discarding_waits_for_what_is_under_way(bench: Bench) -> None:
     bench.store.discard()
     bench.assert_all_given_back()
     assert not bench.store.units
+
+
+class Noted(Future[None]):
+    """The end of a write that notes whether it was waited for."""
+
+    waited = False
+
+    def result(self, timeout: float | None = None) -> None:
+        self.waited = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.waited = True
+        return super().exception(timeout)
+
+
+@pytest.mark.parametrize("how", ["settle", "discard"])
+def test_settling_and_discarding_wait_for_writes(bench: Bench, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write may go on after the move of its gradient has ended."""
+    written = Noted()
+
+    def submit(finish: Callable[..., None], *arguments: Any) -> Noted:
+        finish(*arguments)
+        written.set_result(None)
+        return written
+
+    monkeypatch.setattr(bench.store._writer, "submit", submit)
+    bench.store.keep(bench.sent(GRADIENTS[0]))
+    getattr(bench.store, how)()
+    assert written.waited
 
 
 def test_closing_waits_for_what_is_under_way(bench: Bench) -> None:
