@@ -105,6 +105,21 @@ def test_forwards_on_streams_of_their_own(order: None, param: str) -> None:
         assert [float(loss) for loss in losses] == expected
 
 
+def test_a_resident_unit_is_used_on_another_stream(lazy: None) -> None:
+    """The copy of its parameters was awaited by the stream that used it first."""
+    config = engine_config("cpu", prefetch_bytes=1 << 20)
+    with open_engine(seeded(Stack), config) as engine, torch.no_grad():
+        expected = float(engine(*BATCHES[0]))
+    device = LateAccelerator()
+    (batch,) = on_device(BATCHES[:1], device.torch_device)
+    torch.accelerator.synchronize()
+    with open_engine(seeded(Stack), config, device) as engine, torch.no_grad():
+        with torch.Stream(device.torch_device):
+            engine(*batch)
+        with torch.Stream(device.torch_device):
+            assert float(engine(*batch)) == expected
+
+
 class Slopes(nn.Module):
     """(batch, 8) → mean square error of x and of the slope of a checkpointed energy, computed in the forward."""
 
