@@ -110,6 +110,16 @@ def test_a_write_of_the_update_before_is_no_view(engine: TrainingEngine) -> None
     assert unit not in store.kept
 
 
+def test_a_unit_is_finished_with_while_its_update_before_is_written(
+    engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its write is no view that backward may read."""
+    unit, store = resident(engine), engine.parts.store
+    monkeypatch.setattr(store.tracer, "finished_with", lambda index: True)
+    pending_update(unit, refers=True)
+    assert store.finished_with(unit)
+
+
 def test_an_update_follows_a_save_or_the_update_before(engine: TrainingEngine) -> None:
     unit, save = resident(engine), Pending()
     unit.job, unit.snapshot_read = None, save
