@@ -10,14 +10,26 @@ from infinity.plan.placement import WHOLE_SHARD, Extent, tiles
 from infinity.rules import MomentFormat
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.slab import SlabTier
+from infinity.tiers.transfer import Transfer
 from infinity.units import records
 from infinity.units.records import Records
+from support.late_disk import LateTransfer
 
 NUMEL = 4 * 4096 + 2048
 OFFSET = 64 << 10
 
 
-class OnDisk(SlabTier):
+class Late(SlabTier):
+    """Memory whose transfers are carried out when they are waited for."""
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        return LateTransfer(lambda: super(Late, self).read(extent, destination, offset).wait())
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        return LateTransfer(lambda: super(Late, self).write(extent, source, offset).wait())
+
+
+class OnDisk(Late):
     """Stands for a tier whose records are transferred whole."""
 
     in_memory = False
@@ -47,7 +59,7 @@ def read(one: Records) -> dict[str, torch.Tensor]:
     return found
 
 
-CASES = [(size, kind) for size in (4096, 8192, 1 << 20, WHOLE_SHARD) for kind in (SlabTier, OnDisk)]
+CASES = [(size, kind) for size in (4096, 8192, 1 << 20, WHOLE_SHARD) for kind in (Late, OnDisk)]
 
 
 @pytest.mark.parametrize(("tile_size", "kind"), CASES)

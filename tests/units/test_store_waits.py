@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from infinity.engine.training import TrainingEngine
+from infinity.plan.layout import UnitLayout
 from infinity.rules import Hyper
-from infinity.tiers.transfer import DONE
+from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import Gradient, UpdateJob
@@ -144,6 +145,28 @@ def test_an_edit_is_written_back_once_a_save_has_read_the_states(engine: Trainin
     edit(resident(engine))
     engine.parts.store.release_all()
     assert edits == [True]
+
+
+@pytest.mark.parametrize("leaves", ["to an update", "to its tier"])
+def test_an_edit_is_in_its_tier_when_the_unit_leaves(
+    engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    """Its buffer is reused then, and the update begins from the tier."""
+    unit, store, writes = resident(engine), engine.parts.store, list[Pending]()
+    write_back = UnitStates.write_back
+
+    def watched(states: UnitStates, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
+        write_back(states, layout, shard).wait()
+        writes.append(Pending())
+        return writes[-1]
+
+    monkeypatch.setattr(UnitStates, "write_back", watched)
+    edit(unit)
+    if leaves == "to an update":
+        store.start_update(unit, update(unit, early=False))
+    else:
+        store.release_all()
+    assert [write.waited for write in writes] == [True]
 
 
 @pytest.mark.parametrize("engine", [True], indirect=True, ids=["bf16"])
