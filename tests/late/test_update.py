@@ -40,56 +40,86 @@ class Unwritten(SlabTier):
         return self.written
 
 
-def test_an_update_is_ordered_on_the_device_alone(lazy: None) -> None:
-    device = LateAccelerator()
-    layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
-    states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
-    own = partial(
-        grad_dtypes, communication=None, accumulation=torch.float32, summed=False, exchanged=False, whole=False
-    )
-    placement = place([layout], Policy("device", "device", "device", own, states, NUMEL))
-    tier = Unwritten("device", placement.nbytes["device"], device, on_device=True)
-    tier.memory(placement.of(0, State.OPTIM)).zero_()
-    pool = Pool(device.empty, {layout.nbytes: 1}, name="gradients")
-    unused = Pool(device.empty, {}, name="tiles")
-    places = UpdateBuffers(
-        device=device,
-        placement=placement,
-        tiers={"device": tier},
-        grad_tiers={"device": tier},
-        formats=states,
-        grads=own,
-        reads_ahead=1,
-        tile_pool=unused,
-        grad_tile_pool=unused,
-        param_pool=None,
-    )
-    pipeline = UpdatePipeline(places, update_run)
-    gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    weight = torch.zeros(NUMEL, requires_grad=True)
-    weight.grad = gradient.clone()
-    torch.optim.AdamW([weight], lr=HYPER.lr, weight_decay=HYPER.weight_decay).step()
+class Bench:
+    """One unit whose states are on the device, and a gradient of it. Nothing is queued."""
 
-    buffer = torch.zeros(NUMEL, device=device.torch_device)
-    there = gradient.to(device.torch_device)
-    torch.accelerator.synchronize()
-    lease = pool.lease(layout.nbytes)
-    landing = torch.Stream(device.torch_device)  # as the landing thread has
-    with landing:
-        shard = lease.flat(torch.float32)
-        shard.copy_(there)
-    arriving: Future[Gradient] = Future()
-    arriving.set_result(Gradient(shard, lease, lambda: 0.0, StreamTransfer(landing)))
-    del shard
-    runs = layout.runs(0, {0: 1})
-    job = UpdateJob(layout, lambda: runs, [HYPER], 1.0, 0, arriving)
-    reached = device.compute_reached()
-    job.attach(buffer.view(torch.uint8), reached, reached)
-    pipeline.submit(job)
+    def __init__(self) -> None:
+        self.device = device = LateAccelerator()
+        self.layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
+        states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
+        own = partial(
+            grad_dtypes, communication=None, accumulation=torch.float32, summed=False, exchanged=False, whole=False
+        )
+        placement = place([self.layout], Policy("device", "device", "device", own, states, NUMEL))
+        self.tier = Unwritten("device", placement.nbytes["device"], device, on_device=True)
+        self.tier.memory(placement.of(0, State.OPTIM)).zero_()
+        self.tier.memory(placement.of(0, State.PARAM)).zero_()
+        self.gradients = Pool(device.empty, {self.layout.nbytes: 1}, name="gradients")
+        unused = Pool(device.empty, {}, name="tiles")
+        buffers = UpdateBuffers(
+            device=device,
+            placement=placement,
+            tiers={"device": self.tier},
+            grad_tiers={"device": self.tier},
+            formats=states,
+            grads=own,
+            reads_ahead=1,
+            tile_pool=unused,
+            grad_tile_pool=unused,
+            param_pool=None,
+        )
+        self.pipeline = UpdatePipeline(buffers, update_run)
+        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+        self.updated = torch.zeros(NUMEL, requires_grad=True)
+        """The parameters, zeros before, as torch updates them."""
+        self.updated.grad = gradient.clone()
+        torch.optim.AdamW([self.updated], lr=HYPER.lr, weight_decay=HYPER.weight_decay).step()
+        self.buffer = torch.zeros(NUMEL, device=device.torch_device)
+        self.gradient = gradient.to(device.torch_device)
+        torch.accelerator.synchronize()
+
+    def job(self) -> UpdateJob:
+        """Return an update whose gradient is on its way, on a stream as the landing thread has."""
+        lease = self.gradients.lease(self.layout.nbytes)
+        landing = torch.Stream(self.device.torch_device)
+        with landing:
+            shard = lease.flat(torch.float32)
+            shard.copy_(self.gradient)
+        arriving: Future[Gradient] = Future()
+        arriving.set_result(Gradient(shard, lease, lambda: 0.0, StreamTransfer(landing)))
+        runs = self.layout.runs(0, {0: 1})
+        return UpdateJob(self.layout, lambda: runs, [HYPER], 1.0, 0, arriving)
+
+    def close(self) -> None:
+        self.tier.written.keep()
+        self.pipeline.close()
+        torch.accelerator.synchronize()
+
+
+def test_an_update_is_ordered_on_the_device_alone(lazy: None) -> None:
+    bench = Bench()
+    job, reached = bench.job(), bench.device.compute_reached()
+    job.attach(bench.buffer.view(torch.uint8), reached, reached)
+    bench.pipeline.submit(job)
     computed = issued(job.computed)
-    with pool.lease(layout.nbytes) as again:  # the next gradient
-        assert (again.flat(torch.float32).fill_(7).cpu() == 7).all()
-    device.await_copy(computed)
-    torch.testing.assert_close(buffer.cpu(), weight.detach())
-    tier.written.keep()
-    pipeline.close()
+    with bench.gradients.lease(bench.layout.nbytes) as again:  # the next gradient
+        values = again.flat(torch.float32).fill_(7)
+        assert (values.cpu() == 7).all()
+        bench.device.await_copy(computed)
+        torch.testing.assert_close(bench.buffer.cpu(), bench.updated.detach())
+        assert (values.cpu() == 7).all()
+        del values
+    bench.close()
+
+
+def test_an_update_overwrites_a_buffer_after_the_compute_that_reads_it(lazy: None) -> None:
+    """The update reads the parameters from their tier into the buffer."""
+    bench = Bench()
+    read = bench.buffer + 1
+    job = bench.job()
+    job.attach(bench.buffer.view(torch.uint8), None, bench.device.compute_reached())
+    bench.pipeline.submit(job)
+    issued(job.computed).wait()
+    assert (read.cpu() == 1).all()
+    torch.testing.assert_close(bench.buffer.cpu(), bench.updated.detach())
+    bench.close()

@@ -21,7 +21,7 @@ from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
-from infinity.tiers.transfer import DONE, Promise, Promised, Transfer
+from infinity.tiers.transfer import DONE, Promise, Promised, Transfer, issued
 from infinity.update.buffers import UpdateBuffers
 from infinity.update.job import Gradient, UpdateJob
 from infinity.update.kernels import squared_norm, update_run
@@ -35,9 +35,15 @@ POISON = CpuDevice().poison
 
 
 class Apart(CpuDevice):
-    """A device whose memory the host's kernels may not use."""
+    """A device whose memory the host's kernels may not use. It queues a copy once threads have done their part of what
+    the copy follows, as accelerators do.
+    """
 
     host_addressable = False
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        issued(after or DONE)
+        return super().copy(destination, source)
 
 
 class Bench:
@@ -273,8 +279,10 @@ def test_parameters_that_arrive_after_another_units_update(staged: bool) -> None
     bench = Bench(staged=staged)
     first, second = (bench.job(1, gradient) for gradient in gradients(2, bench.layout.numel))
     second.attach(bench.buffer.view(torch.uint8), first.computed, DONE)
+    first.after = both_are_queued = Promise()
     bench.pipeline.submit(first)
     bench.pipeline.submit(second)
+    both_are_queued.keep()
     second.done.wait()
     bench.pipeline.close()
     bench.assert_all_given_back()
