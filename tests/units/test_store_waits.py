@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.engine.gather import get_full_fp32_param
 from infinity.engine.training import TrainingEngine
 from infinity.plan.layout import UnitLayout
 from infinity.rules import Hyper
@@ -20,7 +21,7 @@ from infinity.update.job import Gradient, UpdateJob
 from infinity.update.pipeline import UpdatePipeline
 from support.configs import engine_config
 from support.late_device import LateDevice
-from support.loops import open_engine
+from support.loops import open_engine, train
 from support.models import Stack, seeded, token_batches
 
 BATCHES = token_batches(1)
@@ -52,7 +53,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
     config = engine_config("cpu", "cpu", bf16=request.param, prefetch_bytes=20_000)
     with open_engine(seeded(Stack), config, LateDevice()) as opened:
-        opened.module(*BATCHES[0])
+        train(opened, BATCHES)
+        with torch.no_grad():
+            opened(*BATCHES[0])
         opened.parts.store.settle()
         monkeypatch.setattr(UpdatePipeline, "submit", end)
         yield opened
@@ -167,6 +170,19 @@ def test_an_edit_is_in_its_tier_when_the_unit_leaves(
     else:
         store.release_all()
     assert [write.waited for write in writes] == [True]
+
+
+@pytest.mark.parametrize("engine", [True], indirect=True, ids=["bf16"])
+def test_masters_are_set_to_an_edit_once_it_has_left_the_device(engine: TrainingEngine) -> None:
+    """Masters of other elements keep their bits."""
+    unit, store = resident(engine), engine.parts.store
+    (parameter, *_) = unit.parameters
+    masters = get_full_fp32_param(parameter)
+    store.use(unit)
+    with torch.no_grad():
+        masters[0] = parameter[0].add_(1)
+    store.release_all()
+    assert torch.equal(get_full_fp32_param(parameter), masters)
 
 
 @pytest.mark.parametrize("engine", [True], indirect=True, ids=["bf16"])
