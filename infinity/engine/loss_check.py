@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from functools import cached_property
 
 import torch
 
@@ -16,7 +17,11 @@ class LossReader:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.host = device.host_buffer(torch.float64.itemsize)
+
+    @cached_property
+    def host(self) -> torch.Tensor:
+        """Memory for one loss, uint8 (8,)."""
+        return self.device.host_buffer(torch.float64.itemsize)
 
     def can_read(self, loss: torch.Tensor) -> bool:
         return type(loss) is torch.Tensor and not self.device.is_host(loss) and loss.is_floating_point()

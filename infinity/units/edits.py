@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from infinity.tiers.device import Device
@@ -31,7 +33,12 @@ class EditChecks:
     def __init__(self, device: Device, units: int) -> None:
         """units: number of units; at most one check of each is under way."""
         self._device = device
-        self._flags = host_tensor(units) if device.host_addressable else device.host_buffer(units)
+        self._units = units
+
+    @cached_property
+    def _flags(self) -> torch.Tensor:
+        device = self._device
+        return host_tensor(self._units) if device.host_addressable else device.host_buffer(self._units)
 
     def start(self, unit: Unit) -> EditCheck:
         """Start to compare a resident unit's buffer, which nothing changes any more, with the unit's fingerprint."""
