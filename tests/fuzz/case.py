@@ -71,6 +71,11 @@ class Setting:
     cache: int = 0
     late: str = "no"
     debug: bool = True
+    host: float | None = None
+    """Share of the states on nvme for which `infinity.memory.host` has room beside all buffers; None: no budget. What
+    resumes from a checkpoint has room for the others (`fuzz.trainers`)."""
+    host_params: float | None = None
+    """Share of the parameters on nvme that `infinity.memory.host_params` keeps in memory; None: not set."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,9 @@ def draw_case(draw: Draw) -> Case:
         loop = replace(loop, events=tuple(event for event in loop.events if event.kind != "save and load"))
     if loop.penalty == "sharpness" and loop.dtype != "fp32":  # undoing an edit may round the master
         loop = replace(loop, penalty="none")
-    return Case(nodes, loop, settings, head, draw.integer(0, 999))
+    seed = draw.integer(0, 999)
+    settings = tuple(_with_budget(draw, setting) for setting in settings)  # type: ignore[assignment]
+    return Case(nodes, loop, settings, head, seed)
 
 
 def each_node(nodes: tuple[Node, ...]) -> Iterator[Node]:
@@ -280,6 +287,13 @@ def _unchecked(node: Node) -> Node:
 def _looks_before_the_step(loop: Loop) -> bool:
     """Return True if the loop uses parameters between backward and step, when updates in backward have changed them."""
     return loop.backward == "twice uncounted" or any(event.place == "between" for event in loop.events)
+
+
+def _with_budget(draw: Draw, setting: Setting) -> Setting:
+    """Let memory hold some of the states on nvme. Draws alike for all settings."""
+    host = draw.choice((None, None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0))
+    params = draw.choice((None, None, None, 0.0, 0.3, 0.6))
+    return setting if "nvme" not in (setting.param, setting.optim) else replace(setting, host=host, host_params=params)
 
 
 def _without_live_updates(setting: Setting) -> Setting:

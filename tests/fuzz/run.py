@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -140,8 +141,8 @@ def kinds_of(case: Case) -> Iterator[str]:
     ):
         yield f"loop {name}/{getattr(case.loop, name)}"
     for setting in case.settings:
-        for name in ("param", "optim", "stage", "update", "prefetch", "unit_size", "late", "debug"):
-            yield f"setting {name}/{getattr(setting, name)}"
+        for each in fields(setting):
+            yield f"setting {each.name}/{getattr(setting, each.name)}"
 
 
 def show(seed: int, verdict: Verdict) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +16,13 @@ import infinity
 from fuzz.case import Case, Loop, Setting
 from fuzz.model import Net, build
 from fuzz.optimizers import PARAMS, Masters, plain_optimizer
+from infinity.comm.communicator import Communicator
 from infinity.config import Config
+from infinity.config.infinity import Memory
 from infinity.engine.training import TrainingEngine
+from infinity.engine.wiring import plan_model
 from infinity.tiers import open_tiers
-from infinity.tiers.device import CpuDevice
+from infinity.tiers.device import CpuDevice, Device
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier
 
@@ -195,6 +199,8 @@ class EngineTrainer:
     def resume(self) -> None:
         self.engine.save_checkpoint(self._folder / "checkpoints")
         self.engine.close()
+        if self._setting.host is not None:
+            self._setting = replace(self._setting, host=1.0 - self._setting.host)
         self._open()
         self.engine.load_checkpoint(self._folder / "checkpoints")
 
@@ -267,9 +273,25 @@ def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> Train
         open_tiers.NvmeTier = LateNvmeTier  # type: ignore[misc]
     try:
         groups = parameter_groups(model, case.loop) if case.loop.groups > 1 else None
-        return TrainingEngine(model, config_of(case, setting, folder), groups, device=device)
+        config = with_budget(config_of(case, setting, folder), model, setting, device)
+        return TrainingEngine(model, config, groups, device=device)
     finally:
         open_tiers.NvmeTier = tier  # type: ignore[misc]
+
+
+def with_budget(config: Config, model: Net, setting: Setting, device: Device) -> Config:
+    """Return the config with the budgets of the setting, which are shares of the bytes that it places on nvme."""
+    if setting.host is None and setting.host_params is None:
+        return config
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    plan = plan_model(model, config, groups, device, Communicator(device)).plan
+    memory: dict[str, int] = {}
+    if setting.host is not None:
+        memory["host"] = plan.peak_of_host() + int(setting.host * plan.placement.nbytes.get("nvme", 0))
+    if setting.host_params is not None:
+        memory["host_params"] = int(setting.host_params * sum(unit.shard_numel for unit in plan.units))
+    section = config.infinity.model_copy(update={"memory": Memory(**memory)})
+    return config.model_copy(update={"infinity": section})
 
 
 @contextmanager
