@@ -10,6 +10,21 @@ from infinity.config.fields import Count, CountOrZero, Section, Size, SizeOrZero
 from infinity.sizes import parse_size
 
 
+def size_or_auto(value: object) -> object:
+    """Return a size in bytes, or "auto": outside the field's union, so that an invalid one gives one problem instead of
+    one for each member.
+    """
+    return value if value == "auto" else parse_size(value)  # type: ignore[arg-type]
+
+
+def positive_size_or_auto(value: object) -> object:
+    """Return the same for sizes above 0."""
+    size = size_or_auto(value)
+    if size == 0:
+        raise ValueError("must be more than 0, not 0")
+    return size
+
+
 class Memory(Section):
     """Budgets of memory. A node's `host` and `nvme` are divided over its ranks.
 
@@ -36,6 +51,11 @@ class Memory(Section):
     nvme: Literal["auto"] | Size | None = None
     """Bytes of a node's `nvme_path` for states; a plan that needs more is refused. `auto`: the free space less 5 %. By
     default, all of it."""
+
+    @field_validator("host", "nvme", mode="before")
+    @classmethod
+    def _positive_size_or_auto(cls, value: object) -> object:
+        return None if value is None else positive_size_or_auto(value)
 
 
 class Infinity(Section):
@@ -113,16 +133,12 @@ class Infinity(Section):
     @field_validator("prefetch_bytes", "read_ahead_bytes", "cache_bytes", mode="before")
     @classmethod
     def _size_or_auto(cls, value: object) -> object:
-        # Outside the union, so that an invalid size gives one problem instead of one for each member.
-        return value if value == "auto" else parse_size(value)  # type: ignore[arg-type]
+        return size_or_auto(value)
 
     @field_validator("unit_size", mode="before")
     @classmethod
-    def _unit_size(cls, value: object) -> object:
-        size = cls._size_or_auto(value)
-        if size == 0:
-            raise ValueError("must be more than 0, not 0")
-        return size
+    def _positive_size_or_auto(cls, value: object) -> object:
+        return positive_size_or_auto(value)
 
     @field_validator("tile_size", mode="before")
     @classmethod

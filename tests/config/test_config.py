@@ -229,6 +229,8 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"aio": {"engine": "posix"}}, 'aio.engine: must be "auto", "libaio" or "io_uring", not "posix"'),
         ({"aio": {"checksum": "crc32"}}, 'aio.checksum: must be true or false, not "crc32"'),
         ({"infinity": {"unit_size": 0}}, "infinity.unit_size: must be more than 0, not 0"),
+        ({"infinity": {"memory": {"host": 0}}}, "infinity.memory.host: must be more than 0, not 0"),
+        ({"infinity": {"memory": {"nvme": "much"}}}, "infinity.memory.nvme: 'much' is not a size"),
         ({"infinity": {"prefetch_bytes": "-1MiB"}}, "infinity.prefetch_bytes: a size cannot be negative"),
         ({"infinity": {"prefetch_bytes": True}}, "infinity.prefetch_bytes: True is not a size"),
         ({"infinity": {"tile_size": 9000}}, "infinity.tile_size: must be a multiple of 4096 elements, such as 8192"),
