@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.errors import ConfigError
 from infinity.plan.budget import Budget
 from infinity.tiers.available import available_memory
+from infinity.tiers.files import check_folder
 
 if TYPE_CHECKING:
     from infinity.comm.communicator import Communicator
@@ -30,7 +32,7 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
             "infinity.memory.nvme is set, and no state may be on nvme. Give offload_param or offload_optimizer "
             '(zero_optimization) the device "nvme" and a nvme_path, or remove the limit.'
         )
-    local = ranks_of_node(ranks.size)
+    local = ranks_of_node(ranks.size * ranks.model.size)
     host = free_host(computes_on_host=computes_on_host) if memory.host == "auto" else memory.host
     nvme = free_nvme([str(folder) for folder in folders]) if memory.nvme == "auto" else memory.nvme
     budgets = [[None if nbytes is None else nbytes // local for nbytes in (host, nvme)]]
@@ -52,7 +54,12 @@ def free_host(*, computes_on_host: bool) -> int:
 
 
 def free_nvme(folders: list[str]) -> int:
-    """Return the bytes of the folders' file systems that `auto` gives to states."""
+    """Return the bytes of the folders' file systems that `auto` gives to states.
+
+    Raises StorageError for a folder that does not exist.
+    """
+    for folder in folders:
+        check_folder(Path(folder))
     free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}
     return sum(free.values()) * 19 // 20
 

@@ -250,8 +250,19 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
         needed = {"device": 0, "host": needed["device"] + needed["host"]}
     for tier in ("host", "device"):
         if needed[tier] > available.get(tier, 0):
-            return f"{tier} memory", needed[tier], available.get(tier, 0), _fix(plan, tier)
+            fix = (tier == "host" and _smaller_budget(plan)) or _fix(plan, tier)
+            return f"{tier} memory", needed[tier], available.get(tier, 0), fix
     return None
+
+
+def _smaller_budget(plan: Plan) -> str:
+    """Return which key lowers the bytes that a budget holds in host memory; empty if it holds none."""
+    extents = plan.placement.extents.items()
+    if all(plan.policy.tier_of(state) != "nvme" for (_, state), extent in extents if extent.tier == "host"):
+        return ""
+    if plan.budget.host is not None:
+        return "lower infinity.memory.host"
+    return "lower infinity.memory.host_params (offload_param.max_in_cpu)"
 
 
 def _fix(plan: Plan, tier: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,10 @@ from infinity.comm.communicator import Communicator
 from infinity.config import Config
 from infinity.engine import budget as resolved
 from infinity.engine.wiring import plan_model
-from infinity.errors import ConfigError, OutOfMemoryError
+from infinity.errors import ConfigError, OutOfMemoryError, StorageError
 from infinity.plan.budget import spread
 from infinity.plan.placement import State
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, shortage
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -101,6 +103,20 @@ def test_a_limit_of_nvme_without_a_folder_is_refused() -> None:
         infinity.initialize(model=seeded(Stack), config=config)
 
 
+def test_a_missing_folder_is_refused_by_name(tmp_path: Path) -> None:
+    config = engine_config(folder=tmp_path / "none", memory={"nvme": "auto"})
+    with pytest.raises(StorageError, match=r"none does not exist"):
+        infinity.initialize(model=seeded(Stack), config=config)
+
+
+def test_a_budget_above_the_free_memory_names_the_key_to_lower(tmp_path: Path) -> None:
+    for memory, key in (({"host": "1TiB"}, r"memory\.host"), ({"host_params": 10**9}, r"memory\.host_params \(")):
+        config, model, seam = engine_config(folder=tmp_path, memory=memory), seeded(Stack), CpuDevice()
+        plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+        missing = shortage(plan, {"host": plan.peak_of_host() - 1})
+        assert missing is not None and re.match(rf"lower infinity\.{key}", missing[3])
+
+
 def test_budgets_of_a_node_are_divided_over_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resolved.ranks_of_node(16) == 4
@@ -108,9 +124,11 @@ def test_budgets_of_a_node_are_divided_over_its_ranks(tmp_path: Path, monkeypatc
     assert resolved.ranks_of_node(16) == 16
     config = engine_config(folder=tmp_path, memory={"host": "1MiB", "nvme": "auto"})
     ranks = Communicator(CpuDevice())
-    monkeypatch.setattr(resolved, "ranks_of_node", lambda size: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(ranks, "size", 2)
+    monkeypatch.setattr(ranks, "_mesh", SimpleNamespace(size=2, gather=lambda mine: [mine]))
     budget = resolved.budget_of(config, ranks, computes_on_host=True)
-    assert budget.host == (1 << 20) // 4 and budget.nvme
+    assert budget.host == (1 << 20) // 4 and budget.nvme, "two replicas of two tensor-parallel ranks share a node"
 
 
 def test_parameters_in_host_memory_are_counted_in_elements(tmp_path: Path) -> None:
