@@ -50,9 +50,14 @@ _WORDS = 4
 """Number of 8-byte words in a digest."""
 
 
+def config_in_common(config: Config) -> list[str]:
+    """Return the lines of `in_common` that state the config, which come first."""
+    return [f"{key} = {value}" for key, value in _flat(config.model_dump(mode="json"))]
+
+
 def in_common(config: Config, layouts: Sequence[UnitLayout], model: nn.Module) -> list[str]:
     """Return one line for each property that must be equal on all ranks, in the order of comparison."""
-    lines = [f"{key} = {value}" for key, value in _flat(config.model_dump(mode="json"))]
+    lines = config_in_common(config)
     for layout in layouts:
         for slot in layout.slots:
             trained = f"trained in param_group {slot.group}" if layout.trainable and slot.group >= 0 else "not trained"

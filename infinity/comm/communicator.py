@@ -154,6 +154,26 @@ class Communicator:
         if self.is_single:
             return
         self._met = True
+        self._compare(lines)
+
+    def smallest(self, sizes: Sequence[int], lines: Sequence[str]) -> list[int]:
+        """Return the smallest of each size over data-parallel ranks, before `check_consistent`.
+
+        lines: the first ones of `check_consistent`, for ranks that take no part and are there already. Raises
+        RanksError on all ranks if lines differ or if a rank failed before.
+        """
+        if self.is_single:
+            return list(sizes)
+        self._compare(lines)
+        return self._thread.submit(self._smallest, sizes).result()
+
+    def _smallest(self, sizes: Sequence[int]) -> list[int]:
+        found = torch.tensor(sizes, dtype=torch.int64)
+        with self._announcer.ended_ranks_raise():
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._words)
+        return [int(size) for size in found]
+
+    def _compare(self, lines: Sequence[str]) -> None:
         self._announcer.error = self._thread.submit(self._meet, lines).result()
         if self.error:
             raise RanksError(self.error)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.comm.agreement import config_in_common
 from infinity.errors import ConfigError
 from infinity.plan.budget import Budget
 from infinity.tiers.available import available_memory
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _RESERVE = 1 << 30
 """Bytes of host memory that `auto` leaves to the process, beside an eighth of what is free."""
+_UNLIMITED = (1 << 63) - 1
+"""Stands for no limit where ranks take the smallest one."""
 
 
 def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) -> Budget:
@@ -35,10 +37,10 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
     local = ranks_of_node(ranks.size * ranks.model.size)
     host = free_host(computes_on_host=computes_on_host) if memory.host == "auto" else memory.host
     nvme = free_nvme([str(folder) for folder in folders]) if memory.nvme == "auto" else memory.nvme
-    budgets = [[None if nbytes is None else nbytes // local for nbytes in (host, nvme)]]
+    sizes = [_UNLIMITED if nbytes is None else nbytes // local for nbytes in (host, nvme)]
     if "auto" in (memory.host, memory.nvme):
-        budgets = ranks.gather(budgets[0])
-    host, nvme = (_least(sizes) for sizes in zip(*budgets, strict=True))
+        sizes = ranks.smallest(sizes, config_in_common(config))
+    host, nvme = (None if size == _UNLIMITED else size for size in sizes)
     return Budget(host, memory.host_params, nvme)
 
 
@@ -62,8 +64,3 @@ def free_nvme(folders: list[str]) -> int:
         check_folder(Path(folder))
     free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}
     return sum(free.values()) * 19 // 20
-
-
-def _least(sizes: Iterable[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return min(known) if known else None
