@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from infinity import concurrency
 from infinity.comm.agreement import disagreement
 from infinity.comm.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
 from infinity.comm.announcer import Announcer
@@ -83,7 +84,7 @@ class Communicator:
             dist.barrier(self._words)
             pending = None if self.backend == "gloo" else OnDevice(self._group, device)
             self._announcer = Announcer(self._words, self.rank, self.size, pending)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-comm", initializer=device.enter_thread)
+            self._thread = concurrency.one_thread("infinity-comm", device.enter_thread)
 
     @property
     def is_single(self) -> bool:

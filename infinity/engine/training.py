@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from infinity.comm.announcements import Operation
-from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.engine.checkpointing import CheckpointingEngine
 from infinity.engine.client_scheduler import RateScheduler, ScheduleArguments
@@ -28,6 +27,7 @@ from infinity.engine.optimizer import (
     present_groups,
     watch_other_optimizers,
 )
+from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
@@ -66,19 +66,21 @@ class TrainingEngine(CheckpointingEngine):
         *,
         device: Device | None = None,
         process_group: Group | None = None,
+        platform: Platform = MACHINE,
     ) -> None:
         seam = device or default_device()
         called, model = model, uncompiled(model)
         self.loss_scale = LossScale.of(config)
         """The loss scale of fp16; `loss_scale.value` is 1 in other dtypes."""
-        ranks = Communicator(seam, sharded=Sharding.of(config.zero_optimization.stage).optim, group=process_group)
+        sharded = Sharding.of(config.zero_optimization.stage).optim
+        ranks = platform.communicator(seam, sharded=sharded, group=process_group)
         with ranks.construction(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
             """Batch sizes: `micro` samples per forward, `accumulation` forwards per step, `train` samples per step."""
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-            planned = plan_model(model, config, groups, seam, ranks)
-            parts = assemble(model, planned, seam, ranks, self._on_backward, self._on_backward_end)
+            planned = plan_model(model, config, groups, seam, ranks, platform=platform)
+            parts = assemble(model, planned, seam, ranks, self._on_backward, self._on_backward_end, platform)
             undo.callback(parts.closer())
             self.optimizer = UnitOptimizer(
                 present_groups(groups, names, parts.units),

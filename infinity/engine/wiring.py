@@ -17,10 +17,9 @@ from infinity.checkpoint.tiles import check_tiles
 from infinity.comm.agreement import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
-from infinity.construction.materialize import check_values, make_buffers
-from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
 from infinity.engine.budget import budget_of
 from infinity.engine.parts import EngineParts, UpdateParts
+from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.step import Step
 from infinity.engine.updater import Updater
@@ -34,7 +33,6 @@ from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import compute_dtype
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
-from infinity.tiers.open_tiers import open_tiers
 from infinity.tiers.passing import PassingTier
 from infinity.tiers.pools import Pools
 from infinity.units.aliases import check_aliases
@@ -46,7 +44,7 @@ from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 from infinity.update.buffers import UpdateBuffers
-from infinity.update.kernels import check_on_device, update_run
+from infinity.update.kernels import Kernels
 from infinity.update.pipeline import UpdatePipeline
 
 if TYPE_CHECKING:
@@ -71,6 +69,7 @@ def plan_model(
     *,
     train: bool = True,
     dtype: torch.dtype | None = None,
+    platform: Platform = MACHINE,
 ) -> PlannedModel:
     """Discover the units of `model` and plan its engine. Allocates nothing. Other arguments: see `make_plan`."""
     ranks.set_mesh(TensorParallelMesh.of(model, ranks.replicas))
@@ -94,7 +93,7 @@ def plan_model(
     if train:
         common += groups_in_common(config, groups)
         if plan.policy.optim_tier == "device" and plan.device.type != "cpu":
-            check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
+            platform.kernels.check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
     if budget.host is not None or budget.params is not None:
         common.append(f"infinity.memory places {plan.placement.nbytes.get('host', 0)} bytes in host memory")
     # Ranks on devices of different sizes would evict different units.
@@ -109,6 +108,7 @@ def assemble(
     ranks: Communicator,
     on_backward_begin: Callable[[], None],
     on_backward_end: Callable[[], None],
+    platform: Platform = MACHINE,
 ) -> EngineParts:
     """Build the parts for `model`, and move its values to their tiers. on_backward_begin, on_backward_end: as of
     `BackwardTracker`. Releases everything after an error.
@@ -117,22 +117,19 @@ def assemble(
     """
     plan = planned.plan
     check_aliases(model)
-    make_buffers(model)
-    check_values(model)
+    platform.prepare(model)
     ranks.check_consistent(planned.common)
     ranks.set_layouts(plan.units)
     if plan.device.limit:
         device.limit(plan.device.limit)
     tiers: dict[str, Tier] = {}
     try:
-        tiers = open_tiers(plan, device, ranks.rank)
+        tiers = platform.open_tiers(plan, device, ranks.rank)
         states = UnitStates(plan.placement, tiers, plan.policy.states, ranks, device)
         in_order = planned.units.in_order(plan.units)
-        units = stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
-        share_buffers(model, ranks)
-        move_buffers(model, device.torch_device)
+        units = platform.stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         backward = BackwardTracker(on_backward_begin, on_backward_end)
-        return wire(plan, units, planned.units.needed, tiers, states, device, ranks, backward)
+        return wire(plan, units, planned.units.needed, tiers, states, device, ranks, backward, platform.kernels)
     except BaseException:
         for tier in tiers.values():
             tier.close()
@@ -149,6 +146,7 @@ def wire(
     device: Device,
     ranks: Communicator,
     backward: BackwardTracker,
+    kernels: Kernels,
 ) -> EngineParts:
     """Connect the parts of an engine by their constructors. needed: indices of the units of each module."""
     pools = Pools(plan.own_pools, device, tiers.values(), debug=plan.debug)
@@ -159,9 +157,9 @@ def wire(
         store = make_store(None, None)
     else:
         grad_tiers = _grad_tiers(plan, tiers, device)
-        buffers = _grad_buffers(plan, grad_tiers, pools, device)
+        buffers = _grad_buffers(plan, grad_tiers, pools, device, kernels)
         gradients = GradStore(ranks, buffers)
-        kernel = partial(update_run, seed=plan.seed, threads=plan.adam_threads)
+        kernel = partial(kernels.update_run, seed=plan.seed, threads=plan.adam_threads)
         pipeline = UpdatePipeline(_update_buffers(plan, tiers, grad_tiers, pools, device), kernel)
         collector: GradCollector  # assigned below, since store and collector refer to each other
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
@@ -200,7 +198,7 @@ def _grad_tiers(plan: Plan, tiers: dict[str, Tier], device: Device) -> dict[str,
     }
 
 
-def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device) -> GradBuffers:
+def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, kernels: Kernels) -> GradBuffers:
     return GradBuffers(
         device=device,
         tiers=tiers,
@@ -212,6 +210,7 @@ def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Devi
         stored_pool=pools.get(sizes.STORED_GRADIENTS),
         whole=plan.policy.grads_whole,
         threads=plan.adam_threads,
+        kernels=kernels,
     )
 
 

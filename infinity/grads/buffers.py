@@ -14,6 +14,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer
 from infinity.units.unit import Unit
+from infinity.update.kernels import NATIVE, Kernels
 
 
 @dataclass
@@ -38,6 +39,7 @@ class GradBuffers:
     """True if gradients are summed over micro-batches before they are reduced, each in its own buffer of `pool`."""
     threads: int
     """Threads of a pass over a gradient in host memory; 0: one per processor."""
+    kernels: Kernels = NATIVE
 
     def dtypes_of(self, unit: Unit) -> GradDtypes:
         return self.dtypes(unit.layout.dtype)

@@ -7,7 +7,6 @@ and completed by addition.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ import torch
 
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import local_gradient
+from infinity.concurrency import now
 from infinity.errors import LifetimeError, ModelError
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.store import GradStore
@@ -28,7 +28,6 @@ from infinity.units.compiled import eager
 from infinity.units.released import take_grad
 from infinity.units.unit import Unit
 from infinity.update.job import Gradient
-from infinity.update.kernels import receive
 
 _ZEROED = 16 << 10
 """Size in bytes below which zeroing costs no more than the call itself. A gradient with fewer bytes per gap is zeroed
@@ -221,7 +220,8 @@ class GradCollector:
         does not make the host wait for the device (`_sums_at_once`); else None.
         """
         if self._sums_at_once:
-            return receive(flat, gradient, add=add, at=place.offset, threads=self._places.threads)
+            places = self._places
+            return places.kernels.receive(flat, gradient, add=add, at=place.offset, threads=places.threads)
         view = flat[place.offset : place.stop].view(place.shape)
         if add:
             view.add_(gradient)
@@ -246,9 +246,9 @@ class GradCollector:
         return opened
 
     def _lease(self, pool: Pool, nbytes: int) -> Lease:
-        began = time.perf_counter()
+        began = now()
         lease = pool.lease(nbytes)
-        self.wait_seconds += time.perf_counter() - began
+        self.wait_seconds += now() - began
         return lease
 
     # -- departure ---------------------------------------------------------------------------------------------------

@@ -16,13 +16,11 @@ from infinity.comm.communicator import Communicator
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.pieces import PIECE_BYTES, Piece, cut
 from infinity.grads.squares import DeviceSquares, Squares
-from infinity.optim.cpu_adam import sum_of_squares
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.unit import Unit
 from infinity.update.job import Gradient
-from infinity.update.kernels import receive
 
 
 class Landing:
@@ -220,6 +218,7 @@ class Landing:
         part of the sum. `target` may be `source`.
         """
         parts, threads = layout.parts(self._ranks.shard_rank), self._places.threads
+        kernels = self._places.kernels
         sums, number = [0.0] * len(parts), 0
         for start, stop in arriving:
             end = start
@@ -229,9 +228,9 @@ class Landing:
                 target[end:low].zero_()
                 into, initial = target[low:high], sums[number]
                 if target is source:
-                    sums[number] = sum_of_squares(into, initial=initial, threads=threads)
+                    sums[number] = kernels.sum_of_squares(into, initial=initial, threads=threads)
                 else:
-                    sums[number] = receive(into, source[low:high], add=add, initial=initial, threads=threads)
+                    sums[number] = kernels.receive(into, source[low:high], add=add, initial=initial, threads=threads)
                 end = high
                 if part.stop > stop:
                     break
@@ -259,7 +258,9 @@ class Landing:
         found = self._sums.get(unit.index)
         if found is None:
             parts = unit.layout.parts(self._ranks.shard_rank)
-            found = self._sums[unit.index] = DeviceSquares(self._places.device, parts)
+            found = self._sums[unit.index] = DeviceSquares(
+                self._places.device, parts, self._places.kernels.squares_into
+            )
         return found
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+from infinity import concurrency
 from infinity.plan.layout import Part
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer
-from infinity.update.kernels import squares_into
 
 Squares = Callable[[], float]
 """Returns a gradient's sum of squares. Waits for the device if it computes the sum. Any thread may call it."""
@@ -22,9 +21,12 @@ class DeviceSquares:
     Called from one thread.
     """
 
-    def __init__(self, device: Device, parts: Sequence[Part]) -> None:
-        """parts: of the unit's shard; those in the norm are summed."""
+    def __init__(
+        self, device: Device, parts: Sequence[Part], squares_into: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        """parts: of the unit's shard; those in the norm are summed. squares_into: the kernel."""
         self._device = device
+        self._squares_into = squares_into
         self._parts = [part for part in parts if part.in_norm]
         self._host = device.host_buffer(len(self._parts) * torch.float64.itemsize)
         self._latest: _Copied | None = None
@@ -34,7 +36,7 @@ class DeviceSquares:
         self.close()  # reads an earlier gradient's sums, before they are overwritten
         sums = torch.empty(len(self._parts), dtype=torch.float64, device=shard.device)
         for number, part in enumerate(self._parts):
-            squares_into(sums[number], shard[part.start : part.stop])
+            self._squares_into(sums[number], shard[part.start : part.stop])
         copy = self._device.copy(self._host, sums.view(torch.uint8))
         self._latest = _Copied(copy, sums, self._host, self._parts)
         return self._latest
@@ -54,7 +56,7 @@ class _Copied:
         self._host = host
         self._parts = parts
         self._total: float | None = None
-        self._reading = threading.Lock()
+        self._reading = concurrency.lock()
 
     def __call__(self) -> float:
         with self._reading:

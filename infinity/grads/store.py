@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
+from infinity import concurrency
 from infinity.comm.communicator import Communicator
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.landing import Landing
@@ -29,7 +30,7 @@ _Result = TypeVar("_Result")
 
 def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
     """Run `work` in the calling thread and return a finished future with its result or exception."""
-    future: Future[_Result] = Future()
+    future: Future[_Result] = concurrency.future()
     try:
         future.set_result(work(*arguments))
     except Exception as error:  # noqa: BLE001 - raised by the waiter
@@ -69,8 +70,7 @@ class GradStore:
         self._moves: list[Future[Future[None] | None]] = []
         """Moves, each with the end of its write if that continues."""
         self._mover, self._writer = (
-            ThreadPoolExecutor(1, thread_name_prefix=f"infinity-{name}", initializer=places.device.enter_thread)
-            for name in ("grads", "grad-writes")
+            concurrency.one_thread(f"infinity-{name}", places.device.enter_thread) for name in ("grads", "grad-writes")
         )
 
     def land(self, sent: Sent) -> Future[Gradient]:
@@ -89,7 +89,7 @@ class GradStore:
         index = sent.unit.index
         add = index in self.units
         self.units.add(index)
-        squares: Future[Squares] = Future()
+        squares: Future[Squares] = concurrency.future()
         self._squares[index] = squares
         if sent.last or self._landing.sums_each(sent.unit):
             self._unsummed.pop(index, None)
@@ -160,7 +160,7 @@ class GradStore:
         aligned.copy_(shard.view(torch.uint8))
         self._places.tier_of(unit).write(self._places.extent_of(unit), aligned).wait()
         total = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank))
-        squares: Future[Squares] = Future()
+        squares: Future[Squares] = concurrency.future()
         squares.set_result(lambda: total)
         self._squares[unit.index] = squares
         self._unsummed.pop(unit.index, None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+
+from infinity.concurrency import now
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Ledger:
         self._counters = counters
         self._tier_bytes = tier_bytes
         self._device_peak = device_peak
-        self._began = time.perf_counter()
+        self._began = now()
 
     def snapshot(self) -> Snapshot:
         """Return the present counters."""
         counters = self._counters()
-        return Snapshot(seconds=time.perf_counter() - self._began, **counters)  # type: ignore[arg-type]
+        return Snapshot(seconds=now() - self._began, **counters)  # type: ignore[arg-type]
 
     def tier_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank's engine has reserved in each tier: "device", "host", "nvme"."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
+from infinity import concurrency
 from infinity.errors import InfinityError
 from infinity.plan.placement import Extent
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
-from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import DONE, Transfer
 
@@ -34,7 +32,7 @@ class PassingTier(Tier):
         self._spare: dict[int, torch.Tensor] = {}
         """The same for extents that were discarded since the last `trim`, and before it."""
         self._old: dict[int, torch.Tensor] = {}
-        self._access = threading.Lock()
+        self._access = concurrency.lock()
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -49,7 +47,7 @@ class PassingTier(Tier):
             if memory is None:
                 memory = self._old.pop(extent.offset, None)
         if memory is None:
-            memory = self._device.empty(extent.nbytes) if self.on_device else host_tensor(extent.nbytes)
+            memory = self._allocate(extent.nbytes)
         written = self._device.copy(memory, source)
         with self._access:
             self._held[extent.offset] = memory
@@ -80,6 +78,9 @@ class PassingTier(Tier):
             assert not self._held
             self._spare, self._old = {}, {}
 
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return self._device.empty(nbytes) if self.on_device else self._device.host_buffer(nbytes, pin=False)
+
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         with self._access:
             memory = self._held.get(extent.offset)
@@ -89,4 +90,4 @@ class PassingTier(Tier):
 
 
 def _shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -5,11 +5,11 @@ A buffer is a tensor that owns its storage, so the storage's use count shows oth
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
 
+from infinity import concurrency
 from infinity.errors import InfinityError, LifetimeError, UsageError
 from infinity.tiers.memory import storage_users
 
@@ -68,8 +68,9 @@ class Lease:
         return view
 
     @property
-    def address(self) -> int:
-        return self._held().data_ptr()
+    def storage(self) -> int:
+        """Identity of the buffer's storage, which all its views share."""
+        return int(self._held().untyped_storage()._cdata)
 
     def is_referenced(self, beyond: int = 0) -> bool:
         """Return whether tensors refer to the buffer besides the pool's own and `beyond` others."""
@@ -130,8 +131,8 @@ class Pool:
         self._make = make
         self._poison = poison
         self._fifo = fifo
-        self._access = threading.Lock()
-        self._given_back = threading.Condition(self._access)
+        self._access = concurrency.lock()
+        self._given_back = concurrency.condition(self._access)
         self._waiting = 0
         """Number of threads that wait for a buffer; if 0, `notify` is skipped."""
         self._free: dict[int, list[torch.Tensor]] = {n: [make(n) for _ in range(count)] for n, count in sizes.items()}

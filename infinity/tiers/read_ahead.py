@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from infinity import concurrency
 from infinity.plan.placement import Extent
 from infinity.plan.pools import STAGING_BYTES
 from infinity.tiers.pool import Lease, Pool
@@ -36,7 +36,7 @@ class ReadAhead:
         """read: starts a read of (extent, host memory, byte offset in the extent)."""
         self._pool = pool
         self._read = read
-        self._access = threading.Lock()
+        self._access = concurrency.lock()
         self._pieces: dict[int, deque[Piece]] = {}
         """Offset of an extent in the tier → its pieces."""
         self._dropped: deque[Piece] = deque()

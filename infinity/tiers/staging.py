@@ -7,14 +7,13 @@ A read has three stages, each with a depth of its own: the drive fills host buff
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import torch
 
+from infinity import concurrency
 from infinity.plan.placement import Extent
 from infinity.plan.pools import STAGED_READS, STAGED_WRITES, STAGING_BYTES
 from infinity.tiers.device import Device
@@ -41,10 +40,9 @@ class Staging:
         self.ahead = ReadAhead(self._reserved, read)
         self._copying: deque[tuple[Transfer, Lease]] = deque()
         """Copies to the device, oldest first, and the buffers that they read."""
-        self._access = threading.Lock()
+        self._access = concurrency.lock()
         self._reader, self._writer = (
-            ThreadPoolExecutor(1, thread_name_prefix=f"infinity-staging-{name}", initializer=device.enter_thread)
-            for name in ("reads", "writes")
+            concurrency.one_thread(f"infinity-staging-{name}", device.enter_thread) for name in ("reads", "writes")
         )
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol
+
+from infinity import concurrency
 
 
 class Transfer(Protocol):
@@ -73,14 +74,14 @@ class Promise:
         self._error: BaseException | None = None
         self._rest: Transfer = DONE
         self._done = False
-        self._lock = threading.Lock()  # released when kept
+        self._lock = concurrency.lock()  # released when kept
         self._lock.acquire()
 
     def wait(self) -> None:
         self.issued().wait()
 
     def done(self) -> bool:
-        return self._done and self._rest.done()
+        return (self._done or not self._lock.locked()) and self._rest.done()
 
     def issued(self) -> Transfer:
         if not self._done:

@@ -72,18 +72,18 @@ def owner_of(parameter: object) -> Owner | None:
 def add_buffer(unit: Unit, store: Fetcher) -> None:
     """Register the leased buffer of `unit` as the memory of its parameters."""
     assert unit.lease is not None
-    _buffers[unit.lease.address] = weakref.ref(unit), weakref.ref(store)
+    _buffers[unit.lease.storage] = weakref.ref(unit), weakref.ref(store)
 
 
 def remove_buffer(unit: Unit) -> None:
     assert unit.lease is not None
-    _buffers.pop(unit.lease.address, None)
+    _buffers.pop(unit.lease.storage, None)
 
 
 def behind(tensor: torch.Tensor) -> tuple[Unit, Fetcher] | None:
     """Return the resident unit whose buffer `tensor` views, and its store; None if there is none."""
     values = unwrapped(local(tensor))
-    found = _buffers.get(values.untyped_storage().data_ptr()) if has_storage(values) else None
+    found = _buffers.get(values.untyped_storage()._cdata) if has_storage(values) else None
     if found is None:
         return None
     unit, store = found[0](), found[1]()

@@ -12,13 +12,13 @@ counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from infinity.comm.communicator import Communicator
+from infinity.concurrency import now
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.tiers.device import Device
@@ -150,7 +150,7 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         assert unit.transfer is not None
-        began = time.perf_counter()
+        began = now()
         if unit.job is not None and unit.layout.dtype != torch.float32:
             # Edited elements of 16-bit parameters are found by comparison with the tier, so the write of the update
             # must end before the user can edit the buffer.
@@ -161,7 +161,7 @@ class UnitStore:
         except BaseException:
             self._drop(unit, valid=False)
             raise
-        self.wait_seconds += time.perf_counter() - began
+        self.wait_seconds += now() - began
         if unit in self.kept:
             self._return_to_viewers(unit)
         self._land(unit)

@@ -5,7 +5,8 @@ Falls back to torch's fused Adam and AdamW on CUDA without native kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -183,3 +184,17 @@ def _squares(values: torch.Tensor, threads: int) -> float:
     out = torch.empty((), dtype=torch.float64, device=values.device)
     squares_into(out, values)
     return out.item()
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of this module that an engine calls during steps."""
+
+    update_run: Callable[..., None]
+    receive: Callable[..., float]
+    sum_of_squares: Callable[..., float]
+    squares_into: Callable[[torch.Tensor, torch.Tensor], None]
+    check_on_device: Callable[[str, Rule, MomentFormat], None]
+
+
+NATIVE = Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device)

@@ -6,10 +6,10 @@ finished tiles are written. A buffer is reused once its write has ended.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 
+from infinity import concurrency
 from infinity.tiers.transfer import DONE
 from infinity.update.buffers import UpdateBuffers
 from infinity.update.job import INLINE, UpdateJob
@@ -25,13 +25,13 @@ class UpdatePipeline:
         self._stages = UpdateStages(buffers, kernel)
         self._submitted = self._ended = 0
         """Numbers of jobs queued and of jobs finished by the thread. Each counter is written by one thread only."""
-        self._jobs: queue.SimpleQueue[UpdateJob | None] = queue.SimpleQueue()
+        self._jobs: concurrency.Queue = concurrency.fifo()
         self._closing = False
         self._waiting: UpdateJob | None = None
         self._running: RunningJob | None = None
         self._reading: deque[TileInFlight] = deque()
         self._writing: deque[TileWrite] = deque()
-        self._thread = threading.Thread(target=self._run, name="infinity-update", daemon=True)
+        self._thread = concurrency.thread(self._run, "infinity-update")
         self._thread.start()
 
     def submit(self, job: UpdateJob) -> None:
@@ -138,7 +138,7 @@ class UpdatePipeline:
             idle = not self._reading and not self._writing and not self._closing
             try:
                 self._waiting = self._jobs.get(idle)
-            except queue.Empty:
+            except concurrency.Empty:
                 return False
             if self._waiting is None:
                 self._closing = True

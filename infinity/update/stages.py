@@ -6,13 +6,13 @@ No stage starts a thread or queues jobs. On memory tiers, tiles are views and no
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from infinity.concurrency import now
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.base import Window
 from infinity.tiers.pool import Lease
@@ -153,7 +153,7 @@ class UpdateStages:
             grad = _part(job.arrived().shard, tile.start, tile.stop)
         if running.runs is None:
             running.runs = job.runs()
-        began = time.perf_counter()
+        began = now()
         whole = self._states(item)
         for run in running.runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
@@ -174,7 +174,7 @@ class UpdateStages:
                 job.first + low,
             )
             self.elements += high - low
-        self.seconds += time.perf_counter() - began
+        self.seconds += now() - began
 
     def _is_refused(self, job: UpdateJob) -> bool:
         """Return whether nothing may be updated, since the loss or the gradient is NaN or infinite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Transfer
 from infinity.units.unit import Unit
-from infinity.update.kernels import squared_norm
+from infinity.update.kernels import NATIVE, squared_norm
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.late_disk import LateSlab, LateTransfer
@@ -73,12 +74,10 @@ class Bench:
             make = device.empty if on_device else host_tensor
             stored = Pool(make, {layout.nbytes: 1}, name="stored", poison=device.poison)
         self.device = device
-        self.store = GradStore(
-            Communicator(device),
-            GradBuffers(
-                device, {tier: self.tier}, placement, own, self.pool, None, self.host, stored, whole=False, threads=1
-            ),
+        self.places = GradBuffers(
+            device, {tier: self.tier}, placement, own, self.pool, None, self.host, stored, whole=False, threads=1
         )
+        self.store = GradStore(Communicator(device), self.places)
 
     def sent(self, gradient: torch.Tensor, *, last: bool, unit: Unit | None = None) -> Sent:
         lease = self.pool.lease(self.unit.layout.nbytes)
@@ -246,17 +245,17 @@ def test_the_next_gradient_leaves_while_one_is_written() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_later_pieces_are_copied_while_one_is_added(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_pieces_are_copied_while_one_is_added(tier: str) -> None:
     device = LateDevice(delay=60)
     bench = Bench(device, tier)
-    issued, executed, receive = [], [], landing.receive
+    issued, executed, receive = [], [], NATIVE.receive
 
     def spy(*arguments: Any, **options: Any) -> float:
         issued.append(device.from_device.copies)
         executed.append(device.from_device.copies - len(device.from_device._pending))
         return receive(*arguments, **options)
 
-    monkeypatch.setattr(landing, "receive", spy)
+    bench.places.kernels = replace(NATIVE, receive=spy)
     bench.store.keep(bench.sent(bench.gradients(1)[0], last=True))
     bench.store.settle()
     number = issued[0]
@@ -271,9 +270,9 @@ def test_later_pieces_are_copied_while_one_is_added(tier: str, monkeypatch: pyte
 class Traffic:
     """Bytes that gradients move between device and host, and that the host reads and writes to add them."""
 
-    def __init__(self, device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, device: LateDevice, places: GradBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
-        copy, receive, squares = device.copy, landing.receive, landing.sum_of_squares
+        copy, receive, squares = device.copy, NATIVE.receive, NATIVE.sum_of_squares
 
         def counted_copy(destination: torch.Tensor, source: torch.Tensor, **after: Any) -> Transfer:
             assert device.is_host(destination)
@@ -289,8 +288,8 @@ class Traffic:
             return squares(values, **options)
 
         monkeypatch.setattr(device, "copy", counted_copy)
-        monkeypatch.setattr(landing, "receive", counted_receive)
-        monkeypatch.setattr(landing, "sum_of_squares", counted_squares)
+        kernels = replace(NATIVE, receive=counted_receive, sum_of_squares=counted_squares)
+        monkeypatch.setattr(places, "kernels", kernels)
 
 
 def test_a_micro_batch_moves_at_most_twelve_bytes_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +300,7 @@ def test_a_micro_batch_moves_at_most_twelve_bytes_a_parameter(monkeypatch: pytes
         layouts = [unit.layout for unit in engine.parts.units]
         for number, batch in enumerate(token_batches(8)):
             loss = engine(*batch)
-            traffic = Traffic(device, monkeypatch)
+            traffic = Traffic(device, engine.updates.collector._places, monkeypatch)
             engine.backward(loss)
             engine.updates.gradients.settle()
             most = 12 if number % 4 else 8

@@ -8,11 +8,9 @@ memory run.
 from __future__ import annotations
 
 import mmap
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,16 +18,17 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from infinity import concurrency
 from infinity.grads.collector import GradCollector
 from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.transfer import DONE, Promise, Transfer, issued
+from infinity.tiers.transfer import DONE, Transfer, issued
 from infinity.units.binding import unbind
 from infinity.units.edits import EditCheck, EditChecks
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
-from infinity.update.kernels import update_run
+from infinity.update.kernels import NATIVE, Kernels, update_run
 from late import clock, threads
 from late.device import LateAccelerator
 
@@ -90,35 +89,17 @@ def blank(model: nn.Module) -> nn.Module:
 @contextmanager
 def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
     """Let engines of the block, around models of `blank`, run in virtual time. `late.clock.start` comes before."""
-    time = SimpleNamespace(perf_counter=lambda: clock.clock().now)
-    threading_in_time = SimpleNamespace(
-        Thread=threads.Thread, Lock=threads.Lock, Condition=threads.Condition, current_thread=threading.current_thread
-    )
     mapping = SimpleNamespace(**{name: getattr(mmap, name) for name in dir(mmap)})
     mapping.MAP_PRIVATE |= MAP_NORESERVE
     replaced: dict[str, Any] = {
-        "infinity.update.pipeline.queue": SimpleNamespace(SimpleQueue=threads.SimpleQueue, Empty=queue.Empty),
-        "infinity.update.pipeline.threading": threading_in_time,
-        "infinity.tiers.transfer.threading": threading_in_time,
-        "infinity.tiers.pool.threading": threading_in_time,
-        "infinity.grads.store.Future": threads.Future,
-        "infinity.grads.store.ThreadPoolExecutor": threads.ThreadPoolExecutor,
-        "infinity.update.stages.time": time,
-        "infinity.units.store.time": time,
-        "infinity.grads.collector.time": time,
-        "infinity.observe.ledger.time": time,
         "infinity.tiers.memory.mmap": mapping,
         "infinity.tiers.slab.first_touch": lambda memory: None,
         "infinity.tiers.open_tiers.available_memory": lambda: int(host.nbytes),
         "infinity.tiers.accelerator.fingerprint_on_device": _fingerprint,
-        "infinity.engine.wiring.stream_in": _stream_in,
-        "infinity.engine.wiring.update_run": _update(host),
-        "infinity.grads.landing.receive": _receive(host),
-        "infinity.grads.landing.sum_of_squares": _sum_of_squares(host),
-        "infinity.grads.squares.threading": threads,
+        "infinity.engine.platform.stream_in": _stream_in,
+        "infinity.engine.platform.Machine.kernels": _kernels(host),
     }
     replaced |= {
-        "infinity.tiers.transfer.Promise.done": _promise_done,
         "infinity.tiers.accelerator.StreamTransfer.wait": _stream_wait,
         "infinity.tiers.accelerator.StreamTransfer.done": _stream_done,
     }
@@ -126,7 +107,7 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
     replaced["infinity.units.store.EditChecks"] = _Unedited
     for name in ("arrive", "end_backward"):
         replaced[f"infinity.grads.collector.GradCollector.{name}"] = _labelled(getattr(GradCollector, name))
-    with _patched(replaced):
+    with concurrency.using(threads.Primitives()), _patched(replaced):
         yield SimulatedAccelerator(host)
 
 
@@ -158,7 +139,6 @@ class _Unedited(EditChecks):
 
 
 _store_was_edited = UnitStore._was_edited
-_promise_is_done = Promise.done
 _stream_is_done = StreamTransfer.done
 _wait_for_stream = StreamTransfer.wait
 
@@ -177,11 +157,6 @@ def _was_edited(store: UnitStore, unit: Unit) -> bool:
         edited = _store_was_edited(store, unit)
     clock.clock().note_site(began)
     return edited
-
-
-def _promise_done(promise: Promise) -> bool:
-    clock.clock().turn()
-    return _promise_is_done(promise)
 
 
 def _stream_done(transfer: StreamTransfer) -> bool:
@@ -205,6 +180,10 @@ def _stream_in(
         units.append(Unit(layout, list(members.parameters), device))
         unbind(units[-1])
     return units
+
+
+def _kernels(host: Host) -> Kernels:
+    return replace(NATIVE, update_run=_update(host), receive=_receive(host), sum_of_squares=_sum_of_squares(host))
 
 
 def _update(host: Host) -> Callable[..., None]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from infinity import concurrency
 from late.clock import HostThread, clock
 
 
@@ -33,6 +34,10 @@ class Lock:
         self._held = False
         if self._waiting:
             clock().wake(self._waiting.popleft())
+
+    def locked(self) -> bool:
+        clock().turn()
+        return self._held
 
     def __enter__(self) -> None:
         self.acquire()
@@ -85,7 +90,8 @@ class Thread:
     def _run(self) -> None:
         self._host.baton.acquire()
         try:
-            self._target()
+            with concurrency.using(Primitives()):
+                self._target()
         finally:
             self._ended = True
             for thread in self._waiting:
@@ -187,3 +193,21 @@ def _carry_out(future: Future, work: Callable[..., Any], arguments: tuple[Any, .
     else:
         del arguments
         future.set_result(result)
+
+
+class Primitives:
+    """The primitives of `infinity.concurrency` in virtual time."""
+
+    lock, queue, future = Lock, SimpleQueue, Future
+
+    def thread(self, target: Callable[[], None], name: str) -> Any:
+        return Thread(target, name)
+
+    def condition(self, lock: Any) -> Condition:
+        return Condition(lock)
+
+    def one_thread(self, name: str, initializer: Callable[[], None]) -> Any:
+        return ThreadPoolExecutor(1, name, initializer)
+
+    def now(self) -> float:
+        return clock().now

@@ -27,7 +27,7 @@ def test_a_lease_is_given_back_once() -> None:
     made = pool()
     lease = made.lease(64)
     lease.release()
-    for misuse in (lease.release, lease.quarantine, lambda: lease.tensor, lambda: lease.address):
+    for misuse in (lease.release, lease.quarantine, lambda: lease.tensor, lambda: lease.storage):
         with pytest.raises(LifetimeError, match="after its release"):
             misuse()
     assert free(made) == 2
@@ -106,10 +106,10 @@ def test_the_order_of_reuse(fifo: bool) -> None:
     """First in, first out exposes lifetime errors that immediate reuse would hide."""
     made = pool({64: 3}, fifo=fifo)
     leases = [made.lease(64) for _ in range(3)]
-    addresses = [lease.address for lease in leases]
+    addresses = [lease.storage for lease in leases]
     for lease in leases:
         lease.release()
-    again = [made.lease(64).address for _ in range(3)]
+    again = [made.lease(64).storage for _ in range(3)]
     assert again == (addresses if fifo else addresses[::-1])
 
 
@@ -123,7 +123,7 @@ def test_a_buffer_that_is_still_referred_to() -> None:
     lease.quarantine()
     assert free(made) == 2
     assert (kept == 3).all()
-    others = [made.lease(64).address for _ in range(2)]
+    others = [made.lease(64).storage for _ in range(2)]
     assert kept.untyped_storage().data_ptr() not in others
 
 

@@ -1,0 +1,78 @@
+"""The platform of an engine: its ranks, tiers, kernels and values. A simulation has one of its own (`infinity.sim`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from infinity.comm.communicator import Communicator
+from infinity.comm.groups import Group
+from infinity.construction.materialize import check_values, make_buffers
+from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
+from infinity.plan.layout import UnitLayout
+from infinity.plan.plan import Plan
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.tiers.open_tiers import open_tiers
+from infinity.units.discover import UnitParameters
+from infinity.units.states import UnitStates
+from infinity.units.unit import Unit
+from infinity.update.kernels import NATIVE, Kernels
+
+
+class Platform(Protocol):
+    """Makes the parts of an engine that exchange, store or compute bytes."""
+
+    @property
+    def kernels(self) -> Kernels: ...
+    def communicator(self, device: Device, *, sharded: bool, group: Group | None) -> Communicator: ...
+    def prepare(self, model: nn.Module) -> None:
+        """Make the buffers of a model on the meta device, and check that all values exist or can be made."""
+
+    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]: ...
+    def stream_in(
+        self,
+        model: nn.Module,
+        found: Sequence[UnitParameters],
+        layouts: Sequence[UnitLayout],
+        states: UnitStates,
+        ranks: Communicator,
+        device: torch.device,
+    ) -> list[Unit]:
+        """Move the values of `model` to their tiers, and its buffers to `device`. Returns the units, released."""
+
+
+class Machine:
+    """This machine."""
+
+    kernels = NATIVE
+
+    def communicator(self, device: Device, *, sharded: bool, group: Group | None) -> Communicator:
+        return Communicator(device, sharded=sharded, group=group)
+
+    def prepare(self, model: nn.Module) -> None:
+        make_buffers(model)
+        check_values(model)
+
+    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
+        return open_tiers(plan, device, rank)
+
+    def stream_in(
+        self,
+        model: nn.Module,
+        found: Sequence[UnitParameters],
+        layouts: Sequence[UnitLayout],
+        states: UnitStates,
+        ranks: Communicator,
+        device: torch.device,
+    ) -> list[Unit]:
+        units = stream_in(model, found, layouts, states, ranks, device)
+        share_buffers(model, ranks)
+        move_buffers(model, device)
+        return units
+
+
+MACHINE = Machine()

@@ -1,0 +1,181 @@
+"""Devices whose memory is torch's meta device, so that nothing is allocated or computed, and whose work takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from infinity.plan.policy import DeviceInfo
+from infinity.sim.clock import Clock, lane_of
+from infinity.sim.lanes import Stream
+from infinity.tiers.device import Device
+from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.transfer import DONE, Transfer
+from infinity.units.modes import outside_modes
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The device to simulate. By default the host computes."""
+
+    host_addressable: bool = True
+    """True: the host computes, in its own memory."""
+    nbytes: int = 0
+    """Bytes of the device's own memory."""
+    bandwidth: float | None = None
+    """Bytes/s of the device's own memory; None: operations other than matrix products take no time there."""
+    processors: int = 1
+    """Processors of the host."""
+
+
+class SimulatedDevice(Device):
+    """Base of both kinds. Memory of host and device differs by the buffer that allocated it."""
+
+    torch_device = META
+
+    def __init__(self, clock: Clock, facts: DeviceFacts, memory: float) -> None:
+        """memory: bytes/s of host memory, by all processors."""
+        self._clock = clock
+        self._facts = facts
+        self._memory = memory
+        self._of_host: dict[int, torch.UntypedStorage] = {}
+        """Storages of host memory. They stay alive, so that no other storage has their identity."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        facts = self._facts
+        kind = "cpu" if facts.host_addressable else "cuda"
+        return DeviceInfo(kind, facts.host_addressable, facts.nbytes, processors=facts.processors)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with outside_modes():
+            return torch.empty(nbytes, dtype=torch.uint8, device=META)
+
+    def host_buffer(self, nbytes: int, *, pin: bool = True) -> torch.Tensor:
+        buffer = self.empty(nbytes)
+        storage = buffer.untyped_storage()
+        self._of_host[storage._cdata] = storage
+        return buffer
+
+    def in_host_memory(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is in a buffer of `host_buffer`."""
+        return tensor.untyped_storage()._cdata in self._of_host
+
+    def work_on_host(self, lane: str, nbytes: float, name: str = "") -> None:
+        """Let the calling thread read and write `nbytes` of host memory."""
+        self._clock.work(lane, nbytes / self._memory, name)
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        """Released buffers hold nothing."""
+
+    def available_bytes(self) -> int:
+        return self._facts.nbytes
+
+    def operate(self, seconds: float, nbytes: float) -> None:
+        """Let the calling thread's compute take the time of an operation. seconds: of its arithmetic. nbytes: read and
+        written.
+        """
+        raise NotImplementedError
+
+    def position(self) -> tuple[float, object]:
+        """Return when compute that the model issues now would start, and the work that determines it."""
+        raise NotImplementedError
+
+
+class SimulatedHost(SimulatedDevice):
+    """The host computes."""
+
+    host_addressable = True
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        lane = lane_of(self._clock.current.name)
+        if self.in_host_memory(source) != self.in_host_memory(destination):
+            lane = "host_to_device" if self.in_host_memory(source) else "device_to_host"
+        nbytes = destination.numel()
+        record = self._clock.work(lane, 2 * nbytes / self._memory, nbytes=nbytes)
+        self._clock.submitted.append(record)
+        return DONE
+
+    def await_copy(self, transfer: Transfer) -> None:
+        transfer.wait()
+
+    def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
+        self.work_on_host("compute", memory.numel(), "fingerprint")
+        return 0
+
+    def operate(self, seconds: float, nbytes: float) -> None:
+        self._clock.current.debt += max(seconds, nbytes / self._memory)
+
+    def position(self) -> tuple[float, object]:
+        return self._clock.now, self._clock.current.last
+
+
+class SimulatedAccelerator(SimulatedDevice):
+    """A device with memory, streams of copies, and a stream of each thread."""
+
+    host_addressable = False
+
+    def __init__(
+        self, clock: Clock, facts: DeviceFacts, memory: float, to_device: float, from_device: float
+    ) -> None:
+        """to_device, from_device: bytes/s of copies."""
+        super().__init__(clock, facts, memory)
+        self._to, self._from = Stream(clock, "host_to_device"), Stream(clock, "device_to_host")
+        self._bandwidths = {self._to: to_device, self._from: from_device}
+        self._streams: dict[str, Stream] = {}
+        """Thread → its stream."""
+
+    @property
+    def stream(self) -> Stream:
+        """The calling thread's stream."""
+        name = self._clock.current.name
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = Stream(self._clock, lane_of(name))
+        return stream
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        return self.in_host_memory(tensor)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        to_host, from_host = self.in_host_memory(destination), self.in_host_memory(source)
+        nbytes = destination.numel()
+        if to_host and from_host:
+            if after is not None:
+                after.wait()
+            self.work_on_host(lane_of(self._clock.current.name), 2 * nbytes)
+            return DONE
+        stream = self._from if to_host else self._to
+        stream.follow(self.stream.reached() if after is None else after)
+        self._clock.turn()  # threads share the streams of copies
+        seconds = nbytes / self._bandwidths[stream] if to_host or from_host else self._seconds(2 * nbytes)
+        self._clock.submitted.append(stream.run(seconds, nbytes=nbytes))
+        return stream.reached()
+
+    def await_copy(self, transfer: Transfer) -> None:
+        self.stream.follow(transfer)
+
+    def compute_reached(self) -> Transfer:
+        return self.stream.reached()
+
+    def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
+        self.operate(0.0, memory.numel())
+        return 0
+
+    def operate(self, seconds: float, nbytes: float) -> None:
+        self.stream.run(max(seconds, self._seconds(nbytes)))
+
+    def position(self) -> tuple[float, object]:
+        return self.stream.join()
+
+    def _seconds(self, nbytes: float) -> float:
+        return 0.0 if self._facts.bandwidth is None else nbytes / self._facts.bandwidth
+
+
