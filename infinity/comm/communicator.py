@@ -8,6 +8,7 @@ all ranks issue the same collectives in the same order, regardless of when reads
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -115,6 +116,12 @@ class Communicator:
     def info(self) -> RankInfo:
         """Return the properties of the ranks that a plan depends on."""
         return RankInfo(self.size, self.shards, self.backend, self.model.size)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node, tensor-parallel ones included; without torchrun's LOCAL_WORLD_SIZE, all."""
+        every = self.size * self.model.size
+        return max(1, min(every, int(os.environ.get("LOCAL_WORLD_SIZE", every))))
 
     @property
     def shards(self) -> int:

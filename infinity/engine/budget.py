@@ -34,7 +34,7 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
             "infinity.memory.nvme is set, and no state may be on nvme. Give offload_param or offload_optimizer "
             '(zero_optimization) the device "nvme" and a nvme_path, or remove the limit.'
         )
-    local = ranks_of_node(ranks.size * ranks.model.size)
+    local = ranks.local_size
     host = free_host(computes_on_host=computes_on_host) if memory.host == "auto" else memory.host
     nvme = free_nvme([str(folder) for folder in folders]) if memory.nvme == "auto" else memory.nvme
     sizes = [_UNLIMITED if nbytes is None else nbytes // local for nbytes in (host, nvme)]
@@ -42,11 +42,6 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
         sizes = ranks.smallest(sizes, config_in_common(config))
     host, nvme = (None if size == _UNLIMITED else size for size in sizes)
     return Budget(host, memory.host_params, nvme)
-
-
-def ranks_of_node(size: int) -> int:
-    """Return the number of ranks on this node; without torchrun's LOCAL_WORLD_SIZE, all `size` ranks."""
-    return max(1, min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
 
 
 def free_host(*, computes_on_host: bool) -> int:

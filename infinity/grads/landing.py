@@ -258,9 +258,7 @@ class Landing:
         found = self._sums.get(unit.index)
         if found is None:
             parts = unit.layout.parts(self._ranks.shard_rank)
-            found = self._sums[unit.index] = DeviceSquares(
-                self._places.device, parts, self._places.kernels.squares_into
-            )
+            found = self._sums[unit.index] = DeviceSquares(self._places.device, parts, self._places.kernels)
         return found
 
 

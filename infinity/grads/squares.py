@@ -10,6 +10,7 @@ from infinity import concurrency
 from infinity.plan.layout import Part
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer
+from infinity.update.kernels import Kernels
 
 Squares = Callable[[], float]
 """Returns a gradient's sum of squares. Waits for the device if it computes the sum. Any thread may call it."""
@@ -21,12 +22,10 @@ class DeviceSquares:
     Called from one thread.
     """
 
-    def __init__(
-        self, device: Device, parts: Sequence[Part], squares_into: Callable[[torch.Tensor, torch.Tensor], None]
-    ) -> None:
-        """parts: of the unit's shard; those in the norm are summed. squares_into: the kernel."""
+    def __init__(self, device: Device, parts: Sequence[Part], kernels: Kernels) -> None:
+        """parts: of the unit's shard; those in the norm are summed."""
         self._device = device
-        self._squares_into = squares_into
+        self._kernels = kernels
         self._parts = [part for part in parts if part.in_norm]
         self._host = device.host_buffer(len(self._parts) * torch.float64.itemsize)
         self._latest: _Copied | None = None
@@ -36,9 +35,9 @@ class DeviceSquares:
         self.close()  # reads an earlier gradient's sums, before they are overwritten
         sums = torch.empty(len(self._parts), dtype=torch.float64, device=shard.device)
         for number, part in enumerate(self._parts):
-            self._squares_into(sums[number], shard[part.start : part.stop])
+            self._kernels.squares_into(sums[number], shard[part.start : part.stop])
         copy = self._device.copy(self._host, sums.view(torch.uint8))
-        self._latest = _Copied(copy, sums, self._host, self._parts)
+        self._latest = _Copied(copy, sums, self._host, self._parts, self._kernels)
         return self._latest
 
     def close(self) -> None:
@@ -50,7 +49,10 @@ class DeviceSquares:
 class _Copied:
     """The sums of one gradient, which are copied to the host, and their total once it is read."""
 
-    def __init__(self, copy: Transfer, sums: torch.Tensor, host: torch.Tensor, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, copy: Transfer, sums: torch.Tensor, host: torch.Tensor, parts: Sequence[Part], kernels: Kernels
+    ) -> None:
+        self._kernels = kernels
         self._copy = copy
         self._sums: torch.Tensor | None = sums  # alive while it is copied
         self._host = host
@@ -63,7 +65,7 @@ class _Copied:
             if self._total is None:
                 self._copy.wait()
                 self._sums = None
-                sums = self._host.view(torch.float64).tolist()
+                sums = self._kernels.numbers(self._host)
                 # Replicated parameters are divided, so that each counts once in the sum over ranks.
                 self._total = sum((sums[k] / part.copies for k, part in enumerate(self._parts)), 0.0)
         return self._total

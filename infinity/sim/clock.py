@@ -100,6 +100,15 @@ class Clock:
         self.turn()
         return self._work(me, lane, seconds, name or me.label, nbytes)
 
+    def sleep(self, lane: str, seconds: float, name: str = "", nbytes: int = 0) -> Record:
+        """Let the running thread wait for work of a lane that needs no processor. Returns its record."""
+        self.turn()
+        me = self.current
+        record = Record(lane, name or me.label, nbytes, me.name, me.time, me.time + seconds, me.last, seconds)
+        self.records.append(record)
+        self.wait_until(record.end, record)
+        return record
+
     def wait_until(self, time: float, cause: Record | None) -> None:
         """Let the running thread wait for work that ends at `time`."""
         me = self.current

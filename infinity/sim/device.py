@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from infinity.plan.policy import DeviceInfo
-from infinity.sim.clock import Clock, lane_of
+from infinity.sim.clock import Clock, Record, lane_of
 from infinity.sim.lanes import Stream
 from infinity.tiers.device import Device
 from infinity.tiers.fingerprint import Fingerprint
@@ -81,7 +80,7 @@ class SimulatedDevice(Device):
         """
         raise NotImplementedError
 
-    def position(self) -> tuple[float, object]:
+    def position(self) -> tuple[float, Record | None]:
         """Return when compute that the model issues now would start, and the work that determines it."""
         raise NotImplementedError
 
@@ -113,7 +112,7 @@ class SimulatedHost(SimulatedDevice):
     def operate(self, seconds: float, nbytes: float) -> None:
         self._clock.current.debt += max(seconds, nbytes / self._memory)
 
-    def position(self) -> tuple[float, object]:
+    def position(self) -> tuple[float, Record | None]:
         return self._clock.now, self._clock.current.last
 
 
@@ -122,9 +121,7 @@ class SimulatedAccelerator(SimulatedDevice):
 
     host_addressable = False
 
-    def __init__(
-        self, clock: Clock, facts: DeviceFacts, memory: float, to_device: float, from_device: float
-    ) -> None:
+    def __init__(self, clock: Clock, facts: DeviceFacts, memory: float, to_device: float, from_device: float) -> None:
         """to_device, from_device: bytes/s of copies."""
         super().__init__(clock, facts, memory)
         self._to, self._from = Stream(clock, "host_to_device"), Stream(clock, "device_to_host")
@@ -172,10 +169,8 @@ class SimulatedAccelerator(SimulatedDevice):
     def operate(self, seconds: float, nbytes: float) -> None:
         self.stream.run(max(seconds, self._seconds(nbytes)))
 
-    def position(self) -> tuple[float, object]:
+    def position(self) -> tuple[float, Record | None]:
         return self.stream.join()
 
     def _seconds(self, nbytes: float) -> float:
         return 0.0 if self._facts.bandwidth is None else nbytes / self._facts.bandwidth
-
-

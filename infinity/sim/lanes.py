@@ -51,7 +51,13 @@ class Stream:
             start, cause = self._free, last
         else:
             start, cause = now, clock.current.last
-        if last is not None and last.end == start == self._free and last.lane == lane and not nbytes and not last.nbytes:
+        if (
+            last is not None
+            and last.end == start == self._free
+            and last.lane == lane
+            and not nbytes
+            and not last.nbytes
+        ):
             last.end += seconds
             last.alone += seconds
             self._free = last.end

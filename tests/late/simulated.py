@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from infinity import concurrency
 from infinity.grads.collector import GradCollector
 from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.fingerprint import Fingerprint
@@ -92,6 +91,7 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
     mapping = SimpleNamespace(**{name: getattr(mmap, name) for name in dir(mmap)})
     mapping.MAP_PRIVATE |= MAP_NORESERVE
     replaced: dict[str, Any] = {
+        "infinity.concurrency._Present.primitives": threads.Primitives(),  # autograd has threads of its own, too
         "infinity.tiers.memory.mmap": mapping,
         "infinity.tiers.slab.first_touch": lambda memory: None,
         "infinity.tiers.open_tiers.available_memory": lambda: int(host.nbytes),
@@ -107,7 +107,7 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
     replaced["infinity.units.store.EditChecks"] = _Unedited
     for name in ("arrive", "end_backward"):
         replaced[f"infinity.grads.collector.GradCollector.{name}"] = _labelled(getattr(GradCollector, name))
-    with concurrency.using(threads.Primitives()), _patched(replaced):
+    with _patched(replaced):
         yield SimulatedAccelerator(host)
 
 

@@ -11,7 +11,7 @@ import late
 from grads.test_landing import Bench
 from infinity.grads.squares import DeviceSquares
 from infinity.plan.layout import Part
-from infinity.update.kernels import squared_norm
+from infinity.update.kernels import NATIVE, squared_norm
 from late.device import LateAccelerator
 from late.test_engine import on_device, reference, train
 from support.configs import engine_config
@@ -39,7 +39,7 @@ def test_a_norm_on_the_device_is_read_when_it_is_asked_for(lazy: None) -> None:
     device = LateAccelerator()
     shard = torch.randn(20_480).to(device.torch_device)
     expected = squared_norm(shard, PARTS)
-    squares = DeviceSquares(device, PARTS)
+    squares = DeviceSquares(device, PARTS, NATIVE)
     before = late.counters().waits
     first = squares.start(shard)
     assert late.counters().waits == before and late.pending() >= len(PARTS), "nothing was waited for"
@@ -57,7 +57,7 @@ def test_a_norm_on_the_device_is_not_finite_if_the_gradient_is_not(order: None, 
     device = LateAccelerator()
     host = torch.zeros(20_480)
     host[5125] = value
-    squares = DeviceSquares(device, PARTS).start(host.to(device.torch_device))
+    squares = DeviceSquares(device, PARTS, NATIVE).start(host.to(device.torch_device))
     assert not squares() < torch.inf
 
 

@@ -118,12 +118,11 @@ def test_a_budget_above_the_free_memory_names_the_key_to_lower(tmp_path: Path) -
 
 
 def test_budgets_of_a_node_are_divided_over_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert resolved.ranks_of_node(16) == 4
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert resolved.ranks_of_node(16) == 16
     config = engine_config(folder=tmp_path, memory={"host": "1MiB", "nvme": "auto"})
     ranks = Communicator(CpuDevice())
+    ranks.size = 16
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert ranks.local_size == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(ranks, "size", 2)
     monkeypatch.setattr(ranks, "_mesh", SimpleNamespace(size=2, gather=lambda mine: [mine]))

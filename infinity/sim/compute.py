@@ -1,0 +1,175 @@
+"""The time of a model's operations on the meta device, and the memory of their results."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from infinity.sim.clock import Clock
+from infinity.sim.device import SimulatedDevice
+
+aten = torch.ops.aten
+
+_FREE = {
+    aten._unsafe_view.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+"""Operations that access no memory, beside those whose result is a view."""
+
+_SPARSE = {
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+}
+"""Operations that read as many bytes as they write, of a larger tensor."""
+
+_attention = aten._scaled_dot_product_flash_attention_for_cpu
+_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Compute(TorchDispatchMode):
+    """Charges each operation to the calling thread, and counts the bytes of results that are alive.
+
+    A matrix product takes its operations ÷ FLOP/s or its bytes ÷ bandwidth, the longer of the two; others their bytes.
+    """
+
+    def __init__(self, clock: Clock, device: SimulatedDevice, flops: Mapping[str, float | None]) -> None:
+        """flops: torch's name of a dtype → FLOP/s."""
+        super().__init__()
+        self._clock = clock
+        self._device = device
+        self._rates = {getattr(torch, name): rate for name, rate in flops.items()}
+        self.flops = 0.0
+        self.live = 0
+        """Bytes of results of the model's operations that are alive."""
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            self._device.compute_reached().wait()
+            return 1.0 if args[0].is_floating_point() else 1
+        result = func(*args, **kwargs)
+        if func in _FREE or func.is_view:
+            if self._clock.current.index == 0 and not func.is_view:
+                self._count(result)
+            return result
+        tensors: list[torch.Tensor] = []
+        _collect(args, tensors)
+        read = len(tensors)
+        _collect(result, tensors)
+        nbytes = 2 * sum(map(_nbytes, tensors[read:])) if func in _SPARSE else sum(map(_nbytes, tensors))
+        self._device.operate(self._arithmetic(func, args, kwargs, result, tensors), nbytes)
+        if self._clock.current.index == 0:
+            for made in tensors[read:]:
+                self._count(made)
+        return result
+
+    def _arithmetic(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> float:
+        """Return the seconds of a matrix product or attention; 0 for other operations."""
+        packet = func.overloadpacket
+        if packet is _attention or packet is _attention_backward:
+            query, key, value = (args if packet is _attention else args[1:])[:3]
+            products = 2 if packet is _attention else 5
+            flops = products * query.numel() // query.shape[-1] * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+            # Blocks above the diagonal are skipped.
+            causal = args[4] if packet is _attention and len(args) > 4 else kwargs.get("is_causal", False)
+            if packet is _attention_backward:
+                causal = args[7] if len(args) > 7 else causal
+            flops *= 0.5 if causal else 1.0
+        else:
+            count: Callable[..., int] | None = flop_registry.get(packet)
+            if count is None:
+                return 0.0
+            flops = count(*args, **kwargs, out_val=result)
+        self.flops += flops
+        dtype = next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        rate = self._rates.get(dtype) or self._rates.get(torch.float32)
+        return 0.0 if rate is None else flops / rate
+
+    def _count(self, tensor: Any) -> None:
+        """Count the memory of a result until it is freed."""
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        if hasattr(storage, "_counted"):
+            return
+        nbytes = storage.nbytes()
+        storage._counted = True  # type: ignore[attr-defined]
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, nbytes)
+
+    def _free(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, found)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, those of an expanded one once."""
+    if 0 in tensor.stride():
+        return prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.itemsize
+    return tensor.numel() * tensor.itemsize
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Let attention on the meta device be that of a fused kernel, as on real devices.
+
+    torch would take the plain one, which keeps the matrix of scores.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _fused, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if enable_gqa:
+        heads = query.shape[-3]
+        key, value = (each.repeat_interleave(heads // each.shape[-3], -3) for each in (key, value))
+    if query.dim() != 4 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        plain: torch.Tensor = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
+        return plain
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    fused: torch.Tensor = _attention(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return fused

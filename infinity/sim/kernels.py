@@ -1,0 +1,49 @@
+"""Kernels of the engine that compute nothing and take the time of the bytes that they access."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.rules import MomentFormat, Rule
+from infinity.sim.device import SimulatedDevice
+from infinity.update.kernels import Kernels
+
+
+def simulated_kernels(device: SimulatedDevice) -> Kernels:
+    """Return the kernels for states and gradients on `device` and on the host."""
+
+    def update_run(
+        states: dict[str, torch.Tensor], param: torch.Tensor, grad: torch.Tensor, *rest: Any, **more: Any
+    ) -> None:
+        # States are read and written, gradients read. Parameters beside fp32 masters are only written.
+        moved = 2 * sum(state.nbytes for state in states.values()) + grad.nbytes + param.nbytes
+        moved += 0 if "master" in states else param.nbytes
+        work("update", moved, param)
+
+    def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, initial: float = 0.0, **more: Any) -> float:
+        width = target.itemsize
+        work("reduce", source.nbytes + (2 if add else 1) * source.numel() * width, target)
+        return initial + 1.0
+
+    def sum_of_squares(values: torch.Tensor, *, initial: float = 0.0, **more: Any) -> float:
+        work("reduce", values.nbytes, values)
+        return initial + 1.0
+
+    def squares_into(out: torch.Tensor, values: torch.Tensor) -> None:
+        work("reduce", values.nbytes, values)
+
+    def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None:
+        """The native kernels exist on every simulated device."""
+
+    def numbers(memory: torch.Tensor) -> list[float]:
+        return [1.0] * (memory.numel() // 8)
+
+    def work(lane: str, nbytes: int, memory: torch.Tensor) -> None:
+        if device.is_host(memory):
+            device.work_on_host(lane, nbytes)
+        else:
+            device.operate(0.0, nbytes)
+
+    return Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device, numbers)

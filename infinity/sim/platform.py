@@ -1,0 +1,67 @@
+"""The platform of a simulated engine: ranks, tiers and kernels in virtual time, and no values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.comm.communicator import Communicator
+from infinity.comm.groups import Group
+from infinity.construction.stream_in import move_buffers
+from infinity.plan.layout import UnitLayout
+from infinity.plan.plan import Plan
+from infinity.sim.clock import Clock
+from infinity.sim.device import SimulatedDevice
+from infinity.sim.kernels import simulated_kernels
+from infinity.sim.lanes import Drive
+from infinity.sim.links import Links
+from infinity.sim.ranks import Ranks, SimulatedCommunicator
+from infinity.sim.tiers import open_simulated
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.units.binding import unbind
+from infinity.units.discover import UnitParameters
+from infinity.units.states import UnitStates
+from infinity.units.unit import Unit
+
+
+class SimulatedPlatform:
+    """A `Platform` (`infinity.engine.platform`) on one clock."""
+
+    def __init__(self, clock: Clock, device: SimulatedDevice, links: Links, ranks: Ranks) -> None:
+        self.kernels = simulated_kernels(device)
+        self._clock = clock
+        self._device = device
+        self._ranks = ranks
+        self._collective = links.collective
+        self._drive: Drive | None = None
+        if links.nvme_read is not None and links.nvme_write is not None:
+            mixed = links.nvme_mixed or (links.nvme_read + links.nvme_write) / 2
+            self._drive = Drive(clock, *(rate / ranks.per_node for rate in (links.nvme_read, links.nvme_write, mixed)))
+
+    def communicator(self, device: Device, *, sharded: bool, group: Group | None) -> Communicator:
+        return SimulatedCommunicator(self._clock, self._device, self._ranks, self._collective, sharded=sharded)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Values are not needed."""
+
+    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
+        return open_simulated(plan, device, self._clock, self._drive)
+
+    def stream_in(
+        self,
+        model: nn.Module,
+        found: Sequence[UnitParameters],
+        layouts: Sequence[UnitLayout],
+        states: UnitStates,
+        ranks: Communicator,
+        device: torch.device,
+    ) -> list[Unit]:
+        move_buffers(model, device)
+        units = []
+        for members, layout in zip(found, layouts, strict=True):
+            units.append(Unit(layout, list(members.parameters), device))
+            unbind(units[-1])
+        return units

@@ -1,0 +1,195 @@
+"""Simulates training steps: the engine's own code on virtual time, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from infinity import concurrency
+from infinity.engine.training import TrainingEngine
+from infinity.errors import ConfigError
+from infinity.plan.plan import Plan
+from infinity.sim.clock import Clock, Record
+from infinity.sim.compute import Compute, fused_attention
+from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
+from infinity.sim.exposed import Boundary, chrome_trace, exposed
+from infinity.sim.links import Links
+from infinity.sim.platform import SimulatedPlatform
+from infinity.sim.ranks import Ranks
+from infinity.sim.threads import VirtualPrimitives
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step in steady state, on one rank. Bytes and seconds are those of the last simulated step."""
+
+    seconds: float
+    compute_seconds: float
+    """Of `seconds`, those in which the model computed."""
+    exposed: Mapping[str, float]
+    """Lane → seconds in which the model waited for it. With `compute_seconds` they add up to `seconds`."""
+    moved: Mapping[str, int]
+    """Lane → bytes that it moved."""
+    order: Mapping[str, Sequence[tuple[str, int]]]
+    """Lane → (name, bytes) of its transfers in the order of their submission."""
+    flops: float
+    """Operations of matrix products and attention, recomputation included."""
+    activation_bytes: int
+    """Bytes of the model's results that are alive when backward begins, units excluded."""
+    working_bytes: int
+    """Peak of bytes of the model's results in the whole step."""
+    plan: Plan
+    steps: Sequence[Boundary]
+    """The ends of steps, and before them the start of the first one."""
+    records: Sequence[Record] = field(repr=False)
+    """All work of all steps."""
+    submitted: Sequence[Record] = field(repr=False)
+    """Transfers of all steps in the order of their submission."""
+
+    @property
+    def nvme_bytes_read(self) -> int:
+        return self.moved.get("nvme_read", 0)
+
+    @property
+    def nvme_bytes_written(self) -> int:
+        return self.moved.get("nvme_write", 0)
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int]:
+        """Tier → bytes of the plan. Activations and working memory come on top."""
+        return self.plan.peak_nbytes()
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """Return the last step as a Chrome trace."""
+        return chrome_trace(self.records, self.steps[-2].time, self.steps[-1].time)
+
+
+def simulate(
+    model: nn.Module,
+    config: Config,
+    links: Links,
+    *,
+    batch: Sequence[Any],
+    device: DeviceFacts | None = None,
+    ranks: Ranks | None = None,
+    steps: int = 3,
+    loss_of: Callable[[Any], torch.Tensor] | None = None,
+) -> Simulation:
+    """Train `model` for `steps` steps in virtual time, and return the last one.
+
+    model: on the meta device; it cannot be used afterwards. links: bandwidths of a node; `collective` and copies are
+    those of one rank. batch: arguments of the model for one micro-batch; tensors are moved to the meta device. loss_of:
+    returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
+    since the first records the trace and the second is the first to follow it.
+
+    Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
+    """
+    facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
+    place = _device(clock, facts, links, ranks)
+    compute = Compute(clock, place, links.flops)
+    primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links.flops))
+    args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
+    with ExitStack() as undo:
+        undo.enter_context(concurrency.using(primitives))
+        undo.callback(clock.abort)
+        platform = SimulatedPlatform(clock, place, links, ranks)
+        engine = TrainingEngine(model, config, device=place, platform=platform)
+        try:
+            loop = _Loop(clock, place, compute, engine, loss_of or _loss_of)
+            loop.run(args, steps)
+            simulation = _result(clock, engine.parts.plan, loop)
+            engine.close()
+        except BaseException:
+            engine._finalizer.detach()  # its threads are about to be ended
+            raise
+    return simulation
+
+
+class _Loop:
+    """A training loop, and its measurements."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        device: SimulatedDevice,
+        compute: Compute,
+        engine: TrainingEngine,
+        loss_of: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self.activation_bytes = self.working_bytes = 0
+        self.flops = 0.0
+        self.steps: list[Boundary] = []
+        self._clock, self._device, self._compute, self._engine = clock, device, compute, engine
+        self._loss_of = loss_of
+
+    def run(self, args: Sequence[Any], steps: int) -> None:
+        with fused_attention(), self._compute:
+            self._note()
+            for _ in range(steps):
+                self.activation_bytes = self._compute.peak = 0
+                self._compute.flops = 0.0
+                before = self._compute.live
+                for _ in range(self._engine.batch.accumulation):
+                    self._micro_batch(args)
+                self.working_bytes, self.flops = self._compute.peak - before, self._compute.flops
+                self._note()
+
+    def _micro_batch(self, args: Sequence[Any]) -> None:
+        before = self._compute.live
+        loss = self._loss_of(self._engine(*args))
+        self.activation_bytes = max(self.activation_bytes, self._compute.live - before)
+        self._engine.backward(loss)
+        del loss
+        self._engine.step()
+
+    def _note(self) -> None:
+        self._clock.turn()
+        self.steps.append(Boundary(*self._device.position(), len(self._clock.submitted)))
+
+
+def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> SimulatedDevice:
+    memory = links.memory / ranks.per_node
+    if facts.host_addressable:
+        return SimulatedHost(clock, facts, memory)
+    if links.host_to_device is None or links.device_to_host is None:
+        raise ConfigError("a device has memory of its own, and the bandwidths have no host_to_device: measure it there")
+    return SimulatedAccelerator(clock, facts, memory, links.host_to_device, links.device_to_host)
+
+
+def _result(clock: Clock, plan: Plan, loop: _Loop) -> Simulation:
+    start, end = loop.steps[-2:]
+    waited = exposed(clock.records, start, end)
+    moved: dict[str, int] = {}
+    order: dict[str, list[tuple[str, int]]] = {}
+    for record in clock.submitted[start.submitted : end.submitted]:
+        moved[record.lane] = moved.get(record.lane, 0) + record.nbytes
+        order.setdefault(record.lane, []).append((record.name, record.nbytes))
+    seconds = end.time - start.time
+    return Simulation(
+        seconds=seconds,
+        compute_seconds=seconds - sum(waited.values()),
+        exposed=waited,
+        moved=moved,
+        order=order,
+        flops=loop.flops,
+        activation_bytes=loop.activation_bytes,
+        working_bytes=loop.working_bytes,
+        plan=plan,
+        steps=loop.steps,
+        records=clock.records,
+        submitted=clock.submitted,
+    )
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    return output[0] if loss is None else loss

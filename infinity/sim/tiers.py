@@ -1,0 +1,68 @@
+"""Tiers without bytes: extents of the meta device, and transfers that take time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.plan.placement import Extent
+from infinity.plan.plan import Plan
+from infinity.plan.pools import READ_AHEAD
+from infinity.sim.clock import Clock
+from infinity.sim.lanes import Drive
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.slab import SlabTier
+from infinity.tiers.transfer import Transfer
+
+
+def open_simulated(plan: Plan, device: Device, clock: Clock, drive: Drive | None) -> dict[str, Tier]:
+    """Return tier name → tier, for the tiers that hold extents."""
+    return {
+        name: _nvme(plan, device, drive) if name == "nvme" else SimulatedSlab(name, plan, device, clock)
+        for name in sorted(plan.placement.nbytes, key=lambda name: name != "nvme")
+    }
+
+
+class SimulatedSlab(SlabTier):
+    """The engine's slab, whose copies carry the names of extents."""
+
+    def __init__(self, name: str, plan: Plan, device: Device, clock: Clock) -> None:
+        super().__init__(name, plan.placement.nbytes[name], device, on_device=name == "device")
+        self._clock = clock
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        with self._clock.naming(extent.name):
+            return super().read(extent, destination, offset)
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        with self._clock.naming(extent.name):
+            return super().write(extent, source, offset)
+
+
+class SimulatedNvme(NvmeTier):
+    """The engine's nvme tier over a simulated drive. It counts bytes as the native I/O engine does."""
+
+    def __init__(self, plan: Plan, device: Device, drive: Drive) -> None:
+        assert plan.io is not None
+        parts: Any = drive  # in place of a file and of the native engine
+        super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD))
+        self._drive = drive
+
+    def register(self, memory: torch.Tensor) -> None:
+        """No buffer has an address."""
+
+    def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        return self._drive.read(extent.name, memory.numel())
+
+    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        return self._drive.write(extent.name, memory.numel())
+
+
+def _nvme(plan: Plan, device: Device, drive: Drive | None) -> Tier:
+    if drive is None:
+        raise ConfigError("states are on nvme, and the bandwidths have no nvme_read and nvme_write: measure them")
+    return SimulatedNvme(plan, device, drive)
