@@ -156,12 +156,11 @@ class Clock:
     def end(self) -> None:
         """End the running thread, which calls nothing of this clock afterwards."""
         me = self.current
-        if me.debt and not self._failure:
+        if me.debt:
             self._pay(me)
         me.is_ready = False
         self.threads.remove(me)
-        if not self._failure:
-            self._next().baton.release()
+        self._next().baton.release()
 
     @property
     def has_failed(self) -> bool:
@@ -189,7 +188,7 @@ class Clock:
             if source.due <= time:
                 return self._pass_on(me)
         for thread in self.threads:
-            if thread.is_ready and thread.time < time:
+            if thread.is_ready and (thread.time < time or (thread.time == time and not me.index and thread.index)):
                 return self._pass_on(me)
         return None
 
@@ -208,7 +207,7 @@ class Clock:
         while True:
             first: HostThread | None = None
             for thread in self.threads:
-                if thread.is_ready and (first is None or thread.time < first.time):
+                if thread.is_ready and (first is None or thread.time < first.time or _is_tie(first, thread)):
                     first = thread
             source = min(self.sources, key=_due)
             if source.due <= (inf if first is None else first.time) and source.due < inf:
@@ -220,6 +219,11 @@ class Clock:
                 first = self.threads[0]
             self.current = first
             return first
+
+
+def _is_tie(first: HostThread, other: HostThread) -> bool:
+    """Return whether `other` goes before the model's thread: it has done work that takes no time already."""
+    return not first.index and other.time == first.time
 
 
 def _due(source: Source) -> float:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from infinity.sim.clock import Clock
-from infinity.sim.device import SimulatedDevice
+from infinity.sim.device import META, SimulatedDevice
 
 aten = torch.ops.aten
 
@@ -53,6 +55,10 @@ class Compute(TorchDispatchMode):
         super().__init__()
         self._clock = clock
         self._device = device
+        self._known: dict[Any, _Operation] = {}
+        """Operation and its arguments, with tensors as shapes, strides and dtypes → its result and cost. Meta kernels
+        take longer than a look-up.
+        """
         self._rates = {getattr(torch, name): rate for name, rate in flops.items()}
         self.flops = 0.0
         self.live = 0
@@ -63,27 +69,39 @@ class Compute(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.is_view or func.namespace == "profiler":
+            return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             self._device.compute_reached().wait()
             return 1.0 if args[0].is_floating_point() else 1
-        result = func(*args, **kwargs)
-        if func in _FREE or func.is_view:
-            if self._clock.current.index == 0 and not func.is_view:
-                self._count(result)
-            return result
+        key = (func, _key(args), _key(kwargs)) if _is_functional(func) else None
+        known = self._known.get(key)
+        if known is None:
+            result = func(*args, **kwargs)
+            known = self._cost(func, args, kwargs, result)
+            if key is not None:
+                self._known[key] = known
+        else:
+            result = known.result()
+        self.flops += known.flops
+        if known.nbytes:
+            self._device.operate(known.seconds, known.nbytes)
+        if self._clock.current.index == 0:
+            for made in result if isinstance(result, (tuple, list)) else (result,):
+                self._count(made)
+        return result
+
+    def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
         tensors: list[torch.Tensor] = []
         _collect(args, tensors)
         read = len(tensors)
         _collect(result, tensors)
         nbytes = 2 * sum(map(_nbytes, tensors[read:])) if func in _SPARSE else sum(map(_nbytes, tensors))
-        self._device.operate(self._arithmetic(func, args, kwargs, result, tensors), nbytes)
-        if self._clock.current.index == 0:
-            for made in tensors[read:]:
-                self._count(made)
-        return result
+        flops, seconds = self._arithmetic(func, args, kwargs, result, tensors)
+        return _Operation(_specs(result), seconds, flops, 0 if func in _FREE else nbytes)
 
-    def _arithmetic(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> float:
-        """Return the seconds of a matrix product or attention; 0 for other operations."""
+    def _arithmetic(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Any) -> tuple[float, float]:
+        """Return the operations and seconds of a matrix product or attention; 0 for others."""
         packet = func.overloadpacket
         if packet is _attention or packet is _attention_backward:
             query, key, value = (args if packet is _attention else args[1:])[:3]
@@ -97,12 +115,11 @@ class Compute(TorchDispatchMode):
         else:
             count: Callable[..., int] | None = flop_registry.get(packet)
             if count is None:
-                return 0.0
+                return 0.0, 0.0
             flops = count(*args, **kwargs, out_val=result)
-        self.flops += flops
         dtype = next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
         rate = self._rates.get(dtype) or self._rates.get(torch.float32)
-        return 0.0 if rate is None else flops / rate
+        return flops, 0.0 if rate is None else flops / rate
 
     def _count(self, tensor: Any) -> None:
         """Count the memory of a result until it is freed."""
@@ -119,6 +136,60 @@ class Compute(TorchDispatchMode):
 
     def _free(self, nbytes: int) -> None:
         self.live -= nbytes
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """Result and cost of an operation."""
+
+    made: Any
+    """Shape, stride and dtype of the result, or a tuple of them."""
+    seconds: float
+    flops: float
+    nbytes: int
+
+    def result(self) -> Any:
+        return _from_specs(self.made)
+
+
+class _Spec(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@cache
+def _is_functional(func: Any) -> bool:
+    """Return whether the result of an operation is new memory, and depends on shapes only."""
+    schema = func._schema
+    return func.namespace == "aten" and not any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
+
+
+def _key(value: Any) -> Any:
+    """Return a hashable description of an argument."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(each) for each in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(each)) for name, each in value.items())
+    return type(value), value
+
+
+def _specs(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return _Spec(tuple(result.shape), result.stride(), result.dtype) if result.is_meta else result
+    if isinstance(result, (list, tuple)):
+        return tuple(_specs(each) for each in result)
+    return result
+
+
+def _from_specs(made: Any) -> Any:
+    if isinstance(made, _Spec):
+        return torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=META)
+    if isinstance(made, tuple):
+        return tuple(_from_specs(each) for each in made)
+    return made
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:

@@ -152,12 +152,17 @@ class VirtualThread(threading.Thread):
                 self._work()
         except BaseException:
             if not self._clock.has_failed:
+                self._end()
                 raise
-        finally:
-            self._has_ended = True
-            for thread in self._joining:
-                self._clock.wake(thread)
-            self._clock.end()
+        else:
+            if not self._clock.has_failed:
+                self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        for thread in self._joining:
+            self._clock.wake(thread)
+        self._clock.end()
 
 
 class VirtualExecutor(Executor):

@@ -1,0 +1,120 @@
+"""Transfers of a real run, recorded by its tiers in the order of their submission."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.platform import Machine
+from infinity.engine.training import TrainingEngine
+from infinity.grads.buffers import Sent
+from infinity.observe.ledger import Snapshot
+from infinity.plan.plan import Plan
+from infinity.sim.simulate import Simulation
+from infinity.tiers.base import Tier
+from infinity.tiers.device import CpuDevice, Device
+from infinity.update.job import Gradient, UpdateJob
+
+Order: TypeAlias = dict[tuple[str, str], list[tuple[str, int]]]
+"""(thread, lane) → (extent, bytes) of its transfers, in order."""
+
+
+LANES = "nvme_read", "nvme_write", "host_to_device", "device_to_host"
+
+
+class Recorder(Machine):
+    """This machine, whose tiers record what is submitted to them."""
+
+    def __init__(self) -> None:
+        self.order: Order = defaultdict(list)
+
+    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
+        tiers = super().open_tiers(plan, device, rank)
+        for name, tier in tiers.items():
+            read, write = ("_read", "_write") if name == "nvme" else ("read", "write")
+            lanes = ("nvme_read", "nvme_write") if name == "nvme" else ("host_to_device", "device_to_host")
+            for method, lane in zip((read, write), lanes, strict=True):
+                if name != "device":
+                    setattr(tier, method, self._recording(lane, getattr(tier, method)))
+        return tiers
+
+    def _recording(self, lane: str, transfer: Callable[..., Any]) -> Callable[..., Any]:
+        def record(extent: Any, memory: torch.Tensor, offset: int = 0) -> Any:
+            self.order[thread_name(threading.current_thread().name), lane].append((extent.name, memory.numel()))
+            submitted = transfer(extent, memory, offset)
+            submitted.wait()
+            return submitted
+
+        return record
+
+
+def thread_name(name: str) -> str:
+    """Return the name of a thread as in a simulation."""
+    return "model" if name == "MainThread" else name.partition("_")[0]
+
+
+def real_run(model: nn.Module, config: Config, batch: Sequence[torch.Tensor], steps: int) -> tuple[Order, Snapshot]:
+    """Train `steps` steps. Returns the transfers until the engine is closed, and the counters of the run."""
+    recorder = Recorder()
+    engine = TrainingEngine(model, config, device=CpuDevice(), platform=recorder)
+    recorder.order.clear()
+    _finish_at_once(engine)
+    before = engine.ledger.snapshot()
+    for _ in range(steps):
+        for _ in range(engine.batch.accumulation):
+            engine.backward(engine(*batch))
+            engine.step()
+    engine.settle()
+    moved = engine.ledger.snapshot() - before
+    engine.close()
+    return dict(recorder.order), moved
+
+
+def _finish_at_once(engine: TrainingEngine) -> None:
+    """Let the threads of updates and gradients finish what they are given before the model continues.
+
+    So the order does not depend on the speeds of this machine.
+    """
+    pipeline, gradients = engine.updates.pipeline, engine.updates.gradients
+    submit, keep, land = pipeline.submit, gradients.keep, gradients.land
+
+    def submit_and_wait(job: UpdateJob) -> None:
+        submit(job)
+        job.done.wait()
+        while pipeline._ended < pipeline._submitted:
+            time.sleep(1e-4)
+
+    def keep_and_wait(sent: Sent) -> None:
+        keep(sent)
+        written = gradients._moves[-1].result()
+        if written is not None:
+            written.result()
+
+    def land_and_wait(sent: Sent) -> Future[Gradient]:
+        landed = land(sent)
+        landed.result()
+        return landed
+
+    vars(pipeline)["submit"] = submit_and_wait
+    vars(gradients).update(keep=keep_and_wait, land=land_and_wait)
+
+
+def simulated_order(simulation: Simulation) -> Order:
+    """Return the transfers between tiers of a whole simulation."""
+    order: Order = defaultdict(list)
+    for record in simulation.submitted:
+        if record.name and record.lane in LANES:
+            order[record.thread, record.lane].append((record.name, record.nbytes))
+    return dict(order)
+
+
+def bytes_of(order: Order, lane: str) -> int:
+    return sum(nbytes for key, moves in order.items() if key[1] == lane for _, nbytes in moves)
