@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -69,12 +70,13 @@ class Compute(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or func.namespace == "profiler":
+        kind = _kind(func)
+        if kind is _Kind.VIEW:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             self._device.compute_reached().wait()
             return 1.0 if args[0].is_floating_point() else 1
-        key = (func, _key(args), _key(kwargs)) if _is_functional(func) else None
+        key = None if kind is _Kind.OTHER else (func, _key(args), _key(kwargs))
         known = self._known.get(key)
         if known is None:
             result = func(*args, **kwargs)
@@ -82,11 +84,11 @@ class Compute(TorchDispatchMode):
             if key is not None:
                 self._known[key] = known
         else:
-            result = known.result()
+            result = args[0] if kind is _Kind.SAME else known.result()
         self.flops += known.flops
         if known.nbytes:
             self._device.operate(known.seconds, known.nbytes)
-        if self._clock.current.index == 0:
+        if kind is not _Kind.SAME and self._clock.current.index == 0:
             for made in result if isinstance(result, (tuple, list)) else (result,):
                 self._count(made)
         return result
@@ -158,11 +160,27 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
 
 
+class _Kind(Enum):
+    """What an operation returns."""
+
+    VIEW = "a view, or no memory at all"
+    NEW = "new memory, whose shape depends on the shapes of the arguments only"
+    SAME = "its first argument, which it changes"
+    OTHER = "anything else"
+
+
 @cache
-def _is_functional(func: Any) -> bool:
-    """Return whether the result of an operation is new memory, and depends on shapes only."""
-    schema = func._schema
-    return func.namespace == "aten" and not any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
+def _kind(func: Any) -> _Kind:
+    if func.is_view or func.namespace == "profiler":
+        return _Kind.VIEW
+    arguments, returns = func._schema.arguments, func._schema.returns
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return _Kind.OTHER
+    aliased = [value.alias_info is not None for value in arguments]
+    if not any(aliased) and not any(value.alias_info is not None for value in returns):
+        return _Kind.NEW
+    in_place = aliased[0] and not any(aliased[1:]) and len(returns) == 1 and func._schema.name.endswith("_")
+    return _Kind.SAME if in_place else _Kind.OTHER
 
 
 def _key(value: Any) -> Any:

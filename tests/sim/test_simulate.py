@@ -1,0 +1,178 @@
+"""A simulated step adds up, follows the stated speeds, is the same in each run, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.plan.placement import State
+from infinity.sim.device import DeviceFacts
+from infinity.sim.exposed import LANES
+from infinity.sim.links import Links
+from infinity.sim.ranks import Ranks
+from infinity.sim.simulate import Simulation, simulate
+from support.configs import engine_config
+
+LINKS = Links(
+    nvme_read=2e8,
+    nvme_write=1e8,
+    nvme_mixed=2e8,
+    memory=2e9,
+    host_to_device=1e9,
+    device_to_host=1e9,
+    collective=1e9,
+    flops={"float32": 1e11, "bfloat16": 2e11},
+    baseline_rss=0,
+)
+SHAPE = GPT2Config(
+    vocab_size=96, seq_length=16, num_layers=4, hidden_size=64, num_attention_heads=4, checkpoint_activations=True
+)
+TOKENS = torch.zeros(4, 17, dtype=torch.int64)
+BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
+GPU = DeviceFacts(host_addressable=False, nbytes=1 << 30, bandwidth=1e11)
+DEVICES = [DeviceFacts(), GPU]
+
+
+def run(
+    folder: Path, links: Links = LINKS, device: DeviceFacts | None = None, ranks: Ranks | None = None, **options: object
+) -> Simulation:
+    config = engine_config(folder=folder, unit_size=60_000, debug=False, **options)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = GPT2(SHAPE)
+    return simulate(model, config, links, batch=BATCH, device=device, ranks=ranks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ranks", [Ranks(), Ranks(4, 2)])
+def test_computing_and_waiting_add_up_to_the_step(tmp_path: Path, device: DeviceFacts, ranks: Ranks) -> None:
+    found = run(tmp_path, device=device, ranks=ranks, clip=1.0)
+    assert found.exposed.keys() <= set(LANES) and min(found.exposed.values()) > 0
+    assert found.compute_seconds > 0
+    assert found.compute_seconds + sum(found.exposed.values()) == pytest.approx(found.seconds, rel=1e-9)
+    assert found.seconds == found.steps[-1].time - found.steps[-2].time
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_run_is_the_same(tmp_path: Path, device: DeviceFacts) -> None:
+    first, second = (run(tmp_path, device=device) for _ in range(2))
+    assert first.seconds == second.seconds
+    assert first.exposed == second.exposed
+    assert first.order == second.order
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_bound_by_the_drive_takes_its_bytes(tmp_path: Path, device: DeviceFacts) -> None:
+    """Reads and writes overlap at the mixed bandwidth."""
+    links = replace(LINKS, nvme_read=1e6, nvme_write=1e6, nvme_mixed=1e6)
+    found = run(tmp_path, links, device)
+    moved = found.nvme_bytes_read + found.nvme_bytes_written
+    assert moved / 1e6 <= found.seconds * 1.001 <= 1.02 * moved / 1e6
+    assert found.exposed["nvme_read"] + found.exposed["nvme_write"] > 0.95 * found.seconds
+
+
+def test_a_step_writes_the_states_once(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    extents = found.plan.placement.extents
+    states = sum(extent.nbytes for (_, state), extent in extents.items() if state is not State.GRAD)
+    assert found.nvme_bytes_written == states
+
+
+@pytest.mark.parametrize("lane, change", [("update", {"memory": 2e10}), ("nvme_read", {"nvme_read": 2e9})])
+def test_a_faster_link_shortens_the_step(tmp_path: Path, lane: str, change: dict[str, float]) -> None:
+    slow = replace(LINKS, memory=2e8)
+    before, after = run(tmp_path, slow, clip=1.0), run(tmp_path, replace(slow, **change), clip=1.0)
+    assert after.seconds < before.seconds
+    assert after.exposed.get(lane, 0.0) < before.exposed[lane]
+
+
+def test_products_take_their_operations(tmp_path: Path) -> None:
+    """A checkpoint does not recompute a block's last product. Attention skips what its mask hides."""
+    found = run(tmp_path, replace(LINKS, flops={"float32": 1e6}))
+    tokens, width, length, layers, vocabulary = 64, 64, 16, 4, 96
+    block = (24 + 48 + 16) * tokens * width**2 + (4 + 10 + 4) / 2 * tokens * length * width
+    flops = layers * block + 6 * tokens * width * vocabulary
+    assert found.flops == flops
+    assert found.compute_seconds == pytest.approx(flops / 1e6, rel=1e-3)
+
+
+def test_ranks_of_a_node_share_its_drive(tmp_path: Path) -> None:
+    links = replace(LINKS, nvme_read=1e6, nvme_write=1e6, nvme_mixed=1e6)
+    alone, shared = run(tmp_path, links, ranks=Ranks(4, 1)), run(tmp_path, links, ranks=Ranks(4, 4))
+    assert shared.nvme_bytes_read == alone.nvme_bytes_read
+    assert shared.seconds == pytest.approx(4 * alone.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_rank_gathers_whole_units_and_reduces_their_gradients(tmp_path: Path, device: DeviceFacts) -> None:
+    found = run(tmp_path, device=device, ranks=Ranks(4, 2))
+    model = sum(layout.nbytes for layout in found.plan.units)
+    assert found.moved["reduce"] == model
+    assert model <= found.moved["gather"] <= 3 * model
+
+
+def test_activations_of_checkpoints_are_smaller() -> None:
+    kept = {}
+    for checkpoints in (False, True):
+        with torch.device("meta"):
+            model = GPT2(replace(SHAPE, checkpoint_activations=checkpoints))
+        kept[checkpoints] = simulate(model, engine_config("cpu", "cpu", debug=False), LINKS, batch=BATCH)
+    tokens = 4 * 16
+    inputs = SHAPE.num_layers * tokens * SHAPE.hidden_size * 4
+    assert inputs < kept[True].activation_bytes < kept[False].activation_bytes / 2
+    assert kept[True].activation_bytes < kept[True].working_bytes
+
+
+def test_a_trace_has_the_last_step_in_its_lanes(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    events = found.chrome_trace()["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == list(LANES)
+    work = [event for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in work) >= 0
+    assert max(event["ts"] + event["dur"] for event in work) <= found.seconds * 1e6 * (1 + 1e-9)
+
+
+def test_states_on_a_drive_without_bandwidth_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no nvme_read and nvme_write"):
+        run(tmp_path, replace(LINKS, nvme_read=None, nvme_write=None, nvme_mixed=None))
+    assert_no_threads()
+
+
+class Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer(x)
+        raise ValueError("as a model may")
+
+
+def test_an_error_of_the_model_ends_all_threads(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Raising()
+    with pytest.raises(ValueError, match="as a model may"):
+        simulate(model, engine_config(folder=tmp_path), LINKS, batch=(torch.zeros(2, 64),))
+    assert_no_threads()
+
+
+def test_real_engines_and_attention_are_as_before(tmp_path: Path) -> None:
+    run(tmp_path)
+    assert_no_threads()
+    query = torch.zeros(1, 1, 2, 4, device="meta", requires_grad=True)
+    graph = F.scaled_dot_product_attention(query, query, query)
+    assert graph.grad_fn is not None and "Flash" not in graph.grad_fn.name()
+
+
+def assert_no_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("infinity-"):
+            thread.join(5)
+            assert not thread.is_alive()
