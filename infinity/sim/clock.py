@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -28,7 +28,7 @@ class Record:
     """The thread that submitted it."""
     start: float
     end: float
-    cause: Record | None
+    cause: Record | None = field(repr=False)
     """The work that had to end before this one began."""
     alone: float = 0.0
     """Seconds that it would have taken without sharing the processors."""

@@ -53,7 +53,7 @@ class Compute(TorchDispatchMode):
 
     def __init__(self, clock: Clock, device: SimulatedDevice, flops: Mapping[str, float | None]) -> None:
         """flops: torch's name of a dtype → FLOP/s."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
         self._device = device
         self._known: dict[Any, _Operation] = {}
@@ -161,7 +161,7 @@ class _Spec(NamedTuple):
 
 
 class _Kind(Enum):
-    """What an operation returns."""
+    """Results of operations."""
 
     VIEW = "a view, or no memory at all"
     NEW = "new memory, whose shape depends on the shapes of the arguments only"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from infinity.sim.clock import Record
@@ -32,7 +32,7 @@ class Boundary:
     """The end of a step."""
 
     time: float
-    cause: Record | None
+    cause: Record | None = field(repr=False)
     """The work that determined `time`."""
     submitted: int
     """Number of transfers submitted so far."""

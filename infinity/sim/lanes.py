@@ -1,4 +1,4 @@
-"""What takes time beside threads of the host: streams of a device, and drives."""
+"""Resources that take time beside threads of the host: streams of a device, and drives."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -76,8 +76,9 @@ class SimulatedCommunicator(Communicator):
     def check_consistent(self, lines: Sequence[str]) -> None:
         """The other ranks are like this one."""
 
-    def construction(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def construction(self) -> Iterator[None]:
+        yield
 
     def close(self) -> None:
         if self.backend:

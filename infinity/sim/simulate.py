@@ -34,7 +34,7 @@ class Simulation:
 
     seconds: float
     compute_seconds: float
-    """Of `seconds`, those in which the model computed."""
+    """The part of `seconds` in which the model computed."""
     exposed: Mapping[str, float]
     """Lane → seconds in which the model waited for it. With `compute_seconds` they add up to `seconds`."""
     moved: Mapping[str, int]

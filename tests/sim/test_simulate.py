@@ -82,13 +82,15 @@ def test_a_step_writes_the_states_once(tmp_path: Path) -> None:
     found = run(tmp_path)
     extents = found.plan.placement.extents
     states = sum(extent.nbytes for (_, state), extent in extents.items() if state is not State.GRAD)
-    assert found.nvme_bytes_written == states
+    written = [(name, nbytes) for name, nbytes in found.order["nvme_write"] if "gradient" not in name]
+    assert sum(nbytes for _, nbytes in written) == states
+    assert found.nvme_bytes_written >= states
 
 
-@pytest.mark.parametrize("lane, change", [("update", {"memory": 2e10}), ("nvme_read", {"nvme_read": 2e9})])
-def test_a_faster_link_shortens_the_step(tmp_path: Path, lane: str, change: dict[str, float]) -> None:
-    slow = replace(LINKS, memory=2e8)
-    before, after = run(tmp_path, slow, clip=1.0), run(tmp_path, replace(slow, **change), clip=1.0)
+@pytest.mark.parametrize("lane, names", [("update", ("memory",)), ("nvme_read", ("nvme_read", "nvme_mixed"))])
+def test_a_faster_link_shortens_the_step(tmp_path: Path, lane: str, names: tuple[str, ...]) -> None:
+    slow, fast = (replace(LINKS, **dict.fromkeys(names, rate)) for rate in (2e7, 2e9))
+    before, after = run(tmp_path, slow, clip=1.0), run(tmp_path, fast, clip=1.0)
     assert after.seconds < before.seconds
     assert after.exposed.get(lane, 0.0) < before.exposed[lane]
 
