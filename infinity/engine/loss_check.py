@@ -33,6 +33,7 @@ class LossCheck:
     def __init__(self, reader: LossReader, loss: torch.Tensor, ranks: Communicator, refused: int) -> None:
         """loss: a scalar that is being computed. refused: units of former steps that this rank did not update."""
         self._loss = loss.detach().reshape(1)  # alive while it is copied
+        self._device = reader.device
         self._ranks = ranks
         self._refused = float(refused)
         self._host = reader.host[: loss.itemsize]
@@ -49,7 +50,7 @@ class LossCheck:
 
     def _read(self) -> tuple[float, float]:
         self._copied.wait()
-        value = self._host.view(self._loss.dtype).item()
+        value = self._device.numbers(self._host.view(self._loss.dtype))[0]
         return 0.0 if math.isfinite(value) else 1.0, self._refused
 
     def result(self) -> tuple[float, ...]:

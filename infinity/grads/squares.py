@@ -37,7 +37,7 @@ class DeviceSquares:
         for number, part in enumerate(self._parts):
             self._kernels.squares_into(sums[number], shard[part.start : part.stop])
         copy = self._device.copy(self._host, sums.view(torch.uint8))
-        self._latest = _Copied(copy, sums, self._host, self._parts, self._kernels)
+        self._latest = _Copied(copy, sums, self._host, self._parts, self._device)
         return self._latest
 
     def close(self) -> None:
@@ -50,9 +50,9 @@ class _Copied:
     """The sums of one gradient, which are copied to the host, and their total once it is read."""
 
     def __init__(
-        self, copy: Transfer, sums: torch.Tensor, host: torch.Tensor, parts: Sequence[Part], kernels: Kernels
+        self, copy: Transfer, sums: torch.Tensor, host: torch.Tensor, parts: Sequence[Part], device: Device
     ) -> None:
-        self._kernels = kernels
+        self._device = device
         self._copy = copy
         self._sums: torch.Tensor | None = sums  # alive while it is copied
         self._host = host
@@ -65,7 +65,7 @@ class _Copied:
             if self._total is None:
                 self._copy.wait()
                 self._sums = None
-                sums = self._kernels.numbers(self._host)
+                sums = self._device.numbers(self._host.view(torch.float64))
                 # Replicated parameters are divided, so that each counts once in the sum over ranks.
                 self._total = sum((sums[k] / part.copies for k, part in enumerate(self._parts)), 0.0)
         return self._total

@@ -81,7 +81,7 @@ class Compute(TorchDispatchMode):
         if known is None:
             result = func(*args, **kwargs)
             known = self._cost(func, args, kwargs, result)
-            if key is not None:
+            if key is not None and _is_meta(result):
                 self._known[key] = known
         else:
             result = args[0] if kind is _Kind.SAME else known.result()
@@ -194,9 +194,15 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
+def _is_meta(result: Any) -> bool:
+    """Return whether a result has no values that a repetition would have to compute."""
+    each = result if isinstance(result, (list, tuple)) else (result,)
+    return all(isinstance(made, torch.Tensor) and made.is_meta for made in each)
+
+
 def _specs(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
-        return _Spec(tuple(result.shape), result.stride(), result.dtype) if result.is_meta else result
+        return _Spec(tuple(result.shape), result.stride(), result.dtype)
     if isinstance(result, (list, tuple)):
         return tuple(_specs(each) for each in result)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,6 +68,9 @@ class SimulatedDevice(Device):
     def work_on_host(self, lane: str, nbytes: float, name: str = "") -> None:
         """Let the calling thread read and write `nbytes` of host memory."""
         self._clock.work(lane, nbytes / self._memory, name)
+
+    def numbers(self, memory: torch.Tensor) -> list[Any]:
+        return [1] * memory.numel()
 
     def poison(self, buffer: torch.Tensor) -> None:
         """Released buffers hold nothing."""
@@ -164,7 +168,7 @@ class SimulatedAccelerator(SimulatedDevice):
 
     def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
         self.operate(0.0, memory.numel())
-        return 0
+        return torch.empty((), dtype=torch.int64, device=META)
 
     def operate(self, seconds: float, nbytes: float) -> None:
         self.stream.run(max(seconds, self._seconds(nbytes)))

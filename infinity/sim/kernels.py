@@ -37,13 +37,10 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
     def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None:
         """The native kernels exist on every simulated device."""
 
-    def numbers(memory: torch.Tensor) -> list[float]:
-        return [1.0] * (memory.numel() // 8)
-
     def work(lane: str, nbytes: int, memory: torch.Tensor) -> None:
         if device.is_host(memory):
             device.work_on_host(lane, nbytes)
         else:
             device.operate(0.0, nbytes)
 
-    return Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device, numbers)
+    return Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -83,6 +84,11 @@ class Device(ABC):
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Return whether the host's I/O and optimizer kernels can work in `tensor` directly."""
         return tensor.device.type == "cpu"
+
+    def numbers(self, memory: torch.Tensor) -> list[Any]:
+        """Return the numbers in host memory, (n,), that was copied from this device."""
+        found: list[Any] = memory.tolist()
+        return found
 
     def peak_bytes(self) -> int:
         """Return the peak of bytes allocated on the device; 0 if the device is the host."""

@@ -15,16 +15,17 @@ from infinity.units.unit import Unit
 class EditCheck:
     """One comparison. Calling it waits for the device, and returns whether the unit was edited. Any thread may."""
 
-    def __init__(self, same: torch.Tensor, flag: torch.Tensor, copied: Transfer) -> None:
+    def __init__(self, device: Device, same: torch.Tensor, flag: torch.Tensor, copied: Transfer) -> None:
         """flag: the host's copy of `same`, valid once `copied` is done."""
         self.copied = copied
         self.same: torch.Tensor | None = same  # alive while it is copied
+        self._device = device
         self._flag = flag
 
     def __call__(self) -> bool:
         self.copied.wait()
         self.same = None
-        return not self._flag.item()
+        return not self._device.numbers(self._flag)[0]
 
 
 class EditChecks:
@@ -47,6 +48,6 @@ class EditChecks:
         same = self._device.fingerprint(unit.lease.tensor) == unit.fingerprint
         if not isinstance(same, torch.Tensor):
             flag[0] = same
-            return EditCheck(flag, flag, DONE)
+            return EditCheck(self._device, flag, flag, DONE)
         result = same.reshape(1).view(torch.uint8)
-        return EditCheck(result, flag, self._device.copy(flag, result))
+        return EditCheck(self._device, result, flag, self._device.copy(flag, result))

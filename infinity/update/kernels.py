@@ -186,12 +186,6 @@ def _squares(values: torch.Tensor, threads: int) -> float:
     return out.item()
 
 
-def numbers(memory: torch.Tensor) -> list[float]:
-    """Return the fp64 numbers in host memory, uint8 (8 n,)."""
-    found: list[float] = memory.view(torch.float64).tolist()
-    return found
-
-
 @dataclass(frozen=True)
 class Kernels:
     """The functions of this module that an engine calls during steps."""
@@ -201,7 +195,6 @@ class Kernels:
     sum_of_squares: Callable[..., float]
     squares_into: Callable[[torch.Tensor, torch.Tensor], None]
     check_on_device: Callable[[str, Rule, MomentFormat], None]
-    numbers: Callable[[torch.Tensor], list[float]]
 
 
-NATIVE = Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device, numbers)
+NATIVE = Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device)
