@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeVar
 
 import torch
@@ -97,10 +98,11 @@ class StateFormat:
 
     def nbytes(self, n: int) -> int:
         """Return the bytes of a tile of n elements, a multiple of `RECORD_ALIGNMENT`."""
-        used = sum(place.nbytes for place in self.ranges(n).values())
+        used = sum(kind.length(n) * kind.dtype.itemsize for kind in self.states)
         return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
+@cache
 def state_format(dtype: torch.dtype, master: MasterFormat, rule: Rule, moments: MomentFormat) -> StateFormat:
     """Return the state format of parameters of `dtype`: fp32 (their own masters), bf16 or fp16.
 
