@@ -17,6 +17,8 @@ from decimal import ROUND_HALF_UP, Decimal
 import torch
 
 from infinity.plan.formats import StateFormat, StateKind
+from infinity.plan.placement import Placement, place
+from infinity.plan.plan import Plan
 
 K, GIB, TIB = 1 << 10, 1 << 30, 1 << 40
 SEQUENCE = 1024
@@ -104,6 +106,11 @@ def efficiency(intensity: float, bandwidth: float, peak: float = PEAK) -> float:
 def bandwidth_for(share: float, intensity: float, peak: float = PEAK) -> float:
     """Return the bytes/s at which `efficiency` is `share`."""
     return share / (1 - share) * peak / intensity
+
+
+def place_as_paper(plan: Plan) -> Placement:
+    """Return the extents of `plan` with the paper's optimizer states in place of the engine's."""
+    return place(plan.units, replace(plan.policy, states=lambda dtype: STATES))
 
 
 # -- the paper's tables ------------------------------------------------------------------------------------------------
