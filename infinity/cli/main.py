@@ -315,6 +315,81 @@ def bench_links(
     run(path, out, seconds, size, as_json)
 
 
+@app.command("plan")
+def plan(
+    num_layers: Annotated[int | None, typer.Option(min=1, help="GPT-2: transformer blocks.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, help="GPT-2: width of the residual stream.")] = None,
+    num_attention_heads: Annotated[int | None, typer.Option(min=1, help="GPT-2: heads of a block.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, help="GPT-2: rows of the embedding.")] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step, all ranks together; by default the config's, or 8.")
+    ] = None,
+    untie_embeddings_and_output_weights: Annotated[
+        bool, typer.Option("--untie-embeddings-and-output-weights", help="GPT-2: the head has a weight of its own.")
+    ] = False,
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Recompute each block in backward.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder with a config.json of transformers, instead of GPT-2's flags.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Engine's configuration; by default bf16 with all states on nvme.")
+    ] = None,
+    bandwidths: Annotated[
+        Path | None, typer.Option(help="JSON of infinity bench-links; without it, no step time.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of a node; 0: the host computes.")] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
+    device_memory: Annotated[str | None, typer.Option(help="Memory of a GPU.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of a node; by default this machine's.")] = None,
+    nvme: Annotated[str | None, typer.Option(help="Drive of a node; by default this folder's free space.")] = None,
+    this_machine: Annotated[bool, typer.Option("--this-machine", help="Plan for this machine.")] = False,
+    max_model: Annotated[
+        bool, typer.Option("--max-model", help="GPT-2: print the most layers that fit, and predict nothing else.")
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="File for the simulated step, for Perfetto.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict whether a model fits a machine, how long a step takes, and what bounds it.
+
+    Runs the engine's own code on a virtual clock, without values. Needs neither the machine nor its memory.
+    Exits with 1 if the model does not fit.
+
+    \b
+    infinity plan --num-layers 50 --hidden-size 4096 --num-attention-heads 32 --checkpoint-activations \\
+        --gpus 1 --device-memory 32GiB --host-memory 192GiB --nvme 1TB
+    """
+    from infinity.cli.console import one_line_errors
+    from infinity.cli.plan import flags_of, run
+
+    with one_line_errors():
+        flags = flags_of(
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_attention_heads=num_attention_heads,
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            batch_size=batch_size,
+            untie_embeddings_and_output_weights=untie_embeddings_and_output_weights,
+            checkpoint_activations=checkpoint_activations,
+            model=model,
+            config=config,
+            bandwidths=bandwidths,
+            gpus=gpus,
+            nodes=nodes,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            nvme=nvme,
+            this_machine=this_machine,
+            max_model=max_model,
+            trace=trace,
+            as_json=as_json,
+        )
+    run(flags)
+
+
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder passed to save_checkpoint, or one checkpoint in it.")],

@@ -35,8 +35,8 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
             '(zero_optimization) the device "nvme" and a nvme_path, or remove the limit.'
         )
     local = ranks.local_size
-    host = free_host(computes_on_host=computes_on_host) if memory.host == "auto" else memory.host
-    nvme = free_nvme([str(folder) for folder in folders]) if memory.nvme == "auto" else memory.nvme
+    host = host_share(available_memory(), computes_on_host=computes_on_host) if memory.host == "auto" else memory.host
+    nvme = nvme_share(free_nvme([str(folder) for folder in folders])) if memory.nvme == "auto" else memory.nvme
     sizes = [_UNLIMITED if nbytes is None else nbytes // local for nbytes in (host, nvme)]
     if "auto" in (memory.host, memory.nvme):
         sizes = ranks.smallest(sizes, config_in_common(config))
@@ -44,18 +44,22 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
     return Budget(host, memory.host_params, nvme)
 
 
-def free_host(*, computes_on_host: bool) -> int:
-    """Return the bytes of host memory that `auto` gives to states and buffers of a node."""
-    free = available_memory()
+def host_share(free: int, *, computes_on_host: bool) -> int:
+    """Return the bytes of a node's free memory that `auto` gives to states and buffers."""
     return free // 2 if computes_on_host else max(0, free - free // 8 - _RESERVE)
 
 
+def nvme_share(free: int) -> int:
+    """Return the bytes of a node's free space that `auto` gives to states."""
+    return free * 19 // 20
+
+
 def free_nvme(folders: list[str]) -> int:
-    """Return the bytes of the folders' file systems that `auto` gives to states.
+    """Return the free bytes of the folders' file systems, each counted once.
 
     Raises StorageError for a folder that does not exist.
     """
     for folder in folders:
         check_folder(Path(folder))
     free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}
-    return sum(free.values()) * 19 // 20
+    return sum(free.values())

@@ -19,6 +19,7 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.engine.budget import budget_of
 from infinity.engine.parts import EngineParts, UpdateParts
+from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.step import Step
@@ -29,7 +30,7 @@ from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.plan import pools as sizes
 from infinity.plan.placement import State
-from infinity.plan.plan import Plan, make_plan
+from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -37,7 +38,7 @@ from infinity.tiers.passing import PassingTier
 from infinity.tiers.pools import Pools
 from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
-from infinity.units.discover import ModelUnits, discover_model, unit_size_of
+from infinity.units.discover import ModelUnits
 from infinity.units.saved import SavedTensors
 from infinity.units.scope import Scope
 from infinity.units.states import UnitStates
@@ -82,12 +83,10 @@ def plan_model(
     if ranks.is_main_rank:
         warn_of_emulation(config, compute, device.torch_device)
     info = replace(device.info, limit=config.infinity.memory.device or 0)
-    unit_size = unit_size_of(
-        config.infinity.unit_size, model, compute.itemsize if compute is not None else None, info.usable
-    )
-    units = discover_model(model, unit_size, groups, dtype=compute, copies=ranks.model.copies)
     budget = budget_of(config, ranks, computes_on_host=info.type == "cpu")
-    plan = make_plan(config, units.discovered, ranks.info, info, budget=budget, train=train, dtype=dtype)
+    units, plan = plan_units(
+        model, config, groups, ranks.info, info, budget, train=train, dtype=dtype, copies=ranks.model.copies
+    )
     check_tiles(model, plan.units, (lambda dtype: plan.policy.states(dtype).states) if train else None)
     common = in_common(config, plan.units, model)
     if train:

@@ -152,8 +152,8 @@ def test_parameters_in_host_memory_are_counted_in_elements(tmp_path: Path) -> No
 
 def test_auto_leaves_memory_to_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolved, "available_memory", lambda: 16 << 30)
-    assert resolved.free_host(computes_on_host=True) == 8 << 30
-    assert resolved.free_host(computes_on_host=False) == 13 << 30
+    assert resolved.host_share(16 << 30, computes_on_host=True) == 8 << 30
+    assert resolved.host_share(16 << 30, computes_on_host=False) == 13 << 30
     plan = planned(tmp_path, "auto")
     assert plan.budget.host == 8 << 30 and share(plan, State.OPTIM) == 1.0
 

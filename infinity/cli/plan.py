@@ -1,0 +1,184 @@
+"""`infinity plan`: whether a model fits a machine, how long a step takes, and what bounds it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import typer
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from infinity.cli.console import FAILED, fail, one_line_errors, printable, say, say_json, size_of, warnings_as_notes
+from infinity.cli.paths import check_output, write_output
+from infinity.config import Config
+from infinity.gpt2.model import GPT2Config
+from infinity.observe.units import counted, show_bytes, show_count
+from infinity.sim.links import Links
+from infinity.sim.machine import Machine
+from infinity.sim.models import PlannedModel, gpt2, of_transformers
+from infinity.sim.needs import KINDS, TIERS
+from infinity.sim.planner import LANES, Prediction, largest, predict
+
+_DEFAULT_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the command. None: not given."""
+
+    shape: GPT2Config
+    is_shaped: bool
+    """True if a flag of the shape was given."""
+    model: Path | None
+    seq_length: int | None
+    batch_size: int | None
+    config: Path | None
+    bandwidths: Path | None
+    gpus: int
+    nodes: int
+    device_memory: str | None
+    host_memory: str | None
+    nvme: str | None
+    this_machine: bool
+    max_model: bool
+    trace: Path | None
+    as_json: bool
+
+
+def run(flags: Flags) -> None:
+    """Print the prediction. Exits with 1 if the model does not fit."""
+    with one_line_errors(), warnings_as_notes():
+        if flags.model is not None and (flags.is_shaped or flags.max_model):
+            fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
+        if flags.trace is not None:
+            check_output("--trace", flags.trace)
+        config, machine, links = _config(flags), _machine(flags), _links(flags)
+        if flags.max_model:
+            _say_largest(flags, config, machine, links)
+            return
+        found = predict(_maker(flags), config, machine, links)
+        if flags.trace is not None:
+            write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
+        if flags.as_json:
+            say_json(found.to_json())
+        else:
+            say(*shown(found, machine))
+    raise typer.Exit(FAILED if found.needs.limits else 0)
+
+
+def _maker(flags: Flags) -> Callable[[], PlannedModel]:
+    folder = flags.model
+    if folder is None:
+        return lambda: gpt2(flags.shape)
+    checkpoint = flags.shape.checkpoint_activations
+    return lambda: of_transformers(folder, sequence=flags.seq_length, checkpoint=checkpoint)
+
+
+def _config(flags: Flags) -> Config:
+    batch = flags.batch_size
+    if flags.config is None:
+        place = {"device": "nvme", "nvme_path": "."}
+        return Config.load(
+            {
+                "train_batch_size": batch or _DEFAULT_BATCH * max(1, flags.gpus) * flags.nodes,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+            }
+        )
+    config = Config.load(flags.config)
+    if batch is None:
+        return config
+    return config.model_copy(update={"train_batch_size": batch, "train_micro_batch_size_per_gpu": None})
+
+
+def _machine(flags: Flags) -> Machine:
+    here = Machine.here(Path())
+    if flags.this_machine:
+        if flags.gpus or flags.device_memory or flags.host_memory or flags.nvme or flags.nodes > 1:
+            fail("--this-machine describes the machine: leave out --gpus, --nodes and sizes of memory")
+        return here
+    sizes = {
+        name: here_bytes if text is None else size_of(option, text)
+        for name, option, text, here_bytes in (
+            ("host_memory", "--host-memory", flags.host_memory, int(psutil.virtual_memory().total)),
+            ("nvme", "--nvme", flags.nvme, here.nvme),
+            ("device_memory", "--device-memory", flags.device_memory, 0),
+        )
+    }
+    return Machine(nodes=flags.nodes, gpus=flags.gpus, **sizes)
+
+
+def _links(flags: Flags) -> Links | None:
+    file = flags.bandwidths
+    return None if file is None else Links.from_json(file.read_bytes(), str(file))
+
+
+def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | None) -> None:
+    baseline = links.baseline_rss if links is not None else 0
+    found = largest(flags.shape, config, machine, baseline)
+    if found is None:
+        fail(f"no GPT-2 of width {flags.shape.hidden_size} fits: not even one layer")
+    parameters = replace(flags.shape, num_layers=found).num_parameters
+    if flags.as_json:
+        say_json({"num_layers": found, "hidden_size": flags.shape.hidden_size, "parameters": parameters})
+    else:
+        say(f"{found} layers of width {flags.shape.hidden_size}: {show_count(parameters)} parameters")
+
+
+def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]:
+    """Yield the head, the table of bytes, the step and the advice."""
+    needs, seen = found.needs, found.simulation
+    nodes = counted(machine.nodes, "node")
+    computes = f"{counted(machine.gpus, 'GPU')} each" if machine.gpus else "the host computes"
+    work = f"{show_count(found.parameters)} parameters, {found.sequences} sequences a step"
+    yield Text(printable(f"{found.model}, {work}; {nodes}, {computes}"), style="bold")
+    fits = "fits" if not needs.limits else f"does not fit: too little {', '.join(needs.limits)}"
+    yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
+    table.add_column("bytes of a node")
+    for tier in TIERS:
+        table.add_column(tier, justify="right", no_wrap=True)
+    for kind in KINDS:
+        table.add_row(kind, *(_cell(needs.tiers[tier][kind]) for tier in TIERS))
+    table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TIERS), style="bold")
+    table.add_row("available", *(_cell(needs.available[tier]) for tier in TIERS))
+    yield table
+    if found.is_timed:
+        yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s"
+        for lane in LANES:
+            if lane != "compute" and (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
+                yield f"  waits for {lane}: {seconds:.3g} s"
+        ranks = found.ranks_per_node
+        if seen.nvme_bytes_read or seen.nvme_bytes_written:
+            read, written = (show_bytes(n * ranks) for n in (seen.nvme_bytes_read, seen.nvme_bytes_written))
+            yield f"nvme: {read} read, {written} written a step; {show_bytes(found.nvme_written_a_day)} written a day"
+            if needs.available["nvme"]:
+                often = found.nvme_written_a_day / needs.available["nvme"]
+                yield f"  a drive rated for 1 drive write a day is written {often:.3g} times a day"
+    else:
+        yield "no step time: measure the machine's bandwidths with infinity bench-links, and pass --bandwidths"
+    for line in found.advice:
+        yield f"advice: {line}"
+
+
+def _cell(nbytes: int) -> str:
+    return show_bytes(nbytes) if nbytes else "–"
+
+
+def flags_of(**given: Any) -> Flags:
+    """Return the flags of the command's arguments. Raises ConfigError for a shape that is none."""
+    names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
+    shape = {name: given[name] for name in names if given[name] is not None}
+    default = GPT2Config(
+        tie_word_embeddings=not given.pop("untie_embeddings_and_output_weights"),
+        checkpoint_activations=given.pop("checkpoint_activations"),
+    )
+    flags = {name: value for name, value in given.items() if name not in names[:-1]}
+    return Flags(shape=replace(default, **shape), is_shaped=bool(shape.keys() - {"seq_length"}), **flags)
