@@ -44,6 +44,14 @@ def _size(value: object) -> int:
     return parse_size(value)  # type: ignore[arg-type]  # raises for any other type
 
 
+def positive_size(value: object) -> int:
+    """Return a size in bytes. Called outside of unions, so that an invalid size gives one problem."""
+    size = _size(value)
+    if size == 0:
+        raise ValueError("must be more than 0, not 0")
+    return size
+
+
 def _dtype(value: object) -> object:
     """Return the short name of a dtype, of which DeepSpeed has several."""
     names = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}

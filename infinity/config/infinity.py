@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from infinity.config.fields import Count, CountOrZero, Section, Size, SizeOrZero, Switch, aligned, show
+from infinity.config.activations import Activations
+from infinity.config.fields import Count, CountOrZero, Section, Size, SizeOrZero, Switch, aligned, positive_size, show
 from infinity.sizes import parse_size
 
 
@@ -63,6 +64,9 @@ class Infinity(Section):
 
     memory: Memory = Memory.model_construct()
     """Limits on memory."""
+
+    activations: Activations = Activations.model_construct()
+    """Tier of the tensors that autograd saves."""
 
     unit_size: Literal["auto"] | Size = "auto"
     """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.

@@ -145,6 +145,16 @@ class Config(Section):
         return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")
 
     @model_validator(mode="after")
+    def _activations_need_a_folder(self) -> Config:
+        activations = self.infinity.activations
+        if activations.device == "nvme" and not activations.nvme_path and not self.zero_optimization.nvme_paths:
+            raise ValueError(
+                'infinity.activations.device is "nvme", but no folder is named: set infinity.activations.nvme_path to '
+                'a folder on a local disk, such as "/local_nvme"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_16_bit_type(self) -> Config:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16 and fp16 are both enabled: choose one")

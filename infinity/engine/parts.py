@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.activations.store import ActivationStore
 from infinity.checkpoint.background import Saver
 from infinity.comm.communicator import Communicator
 from infinity.engine.step import Step
@@ -59,6 +60,8 @@ class EngineParts:
     device: Device
     ranks: Communicator
     tiers: Mapping[str, Tier]
+    activations: ActivationStore | None
+    """Saved activations that leave the device; None: they stay."""
     pools: Pools
     store: UnitStore
     backward: BackwardTracker
@@ -74,12 +77,16 @@ class EngineParts:
 
     def tier_bytes(self) -> dict[str, int]:
         """Return tier → allocated bytes, pools included. `Plan.nbytes` returns the same before allocation, without
-        gradients that are stored at present in `Plan.passing`.
+        gradients that are stored at present in `Plan.passing`, and saved activations.
         """
         held = {"device": 0, "host": self.ranks.nbytes, "nvme": 0}
         for name, tier in self.tiers.items():
             held[name] += tier.nbytes
             held["host"] += tier.staging_nbytes
+        if self.activations is not None:
+            room = self.activations.room
+            held[room.tier] += room.nbytes
+            held["host"] += room.staging_nbytes
         for name in ("device", "host"):
             held[name] += self.pools.nbytes(name)
         passing = self.training.passing if self.training is not None else None
@@ -90,13 +97,17 @@ class EngineParts:
     def counters(self) -> dict[str, Any]:
         """Return the bytes moved and the seconds waited so far; see `infinity.observe.ledger.Snapshot`."""
         nvme, traffic, training = self.tiers.get("nvme"), self.ranks.traffic, self.training
+        room = None if self.activations is None else self.activations.room
         return {
             "wait_seconds": self.store.wait_seconds
             + (training.collector.wait_seconds if training else 0.0)
+            + (self.activations.wait_seconds if self.activations else 0.0)
             + self.device.stalled_seconds(),
             "update_seconds": training.pipeline.seconds if training else 0.0,
             "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
             "nvme_bytes_written": getattr(nvme, "bytes_written", 0),
+            "activation_bytes_read": room.bytes_read if room else 0,
+            "activation_bytes_written": room.bytes_written if room else 0,
             "all_gather_bytes": traffic.all_gather_bytes,
             "reduce_scatter_bytes": traffic.reduce_scatter_bytes,
             "updated_elements": training.pipeline.elements if training else 0,
@@ -105,9 +116,11 @@ class EngineParts:
 
     def closer(self) -> Callable[[], None]:
         """Return a function that releases threads, memory and disk. It holds no reference to model or engine."""
-        tiers, device = list(self.tiers.values()), self.device
+        tiers, activations, device = list(self.tiers.values()), self.activations, self.device
 
         def close() -> None:
+            if activations is not None:
+                activations.close()
             for tier in tiers:
                 tier.close()
             device.lift_limit()

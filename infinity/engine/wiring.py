@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from infinity.activations.open import open_activations
+from infinity.activations.store import ActivationStore
 from infinity.checkpoint.tiles import check_tiles
 from infinity.comm.agreement import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
@@ -122,14 +124,20 @@ def assemble(
     if plan.device.limit:
         device.limit(plan.device.limit)
     tiers: dict[str, Tier] = {}
+    activations: ActivationStore | None = None
     try:
         tiers = platform.open_tiers(plan, device, ranks.rank)
+        activations = open_activations(plan.activations, device, ranks.rank)
         states = UnitStates(plan.placement, tiers, plan.policy.states, ranks, device)
         in_order = planned.units.in_order(plan.units)
         units = platform.stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         backward = BackwardTracker(on_backward_begin, on_backward_end)
-        return wire(plan, units, planned.units.needed, tiers, states, device, ranks, backward, platform.kernels)
+        return wire(
+            plan, units, planned.units.needed, tiers, activations, states, device, ranks, backward, platform.kernels
+        )
     except BaseException:
+        if activations is not None:
+            activations.close()
         for tier in tiers.values():
             tier.close()
         device.lift_limit()
@@ -141,6 +149,7 @@ def wire(
     units: Sequence[Unit],
     needed: Mapping[nn.Module, Sequence[int]],
     tiers: dict[str, Tier],
+    activations: ActivationStore | None,
     states: UnitStates,
     device: Device,
     ranks: Communicator,
@@ -149,7 +158,7 @@ def wire(
 ) -> EngineParts:
     """Connect the parts of an engine by their constructors. needed: indices of the units of each module."""
     pools = Pools(plan.own_pools, device, tiers.values(), debug=plan.debug)
-    scope = Scope(SavedTensors(backward.notice))
+    scope = Scope(SavedTensors(backward.notice, activations))
     make_store = partial(UnitStore, units, pools[sizes.UNITS], states, device, ranks, scope, plan.prefetch_bytes)
     training: UpdateParts | None = None
     if plan.update is None:
@@ -180,6 +189,7 @@ def wire(
         device=device,
         ranks=ranks,
         tiers=tiers,
+        activations=activations,
         pools=pools,
         store=store,
         backward=backward,

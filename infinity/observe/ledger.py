@@ -13,9 +13,11 @@ from infinity.concurrency import now
 class Snapshot:
     """Counters since the engine was made; subtract two to get what happened between them.
 
-    Bytes: nvme_bytes_read, nvme_bytes_written (this rank's), all_gather_bytes, reduce_scatter_bytes (of whole units).
+    Bytes: nvme_bytes_read, nvme_bytes_written (this rank's states), activation_bytes_read, activation_bytes_written
+    (this rank's saved activations, between the device and their tier), all_gather_bytes, reduce_scatter_bytes (of whole
+    units).
     Seconds: seconds (on the clock), wait_seconds (the model's thread, or its compute on a device, stood still until a
-    unit arrived or a gradient left), update_seconds (in Adam's kernels, beside the model or not). updated_elements:
+    unit or a saved activation arrived, or one or a gradient left), update_seconds (in Adam's kernels, beside the model or not). updated_elements:
     parameters updated. fetches: units fetched.
     """
 
@@ -24,6 +26,8 @@ class Snapshot:
     update_seconds: float
     nvme_bytes_read: int
     nvme_bytes_written: int
+    activation_bytes_read: int
+    activation_bytes_written: int
     all_gather_bytes: int
     reduce_scatter_bytes: int
     updated_elements: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.plan.placement import Placement, checksum_block
+from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, checksum_block
 from infinity.plan.stripe import shares, stripe_chunk
 
 if TYPE_CHECKING:
@@ -44,7 +44,12 @@ def plan_io(config: Config, placement: Placement) -> IoPlan | None:
     nbytes = placement.nbytes.get("nvme", 0)
     if not nbytes:
         return None
-    aio, folders = config.aio, config.zero_optimization.nvme_paths
+    return io_in(config, config.zero_optimization.nvme_paths, nbytes, placement.granule)
+
+
+def io_in(config: Config, folders: tuple[Path, ...], nbytes: int, granule: int = EXTENT_ALIGNMENT) -> IoPlan:
+    """Return the plan of files in `folders`. granule: as in `checksum_block`."""
+    aio = config.aio
     chunk = stripe_chunk(aio.block_size)
     return IoPlan(
         folders=folders,
@@ -54,5 +59,5 @@ def plan_io(config: Config, placement: Placement) -> IoPlan | None:
         block_size=aio.block_size,
         queue_depth=aio.queue_depth,
         threads=aio.threads * len(folders),
-        checksum_block=checksum_block(placement.granule, aio.block_size, chunk) if aio.checksum else 0,
+        checksum_block=checksum_block(granule, aio.block_size, chunk) if aio.checksum else 0,
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infinity.plan.activations import ActivationPlan, plan_activations
 from infinity.plan.budget import Budget, Faster, fill
 from infinity.plan.discovered import Discovered, DiscoveredUnit
 from infinity.plan.io import IoPlan, plan_io
@@ -28,6 +29,7 @@ from infinity.plan.policy import (
     update_schedule,
 )
 from infinity.plan.pools import (
+    ACTIVATIONS,
     COLLECTIVES,
     READ_AHEAD,
     STAGING,
@@ -57,6 +59,8 @@ class Plan:
     """Bytes of units to fetch ahead of the one in use."""
     io: IoPlan | None
     """None: no state lives on nvme."""
+    activations: ActivationPlan | None
+    """None: tensors that autograd saves stay where they are computed."""
     ranks: RankInfo
     device: DeviceInfo
     budget: Budget
@@ -81,7 +85,10 @@ class Plan:
     """Poison released buffers, and reuse each as late as possible."""
 
     def nbytes(self) -> dict[str, int]:
-        """Return tier → bytes that the engine allocates for its whole life: extents and pools."""
+        """Return tier → bytes that the engine allocates for its whole life: extents and pools.
+
+        Room for saved activations, which no plan knows, is added while the model runs.
+        """
         held = {"device": 0, "host": 0, "nvme": 0, **self.placement.nbytes}
         if self.io is not None:
             held["nvme"] = self.io.reserved
@@ -106,8 +113,8 @@ class Plan:
 
     @property
     def own_pools(self) -> list[PoolSpec]:
-        """Pools that the engine allocates. The nvme tier and the communicator allocate theirs themselves."""
-        return [pool for pool in self.pools if pool.name not in (STAGING, READ_AHEAD, COLLECTIVES)]
+        """Pools that the engine allocates. The files on nvme and the communicator allocate theirs themselves."""
+        return [pool for pool in self.pools if pool.name not in (STAGING, READ_AHEAD, COLLECTIVES, ACTIVATIONS)]
 
     def pinned(self, tier: str) -> list[tuple[int, int]]:
         """Return bytes [start, stop) of a tier that the device copies: parameters, and gradients stored in place.
@@ -163,6 +170,7 @@ def make_plan(
         pools=(),
         prefetch_bytes=0,
         io=None,
+        activations=plan_activations(config, device),
         ranks=ranks,
         device=device,
         budget=budget,
@@ -202,6 +210,8 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) 
     io = plan_io(config, placement)
     if io is not None and not device.host_addressable:
         pools += staging_pools(config, layouts, placement)
+    if bare.activations is not None:
+        pools += bare.activations.pools()
     if ranks.backend == "gloo":
         pools.append(exchange_pool(layouts, ranks))
     taken = sum(held.get("device", 0) for held in (placement.nbytes, placement.passing)) + sum(

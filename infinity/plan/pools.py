@@ -32,6 +32,7 @@ PARAMETER_SHARDS = "parameter shards"
 STAGING = "staging"
 READ_AHEAD = "reads ahead"
 COLLECTIVES = "collectives"
+ACTIVATIONS = "saved activations"
 
 STAGING_BYTES = 8 << 20
 """Bytes of a staging buffer, through which a disk and a device that cannot share memory exchange data."""

@@ -25,7 +25,7 @@ from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Failed, Transfer
 
 
-class _Request:
+class Request:
     """A native request. Keeps the tensor whose memory it uses alive until it has ended."""
 
     def __init__(self, request: _aio.Request, memory: torch.Tensor, extent: Extent) -> None:
@@ -147,8 +147,8 @@ class NvmeTier(Tier):
 
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         request = self._engine.read(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
-        return _Request(request, memory, extent)
+        return Request(request, memory, extent)
 
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         request = self._engine.write(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
-        return _Request(request, memory, extent)
+        return Request(request, memory, extent)

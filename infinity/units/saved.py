@@ -19,6 +19,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from infinity.activations.store import ActivationStore, SavedActivation
+from infinity.activations.stored import Alias
 from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
 from infinity.units import binding, residents
@@ -154,22 +156,6 @@ class _Reference:
             return of_spec(found, self.spec)
 
 
-class _Kept(NamedTuple):
-    """A saved tensor outside of units, and its version."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def check(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise LifetimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(self.tensor.shape)} is at version {self.tensor._version}, but version "
-                f"{self.version} was saved. Do the edit out of place, or after backward."
-            )
-        return self.tensor
-
-
 class _Passed(NamedTuple):
     """Result of the user's pack hook, with the matching unpack hook.
 
@@ -188,10 +174,14 @@ class _Passed(NamedTuple):
 
 
 class SavedTensors:
-    """The saved-tensor hooks of one engine. on_unpack: called whenever autograd unpacks a tensor saved under them."""
+    """The saved-tensor hooks of one engine."""
 
-    def __init__(self, on_unpack: Callable[[], None]) -> None:
+    def __init__(self, on_unpack: Callable[[], None], activations: ActivationStore | None = None) -> None:
+        """on_unpack: called whenever autograd unpacks a tensor saved under them. activations: takes tensors outside of
+        units; None: they stay where they are.
+        """
         self._on_unpack = on_unpack
+        self._activations = activations
         self._unpack_hook = self._unpack
         """The bound method as one object, since `install` compares it by identity."""
         _intercept_pushes()
@@ -209,7 +199,7 @@ class SavedTensors:
         if not _are_allowed() or (top is not None and top[1] is self._unpack_hook):
             return False
         if top is None:
-            _push(_pack, self._unpack_hook)
+            _push(self._pack, self._unpack_hook)
         else:
             _push(_packing_over(*top), self._unpack_hook)
         return True
@@ -217,6 +207,20 @@ class SavedTensors:
     def uninstall(self) -> None:
         """Undo an `install` that returned True, in the same thread."""
         _pop()
+
+    @eager
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with outside_modes():
+            reference = _reference(tensor)
+            if reference is not None:
+                return reference
+            if tensor.is_inference():
+                return tensor
+            if self._activations is not None and (saved := self._activations.save(tensor)) is not None:
+                return saved
+            # Detached: a node that saves its own output would be in a reference cycle. A leaf is kept as it is, as in
+            # PyTorch, since a subclass may have attributes.
+            return Alias(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     @eager
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -230,7 +234,10 @@ class SavedTensors:
                 # A checkpoint must see the same hooks in recomputation as in forward, where these are installed.
                 self.install()
             return packed.view()
-        if isinstance(packed, _Kept):
+        if isinstance(packed, SavedActivation):
+            with outside_modes():
+                return packed.restore()
+        if isinstance(packed, Alias):
             return packed.check()
         tensor: torch.Tensor = packed
         return tensor
@@ -264,19 +271,6 @@ def _reference(tensor: torch.Tensor) -> _Reference | None:
         return None  # a subclass may carry more than its memory
     found = residents.behind(tensor)
     return None if found is None else _Reference(tensor, *found)
-
-
-@eager
-def _pack(tensor: torch.Tensor) -> Any:
-    with outside_modes():
-        reference = _reference(tensor)
-        if reference is not None:
-            return reference
-        if tensor.is_inference():
-            return tensor
-        # Detached: a node that saves its own output would be in a reference cycle. A leaf is kept as it is, as in
-        # PyTorch, since a subclass may have attributes.
-        return _Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
 def _is_lossless(pack: _Pack, unpack: _Unpack, tensor: torch.Tensor) -> bool:

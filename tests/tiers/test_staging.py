@@ -17,7 +17,7 @@ from infinity.tiers import read_ahead, staging
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor, storage_users
-from infinity.tiers.nvme import NvmeTier, _Request
+from infinity.tiers.nvme import NvmeTier, Request
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import Failed, Transfer, issued
 from support.late_device import LateDevice
@@ -129,7 +129,7 @@ def test_memory_is_kept_while_a_request_goes_on() -> None:
     memory = host_tensor(4096)
     unshared = storage_users(memory)
     native = Interrupted()
-    request = _Request(native, memory[:512], EXTENT)  # type: ignore[arg-type]
+    request = Request(native, memory[:512], EXTENT)  # type: ignore[arg-type]
     for ended, users in ((False, unshared + 1), (True, unshared)):
         native.ended = ended
         with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,77 @@
+"""Room in host memory that the device copies: pinned buffers, which later tensors of similar sizes use again."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.plan.placement import Extent
+from infinity.tiers.device import Device
+from infinity.tiers.transfer import Transfer
+
+_SLACK = 4
+"""A buffer is used for tensors that leave at most 1/`_SLACK` of it unused."""
+
+
+class HostRoom:
+    """Pinned host memory. Buffers take at most the bytes that were in use at once."""
+
+    tier = "host"
+    staging_nbytes = 0
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._used: dict[int, torch.Tensor] = {}
+        """Offset of an extent, which is only a number → its buffer."""
+        self._free: list[torch.Tensor] = []
+        """Least recently freed first."""
+        self._number = 0
+        self._peak = 0
+        """The most bytes of buffers that were in use at once."""
+        self.nbytes = 0
+        self.bytes_read = 0
+        self.bytes_written = 0
+
+    def reserve(self, nbytes: int) -> Extent:
+        buffer = self._fitting(nbytes)
+        if buffer is None:
+            self._trim(nbytes)
+            buffer = self._device.host_buffer(nbytes)
+            self.nbytes += nbytes
+        self._number += 1
+        self._used[self._number] = buffer
+        self._peak = max(self._peak, self._in_use())
+        return Extent("host", self._number, nbytes, "saved activations")
+
+    def free(self, extent: Extent) -> None:
+        self._free.append(self._used.pop(extent.offset))
+
+    def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
+        self.bytes_written += extent.nbytes
+        return self._device.copy(self._used[extent.offset][: extent.nbytes], source)
+
+    def read(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        self.bytes_read += extent.nbytes
+        return self._device.copy(destination, self._used[extent.offset][: extent.nbytes])
+
+    def close(self) -> None:
+        self._used.clear()
+        self._free.clear()
+        self.nbytes = 0
+
+    def _fitting(self, nbytes: int) -> torch.Tensor | None:
+        """Remove and return the smallest free buffer for `nbytes`, if one is of a similar size."""
+        found = [
+            (buffer.numel(), place)
+            for place, buffer in enumerate(self._free)
+            if nbytes <= buffer.numel() <= nbytes + nbytes // (_SLACK - 1)
+        ]
+        return self._free.pop(min(found)[1]) if found else None
+
+    def _in_use(self) -> int:
+        return self.nbytes - sum(buffer.numel() for buffer in self._free)
+
+    def _trim(self, nbytes: int) -> None:
+        """Release free buffers, so that a new one of `nbytes` does not raise the total above the peak in use."""
+        limit = max(self._peak, self._in_use() + nbytes)
+        while self._free and self.nbytes + nbytes > limit:
+            self.nbytes -= self._free.pop(0).numel()
