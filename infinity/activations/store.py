@@ -22,6 +22,7 @@ from infinity.activations.stored import Alias, Leftover, Stored, key_of
 from infinity.errors import UsageError
 from infinity.plan.activations import ActivationPlan
 from infinity.tiers.device import Device
+from infinity.tiers.memory import return_freed_memory
 from infinity.tiers.transfer import Transfer
 
 _SMALLEST_WINDOW = 64 << 20
@@ -82,6 +83,8 @@ class ActivationStore:
         """Bytes of the largest storage so far."""
         self._unswept = 0
         """Bytes saved since the last sweep."""
+        self._moved = 0
+        """Bytes that left or came back since freed memory was returned to the system."""
         self._saves = 0
         self._numbers: list[int] = []
         """Numbers of all storages, ascending, and some of storages that are gone."""
@@ -141,8 +144,9 @@ class ActivationStore:
         """Wait for all transfers and release the room. Storages that are there are lost."""
         with self._access:
             self._closed = True
-            for stored in list(self._resident.values()):
+            for stored in list(self._all.values()):
                 _end(stored.transfer)
+                stored.extent = stored.transfer = None
             while self._leftovers:
                 _end(self._leftovers.popleft().transfer)
             self._room.close()
@@ -246,6 +250,7 @@ class ActivationStore:
         stored.transfer, stored.leaves = self._room.read(stored.extent, memory.data), False
         stored.hold(memory)
         self._resident[stored.key] = stored
+        self._count(stored)
 
     def _arrive(self, stored: Stored) -> None:
         """Wait until a storage that is read is in memory. Raises the OSError of the read; another use repeats it."""
@@ -291,8 +296,19 @@ class ActivationStore:
         return stored.nbytes
 
     def _drop(self, stored: Stored) -> None:
-        stored.drop()
         del self._resident[stored.key]
+        stored.drop()
+        self._count(stored)
+
+    def _count(self, moved: Stored) -> None:
+        """Count a storage that moved. Returns freed heap memory to the system once in a window.
+
+        Blocks of a few MiB come from the C library's heap, where small ones between them would keep their pages.
+        """
+        self._moved += moved.nbytes
+        if self._moved >= self._window and self._device.torch_device.type == "cpu":
+            self._moved = 0
+            return_freed_memory()
 
     def _release_leftovers(self) -> None:
         for _ in range(len(self._leftovers)):

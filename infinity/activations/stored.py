@@ -105,7 +105,7 @@ class Stored:
 
 def key_of(tensor: torch.Tensor) -> int:
     """Return a number of the tensor's storage, unique among those alive."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def edited(shape: torch.Size | tuple[int, ...], present: int, saved: int) -> LifetimeError:

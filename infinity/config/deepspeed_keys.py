@@ -51,9 +51,15 @@ _TOP_LEVEL: dict[str, Entry] = {
     "log_level": no_effect('use logging.getLogger("infinity").setLevel()'),
     "disable_python_gc": no_effect("Python's collector stays as the script set it"),
     "vocabulary_size": no_effect("DeepSpeed only warns about its alignment"),
-    "activation_checkpointing": no_effect(
-        "torch.utils.checkpoint needs no settings; its saved activations stay whole and on the device", whole=True
+    "activation_checkpointing": mapped("infinity.activations"),
+    "activation_checkpointing.cpu_checkpointing": mapped("infinity.activations.device"),
+    "activation_checkpointing.partition_activations": no_effect(
+        "DeepSpeed partitions activations over tensor-parallel ranks, with which it is refused"
     ),
+    "activation_checkpointing.contiguous_memory_optimization": no_effect("torch's allocator places saved tensors"),
+    "activation_checkpointing.number_checkpoints": no_effect("it sizes the buffers of contiguous_memory_optimization"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": no_effect("transfers are ordered by events"),
+    "activation_checkpointing.profile": no_effect(_WATCH),
     "checkpoint": no_effect(_RESHARD, whole=True),
     "load_universal_checkpoint": no_effect(_RESHARD),
     "datastates_ckpt": no_effect("checkpoints are written in the background on request", whole=True),

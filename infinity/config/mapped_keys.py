@@ -100,6 +100,17 @@ def _parameters_in_host_memory(draft: Draft) -> None:
         draft.map(*kept, "infinity.memory.host_params", int(kept[1]))
 
 
+def _activations(draft: Draft) -> None:
+    section = "activation_checkpointing"
+    value = draft.take(f"{section}.cpu_checkpointing")
+    if value is True:
+        draft.map(f"{section}.cpu_checkpointing", value, "infinity.activations.device", "cpu")
+    elif value is not ABSENT:
+        draft.problems.append(f"{section}.cpu_checkpointing: must be true or false, not {show(value)}")
+    if look(draft.content, section) == {}:
+        draft.take(section)
+
+
 def _overflow_check(draft: Draft) -> None:
     for name in ("bf16.check_grad_overflow", "bf16.check_overflow"):
         value = draft.take(name)
@@ -182,6 +193,7 @@ RULES: tuple[Rule, ...] = (
     _prefetch_and_cache,
     _tile,
     _parameters_in_host_memory,
+    _activations,
     _overflow_check,
     _fp32_allreduce,
     _adam,

@@ -47,8 +47,14 @@ def describe(plan: Plan) -> str:
             "this rank holds "
             + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))
             + passing,
+            *_activations(plan),
         ]
     )
+
+
+def _activations(plan: Plan) -> Iterator[str]:
+    if (moved := plan.activations) is not None:
+        yield f"tensors saved for backward, from {show_bytes(moved.min_bytes)}: on {moved.tier}, beside these bytes"
 
 
 @dataclass

@@ -53,6 +53,8 @@ from infinity.update.pipeline import UpdatePipeline
 if TYPE_CHECKING:
     from infinity.config import Config
 
+_PARTITIONED = "activation_checkpointing.partition_activations"
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -80,6 +82,11 @@ def plan_model(
         raise ConfigError(
             'infinity.moments is "8bit", whose blocks of 256 elements would straddle the shards of tensor parallelism: '
             'use "bf16" or "fp32"'
+        )
+    if ranks.model.size > 1 and _PARTITIONED in config.notes.ignored:
+        raise ConfigError(
+            f"{_PARTITIONED} is true, and the model's tensor-parallel ranks would each keep whole activations: remove "
+            'it, and set infinity.activations.device to "cpu" or "nvme" to keep them off the device'
         )
     compute = dtype or compute_dtype(config)
     if ranks.is_main_rank:

@@ -17,8 +17,8 @@ class Snapshot:
     (this rank's saved activations, between the device and their tier), all_gather_bytes, reduce_scatter_bytes (of whole
     units).
     Seconds: seconds (on the clock), wait_seconds (the model's thread, or its compute on a device, stood still until a
-    unit or a saved activation arrived, or one or a gradient left), update_seconds (in Adam's kernels, beside the model or not). updated_elements:
-    parameters updated. fetches: units fetched.
+    unit or a saved activation arrived or left, or a gradient left), update_seconds (in Adam's kernels, beside the model
+    or not). updated_elements: parameters updated. fetches: units fetched.
     """
 
     seconds: float

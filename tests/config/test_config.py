@@ -113,7 +113,7 @@ def test_a_configuration_never_changes() -> None:
         ({"aio": {"unit_size": 1}}, "aio.unit_size: unknown key; a key of that name is infinity.unit_size"),
         (
             {"nvme_path": "/x"},
-            "is zero_optimization.offload_param.nvme_path or zero_optimization.offload_optimizer.nvme_path",
+            "is zero_optimization.offload_param.nvme_path, zero_optimization.offload_optimizer.nvme_path or",
         ),
         ({"learning_rate_of_the_model": 1}, "known here: train_batch_size, train_micro_batch_size_per_gpu"),
         ({"Optimizer": {}}, "the nearest is optimizer"),

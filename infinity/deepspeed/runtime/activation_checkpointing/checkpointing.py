@@ -45,8 +45,8 @@ def configure(
     }
     for name in (name for name, value in wanted.items() if value):
         raise UsageError(
-            f"checkpointing.configure({name}=True) is not supported yet: leave it out, or wrap the block in "
-            "torch.autograd.graph.save_on_cpu() to move its inputs to host memory"
+            f"checkpointing.configure({name}=True) is not supported: leave it out. To move the inputs of blocks to "
+            'host memory or disk, set infinity.activations.device to "cpu" or "nvme" in the config of initialize'
         )
     size = mpu_.get_model_parallel_world_size() if mpu_ is not None else 1
     if size > 1:
