@@ -38,6 +38,7 @@ SAYS = {
     "construction": "Init, meta device, pretrained values",
     "grads": "collect and store gradients",
     "units": "fetch, evict, hooks, saved tensors",
+    "activations": "saved tensors in host memory or on nvme",
     "update": "stream states through the optimizer",
     "comm": "collectives, agreement, DTensor",
     "optim": "Adam and the other rules",

@@ -34,6 +34,7 @@ MAY_DIFFER = (
     "zero_optimization.offload_optimizer.pin_memory",
     "aio",
     "infinity.adam_threads",
+    "infinity.activations",
 )
 """Keys and sections that depend on a rank's machine or only affect output. They change neither results nor collectives.
 """

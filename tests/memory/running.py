@@ -97,3 +97,18 @@ def train_tiled(outputs: int, folder: str) -> None:
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
     engine.close()
+
+
+def save_activations(layers: int, folder: str, batch: int = 4, device: str = "nvme") -> None:
+    """Train without recomputation: a block saves 16 MB for a batch of 4."""
+    shape = GPT2Config(256, seq_length=256, num_layers=layers, hidden_size=256, num_attention_heads=8)
+    with torch.device("meta"):
+        module = GPT2(shape)
+    section = {"device": device, "nvme_path": folder, "memory_bytes": "48MiB"}
+    tokens = torch.arange(batch * 256).view(batch, 256) % 256
+    settings = engine_config("nvme", "nvme", folder=folder, unit_size="4MiB", tile_size=1 << 18, moments="8bit",
+                             debug=False, micro=batch, activations=section)  # fmt: skip
+    with infinity.initialize(module, settings, device=CpuDevice())[0] as engine:
+        for _ in range(2):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
