@@ -76,6 +76,9 @@ class SimulatedCommunicator(Communicator):
     def check_consistent(self, lines: Sequence[str]) -> None:
         """The other ranks are like this one."""
 
+    def smallest(self, sizes: Sequence[int], lines: Sequence[str]) -> list[int]:
+        return list(sizes)
+
     @contextmanager
     def construction(self) -> Iterator[None]:
         yield

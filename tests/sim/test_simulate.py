@@ -132,6 +132,13 @@ def test_activations_of_checkpoints_are_smaller() -> None:
     assert kept[True].activation_bytes < kept[True].working_bytes
 
 
+def test_a_budget_of_a_node_is_divided_over_its_simulated_ranks(tmp_path: Path) -> None:
+    budget = 1 << 20
+    for memory in ({"host": budget}, {"host": budget, "nvme": "auto"}):
+        found = run(tmp_path, ranks=Ranks(4, 2), memory=memory)
+        assert found.plan.budget.host == budget // 2
+
+
 def test_a_trace_has_the_last_step_in_its_lanes(tmp_path: Path) -> None:
     found = run(tmp_path)
     events = found.chrome_trace()["traceEvents"]
