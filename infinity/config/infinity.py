@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from infinity.config.activations import Activations
-from infinity.config.fields import Count, CountOrZero, Section, Size, SizeOrZero, Switch, aligned, positive_size, show
+from infinity.config.fields import Count, CountOrZero, Section, Size, SizeOrZero, Switch, aligned, show
 from infinity.sizes import parse_size
 
 

@@ -93,6 +93,11 @@ def simulate(
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
+    if config.infinity.activations.device != "none":
+        raise ConfigError(
+            f'infinity.activations.device is "{config.infinity.activations.device}", which a simulation cannot time '
+            'yet: set it to "none"'
+        )
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
     place = _device(clock, facts, links, ranks)
     compute = Compute(clock, place, links.flops)
