@@ -55,9 +55,6 @@ def outside_modes() -> AbstractContextManager[object]:
     trace = torch._C._get_tracing_state()
     if not (dispatch or function or transforms or inference or trace):
         return _NOTHING
-    if not (function or transforms or inference or trace):
-        disabled: AbstractContextManager[object] = _disable_current_modes()
-        return disabled
     suspended = ExitStack()
     if trace:
         set_trace: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
