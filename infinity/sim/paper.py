@@ -5,6 +5,8 @@
 Source: Rajbhandari, Ruwase, Rasley, Smith and He, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
 Learning", SC 2021, arXiv 2104.07857. Sections, equations, figures and tables below are those of the paper.
 
+The values in the column "paper" have not been compared with the published PDF yet.
+
 The paper's TB and GB of memory are 2^40 and 2^30 bytes, and its K is 1024. Its bandwidths are decimal.
 """
 
