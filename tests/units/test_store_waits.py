@@ -77,14 +77,14 @@ def pending_update(unit: Unit, *, refers: bool = False) -> Pending:
 
 
 @pytest.fixture
-def edits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def edits(engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each edit that is written to the masters, True if the unit's `snapshot_read` was waited for before."""
     waited = list[bool]()
     sync = UnitStates.sync_masters_from_edit
 
-    def watched(states: UnitStates, unit: Unit) -> None:
-        waited.append(unit.snapshot_read.done())
-        sync(states, unit)
+    def watched(states: UnitStates, layout: UnitLayout, shard: torch.Tensor) -> None:
+        waited.append(engine.units[layout.index].snapshot_read.done())
+        sync(states, layout, shard)
 
     monkeypatch.setattr(UnitStates, "sync_masters_from_edit", watched)
     return waited
