@@ -69,6 +69,8 @@ def advice(plan: Plan, needs: Needs) -> Iterator[str]:
         extents = {kind: needs.tiers[tier][kind] for kind in KINDS}
         if tier == "nvme":
             yield f"nvme lacks {missing}: use a larger drive or more nodes{_smaller_moments(plan)}"
+        elif tier == "host" and plan.budget.host is not None:
+            yield f"host memory lacks {missing}: lower infinity.memory.host, which states and buffers fill"
         elif tier == "host" and (extents["params"] or extents["optimizer"]):
             yield f"host memory lacks {missing}: give offload_param and offload_optimizer the device nvme"
         elif tier == "device" and (extents["params"] or extents["optimizer"]):

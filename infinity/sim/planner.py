@@ -11,11 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from infinity.engine.optimizer import param_groups
 from infinity.engine.planning import plan_units
+from infinity.errors import ConfigError
 from infinity.gpt2.model import GPT2Config
-from infinity.observe.units import show_bytes, show_seconds
+from infinity.observe.units import show_bytes
 from infinity.plan.plan import Plan
+from infinity.plan.policy import compute_dtype
 from infinity.sim.device import DeviceFacts
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
@@ -99,6 +103,8 @@ def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, 
     Raises ConfigError or ModelError for a config that cannot train the model.
     """
     config = machine.resolved(config)
+    if links is not None:
+        _check_flops(config, links)
     model = make()
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
     batch = config.resolve_batch(machine.ranks)
@@ -121,20 +127,33 @@ def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, 
     )
 
 
+def _check_flops(config: Config, links: Links) -> None:
+    """Raise ConfigError if the bandwidths lack the speed of the dtype that the model computes in."""
+    dtype = str(compute_dtype(config) or torch.float32).removeprefix("torch.")
+    if links.flops.get(dtype) is None:
+        raise ConfigError(
+            f"the bandwidths have no flops.{dtype}, in which the model computes: measure them with infinity "
+            "bench-links on that machine, or add the FLOP/s"
+        )
+
+
 def faster(config: Config, simulation: Simulation, needs: Needs) -> Iterator[str]:
-    """Yield changes that shorten the exposed lanes, the longest first."""
+    """Yield changes that shorten the exposed lanes, the longest first, each once."""
     lanes = sorted(simulation.exposed.items(), key=lambda item: -item[1])
+    free = needs.available["host"] - needs.peak["host"]
+    given: set[str] = set()
     for lane, seconds in lanes:
         if seconds < _EXPOSED * simulation.seconds:
             return
-        waits = f"the model waits {show_seconds(seconds)} of {show_seconds(simulation.seconds)} for {lane}"
-        free = needs.available["host"] - needs.peak["host"]
         if lane in ("nvme_read", "nvme_write") and free > 0 and config.infinity.memory.host is None:
-            yield f'{waits}: set infinity.memory.host to "auto", since {show_bytes(free)} of host memory are free'
+            change = f'set infinity.memory.host to "auto", since {show_bytes(free)} of host memory are free'
         elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
-            yield f'{waits}: infinity.moments "bf16" or "8bit" move fewer bytes'
+            change = 'infinity.moments "bf16" or "8bit" move fewer bytes'
         else:
-            yield f"{waits}: raise gradient_accumulation_steps or the micro-batch, which move no more bytes a step"
+            change = "raise the micro-batch, which moves no more bytes a step"
+        if change not in given:
+            given.add(change)
+            yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {lane}: {change}"
 
 
 def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:

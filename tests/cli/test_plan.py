@@ -102,6 +102,18 @@ def test_the_table_has_the_step_and_its_waits(rates: Path, tmp_path: Path) -> No
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_a_speed_that_nobody_measured_is_refused(rates: Path) -> None:
+    """It would count as no time."""
+    rates.write_text(json.dumps(RATES | {"flops": {"float32": 1e11, "bfloat16": None, "float16": None}}))
+    refused(1, "no flops.bfloat16", "plan", *SHAPE, *MEMORY, "--bandwidths", rates)
+
+
+def test_each_change_is_advised_once(rates: Path) -> None:
+    rates.write_text(json.dumps(RATES | {"nvme_read": 1e7, "nvme_write": 1e7, "nvme_mixed": 1e7}))
+    changes = [line.partition(": ")[2] for line in planned(*SHAPE, *MEMORY, "--bandwidths", rates)["advice"]]
+    assert changes and len(changes) == len(set(changes))
+
+
 def test_a_budget_moves_bytes_from_the_drive_to_memory(rates: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     place = {"device": "nvme", "nvme_path": str(tmp_path)}
