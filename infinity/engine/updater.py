@@ -1,4 +1,4 @@
-"""Creates the jobs that update units, and starts them during backward."""
+"""Creates the jobs that update units, and starts them during backward or prepares for them."""
 
 from __future__ import annotations
 
@@ -68,3 +68,19 @@ class Updater:
     def postpone(self, unit: Unit) -> None:
         """Leave the update of a unit, whose gradient is complete, to the end of the step."""
         self._store.postpone_update(unit)
+
+
+class DeferredUpdates:
+    """Leaves all updates to `engine.step()`, and reads the first units' optimizer states as backward ends."""
+
+    def __init__(self, store: UnitStore) -> None:
+        self._store = store
+
+    def can_update_now(self, unit: Unit) -> bool:
+        return False
+
+    def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
+        raise AssertionError(f"unit {unit.name} is updated by engine.step()")
+
+    def postpone(self, unit: Unit) -> None:
+        self._store.read_states_ahead()

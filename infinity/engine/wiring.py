@@ -25,7 +25,7 @@ from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.step import Step
-from infinity.engine.updater import Updater
+from infinity.engine.updater import DeferredUpdates, Updater
 from infinity.errors import ConfigError
 from infinity.grads.buffers import GradBuffers
 from infinity.grads.collector import GradCollector
@@ -181,8 +181,8 @@ def wire(
         updates_early = plan.update == "during_backward"
         step = Step(plan.accumulation, early=updates_early, managed=plan.managed_accumulation)
         updater = Updater(store, gradients, ranks, step, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
-        early = updater if updates_early else None
-        collector = GradCollector(units, ranks, buffers, gradients, step, early, backward.notice, store.finish_update)
+        updates = updater if updates_early else DeferredUpdates(store)
+        collector = GradCollector(units, ranks, buffers, gradients, step, updates, backward.notice, store.finish_update)
         training = UpdateParts(
             step=step,
             collector=collector,

@@ -57,8 +57,8 @@ class _Open:
         return total
 
 
-class EarlyUpdates(Protocol):
-    """Updates units during backward (`infinity.engine.updater`)."""
+class Updates(Protocol):
+    """Updates units during backward or later (`infinity.engine.updater`)."""
 
     def can_update_now(self, unit: Unit) -> bool: ...
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None: ...
@@ -89,11 +89,11 @@ class GradCollector:
         places: GradBuffers,
         store: GradStore,
         step: StepState,
-        updater: EarlyUpdates | None,
+        updates: Updates,
         on_arrival: Callable[[], None],
         finish_update: Callable[[Unit], None],
     ) -> None:
-        """updater: updates units during backward; None: gradients are stored. on_arrival: called with each gradient.
+        """updates: takes the units whose gradients are complete. on_arrival: called with each gradient.
         finish_update: executes the update of a former step that no forward has waited for.
         """
         self._units = units
@@ -116,7 +116,7 @@ class GradCollector:
         self._sums_at_once = ranks.is_single and places.device.host_addressable
         """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
         self.wait_seconds = 0.0
-        self._updater = updater
+        self._updates = updates
         self._on_arrival = on_arrival
         self._finish_update = finish_update
 
@@ -293,14 +293,14 @@ class GradCollector:
         reduced = self._ranks.reduce(flat, unit.layout, present)
         squares = collecting.total(unit.layout.slots)
         sent = Sent(unit, flat, lease, reduced, present, squares, self._step.may_end)
-        updater = self._updater if complete and self._step.is_last_micro_step else None
-        if updater and updater.can_update_now(unit):
+        is_last = complete and self._step.is_last_micro_step
+        if is_last and self._updates.can_update_now(unit):
             self._step.add_updated([unit.index])
-            updater.update_now(unit, self._store.land(sent))
+            self._updates.update_now(unit, self._store.land(sent))
             return
         self._store.keep(sent)
-        if updater:
-            updater.postpone(unit)
+        if is_last:
+            self._updates.postpone(unit)
 
     def _as_reduced(self, unit: Unit, collecting: _Open) -> tuple[Lease, torch.Tensor]:
         """Return the gradient in the `reduced` dtype: itself, or rounded into another buffer."""

@@ -59,6 +59,14 @@ class Tier(ABC):
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         """Open a window on bytes [offset, offset + nbytes); None if it needs a buffer and `pool` has none free."""
 
+    def window_ahead(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> bool:
+        """Start to read a window that a later call of `window` returns. Returns False if `pool` has no buffer free.
+
+        Its buffer is free to other windows that need one, and a write drops it. No write of its bytes may be under way.
+        Does not wait.
+        """
+        return True  # memory has nothing to read
+
     @abstractmethod
     def store(self, window: Window) -> Transfer:
         """Write a changed window back. Its owner releases the window after the transfer."""

@@ -23,6 +23,7 @@ from infinity.tiers.io import register
 from infinity.tiers.pool import Pool
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Failed, Transfer
+from infinity.tiers.windows_ahead import WindowsAhead
 
 
 class Request:
@@ -85,6 +86,7 @@ class NvmeTier(Tier):
         self._file = file
         self._engine = engine
         self._device = device
+        self._windows = WindowsAhead(self._open)
         self._staging: Staging | None = None
         if not device.host_addressable:
             self._staging = Staging(device, self._staging_buffer, self._read, self._write, ahead or {})
@@ -110,6 +112,7 @@ class NvmeTier(Tier):
         return self._staging.read(extent, destination, offset)
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        self._windows.forget(extent, offset, source.numel())
         if self._staging is None:
             return self._write(extent, source, offset)
         self._staging.ahead.forget(extent)
@@ -122,6 +125,15 @@ class NvmeTier(Tier):
             self._staging.read_ahead(extents)
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        window = self._windows.take(extent, offset, nbytes) or self._open(extent, offset, nbytes, pool)
+        while window is None and self._windows.give_up(pool):
+            window = self._open(extent, offset, nbytes, pool)
+        return window
+
+    def window_ahead(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> bool:
+        return self._windows.open(extent, offset, nbytes, pool)
+
+    def _open(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         lease = pool.try_lease(nbytes)
         if lease is None:
             return None
@@ -134,6 +146,7 @@ class NvmeTier(Tier):
         return Window(memory, arrived, extent, offset, lease)
 
     def store(self, window: Window) -> Transfer:
+        self._windows.forget(window.extent, window.offset, window.tensor.numel())
         return self._write(window.extent, window.tensor, window.offset)
 
     def register(self, memory: torch.Tensor) -> None:
@@ -142,6 +155,7 @@ class NvmeTier(Tier):
     def close(self) -> None:
         if self._staging is not None:
             self._staging.close()
+        self._windows.close()
         self._engine.close()
         self._file.close()
 

@@ -305,6 +305,18 @@ class UnitStore:
             with self._moving():
                 self._evict(unit)
 
+    def read_states_ahead(self) -> None:
+        """Start to read the optimizer states of the units that `engine.step()` will update first.
+
+        It starts the updates of units with a buffer, in their order, and then those of the units fetched next. No-op
+        before the last use in the step that the trace predicts.
+        """
+        if self._pipeline is None or not self.tracer.at_end:
+            return
+        held = (unit for unit in self.units if unit.lease is not None)
+        first = dict.fromkeys((*held, *(self.units[index] for index in self.tracer.upcoming())))
+        self._pipeline.read_ahead(unit.layout for unit in first if unit.layout.trainable)
+
     def finish_update(self, unit: Unit) -> None:
         """Execute the update of a former step, if no forward has used the unit since.
 

@@ -205,6 +205,11 @@ class Tracer:
         """True if a trace is known and this cycle has followed it so far."""
         return self._walk is not None
 
+    @property
+    def at_end(self) -> bool:
+        """True if this cycle has followed a known trace to its last use."""
+        return self._walk is not None and self._walk.ended
+
     def next_use(self, unit: int) -> float:
         """Return the number of uses until the next use of `unit`; without a trace, the number since its last (LRU)."""
         if self._walk is not None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 
 from infinity import concurrency
+from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
 from infinity.update.buffers import UpdateBuffers
 from infinity.update.job import INLINE, UpdateJob
@@ -66,6 +68,17 @@ class UpdatePipeline:
             self._stages.end(self._stages.compute(item))
         if running.failed is not None and not isinstance(running.failed, Exception):
             raise running.failed  # Ctrl-C in this thread
+
+    def read_ahead(self, layouts: Iterable[UnitLayout]) -> None:
+        """Start to read the optimizer states of units whose jobs come next, in this order, into idle buffers of tiles.
+
+        Called by the thread that submits jobs. Does nothing while jobs are under way, which need the buffers.
+        """
+        if self._submitted != self._ended:
+            return
+        for layout in layouts:
+            if not self._stages.read_ahead(layout):
+                return
 
     @property
     def seconds(self) -> float:

@@ -95,6 +95,17 @@ class UpdateStages:
         except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
             return Failed(error)
 
+    def read_ahead(self, layout: UnitLayout) -> bool:
+        """Start to read the optimizer states of a unit before its job exists. Returns False if no buffer is free.
+
+        No write of them may be under way.
+        """
+        unit, pool = self.unit(layout), self._buffers.tile_pool
+        if unit.optim_tier.in_memory:
+            return True
+        tiles = (layout.tile for layout in unit.tiles)
+        return all(unit.optim_tier.window_ahead(unit.optim, tile.offset, tile.nbytes, pool) for tile in tiles)
+
     def read(self, running: RunningJob) -> TileInFlight | None:
         """Start the read of a job's next tile. Returns None if no buffer is free."""
         buffers, unit = self._buffers, running.unit
