@@ -53,7 +53,7 @@ class ModelError(InfinityError, ValueError):
 
 
 class NotEnoughError(InfinityError):
-    """A tier lacks bytes for what the placement puts there; raised at start, before anything is written.
+    """A tier lacks bytes for what is to be put there; raised before anything is written, mostly at start.
 
     `needed` and `available` are bytes, `where` is a folder or the name of a tier, `hint` says what would make it fit.
     """

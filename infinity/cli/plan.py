@@ -150,6 +150,9 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TIERS), style="bold")
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TIERS))
     yield table
+    for tier in TIERS:
+        if passing := needs.passing[tier]:
+            yield f"{show_bytes(passing)} of gradients take {tier} only in steps whose order is new, as the first three"
     if found.is_timed:
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s"
         for lane in LANES:

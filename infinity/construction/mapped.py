@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from infinity.errors import OutOfSpaceError, StorageError
-from infinity.tiers.files import FULL, check_folder, file_system_of, open_anonymous, whole
+from infinity.tiers.files import check_folder, open_anonymous, whole
 from infinity.tiers.memory import PAGE
+from infinity.tiers.space import FULL, file_system_of
 
 _FIRST_SEGMENT = 1 << 30
 

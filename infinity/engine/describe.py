@@ -23,7 +23,7 @@ def describe(plan: Plan) -> str:
     The cells of states have the tier and the bytes of this rank's part. Two cells have neither:
     "-"             a frozen unit has no gradient, master and moments
     "on arrival"    backward passes the gradient to the update. Its tier stores it only while the update has to wait, as
-                    in the first step. The totals include its space on nvme; memory for it is listed separately.
+                    in the first step. Memory and space for it are listed separately.
     """
     rows = [_HEAD, *_rows(plan)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]

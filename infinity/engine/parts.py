@@ -19,6 +19,7 @@ from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.passing import PassingTier
+from infinity.tiers.passing_space import PassingSpace
 from infinity.tiers.pools import Pools
 from infinity.units.backward import BackwardTracker
 from infinity.units.states import UnitStates
@@ -36,8 +37,8 @@ class UpdateParts:
     gradients: GradStore
     pipeline: UpdatePipeline
     updater: Updater
-    passing: PassingTier | None
-    """Memory of stored gradients that no tier reserves."""
+    passing: PassingTier | PassingSpace | None
+    """Memory or space of stored gradients that no tier reserves."""
     saver: Saver = field(default_factory=Saver)
 
     def closer(self, then: Callable[[], None]) -> Callable[[], None]:

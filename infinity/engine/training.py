@@ -32,7 +32,7 @@ from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
 from infinity.engine.wiring import assemble, plan_model
-from infinity.errors import LifetimeError, NonFiniteError, UsageError
+from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, UsageError
 from infinity.interrupts import uninterrupted
 from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
@@ -299,7 +299,7 @@ class TrainingEngine(CheckpointingEngine):
         self._check_scaled()
         parts = self.parts
         self.updates.updater.hypers = self._step_hypers()
-        self.updates.collector.send_all()
+        self._send_all()
         if not self._make_due():
             return
         self._end_step()
@@ -310,6 +310,19 @@ class TrainingEngine(CheckpointingEngine):
         parts.store.refresh_viewed()
         if parts.plan.update != "after_backward":
             parts.store.prefetch()
+
+    def _send_all(self) -> None:
+        """Send all gradients. If the disk has no space for one, drop those of the step, or stop the engine if units
+        were updated with them, or are updated by other ranks.
+        """
+        try:
+            self.updates.collector.send_all()
+        except OutOfSpaceError as error:
+            if self._step.updated or not self.ranks.is_single:
+                self._broken = str(error)
+            else:
+                self._abandon_step()
+            raise
 
     def _step_hypers(self) -> list[Hyper]:
         """Return the present hyper-parameters. Raises UsageError if backward has updated units with other values, which

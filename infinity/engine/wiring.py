@@ -36,7 +36,9 @@ from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.passing import PassingTier
+from infinity.tiers.passing_space import PassingSpace
 from infinity.tiers.pools import Pools
 from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
@@ -189,7 +191,7 @@ def wire(
             gradients=gradients,
             pipeline=pipeline,
             updater=updater,
-            passing=next((tier for tier in grad_tiers.values() if isinstance(tier, PassingTier)), None),
+            passing=next((tier for tier in grad_tiers.values() if isinstance(tier, PassingTier | PassingSpace)), None),
         )
     return EngineParts(
         plan=plan,
@@ -208,10 +210,20 @@ def wire(
 
 
 def _grad_tiers(plan: Plan, tiers: dict[str, Tier], device: Device) -> dict[str, Tier]:
-    return {
-        name: tiers[name] if plan.policy.reserves_grads(name) else PassingTier(name, device, on_device=name == "device")
-        for name in sorted(plan.placement.tiers(State.GRAD))
-    }
+    names = sorted(plan.placement.tiers(State.GRAD))
+    if not plan.policy.grads_pass:
+        return {name: tiers[name] for name in names}
+    return {name: _passing_tier(name, plan, tiers, device) for name in names}
+
+
+def _passing_tier(name: str, plan: Plan, tiers: dict[str, Tier], device: Device) -> Tier:
+    if name != "nvme":
+        return PassingTier(name, device, on_device=name == "device")
+    tier = tiers[name]
+    assert isinstance(tier, NvmeTier)
+    return PassingSpace(
+        tier, [plan.placement.of(layout.index, State.GRAD) for layout in plan.units if layout.trainable]
+    )
 
 
 def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, kernels: Kernels) -> GradBuffers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -78,6 +79,17 @@ class Sent:
     """Sum of squares if it is known, else None."""
     last: bool = True
     """False if another micro-batch of the step is known to follow."""
+
+    def release(self) -> None:
+        """Release the buffer. Nothing may use it."""
+        self.lease.release()
+        del self.flat
+
+    def drop(self) -> None:
+        """Wait for the reduction, whose error nobody needs, and release the buffer."""
+        with contextlib.suppress(Exception):
+            self.reduced.wait()
+        self.release()
 
     def move(self, lease: Lease, flat: torch.Tensor) -> None:
         """Release the present buffer; continue in `flat`, a view of `lease`."""

@@ -15,6 +15,7 @@ import torch
 
 from infinity import concurrency
 from infinity.comm.communicator import Communicator
+from infinity.errors import OutOfSpaceError
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.landing import Landing
 from infinity.grads.squares import Squares
@@ -85,8 +86,15 @@ class GradStore:
         return landed
 
     def keep(self, sent: Sent) -> None:
-        """Store a gradient, or add it to the stored one."""
+        """Store a gradient, or add it to the stored one. Raises OutOfSpaceError, before any change, if its tier has too
+        little space.
+        """
         index = sent.unit.index
+        try:
+            self._places.tier_of(sent.unit).reserve(self._places.extent_of(sent.unit))
+        except OutOfSpaceError:
+            sent.drop()
+            raise
         add = index in self.units
         self.units.add(index)
         squares: Future[Squares] = concurrency.future()
@@ -136,8 +144,7 @@ class GradStore:
         try:
             sent.reduced = issued(sent.reduced)
         except BaseException:
-            sent.lease.release()
-            del sent.flat
+            sent.release()
             raise
         slots.setdefault(sent.unit.index, set()).update(sent.present)
 
@@ -168,11 +175,11 @@ class GradStore:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until every gradient has landed. Raises the error of one that failed."""
-        moves, self._moves = self._moves, []
-        for move in moves:
+        """Wait until every gradient has landed. Raises the error of one that failed, until gradients are dropped."""
+        for move in self._moves:
             if (written := move.result()) is not None:
                 written.result()
+        self._moves = []
 
     def squared_norms(self) -> tuple[float, ...]:
         """Return the sums of squares over all ranks of the stored gradients, and of all gradients of the step.

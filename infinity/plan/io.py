@@ -21,6 +21,8 @@ class IoPlan:
     """States are striped over them in turn."""
     nbytes: int
     """Bytes of all extents."""
+    passing: int
+    """Bytes at their end that gradients take only while they are stored (`Placement.passing`)."""
     chunk: int
     """Bytes of a stripe's chunk."""
     engine: str
@@ -33,27 +35,31 @@ class IoPlan:
 
     @property
     def reserved(self) -> int:
-        """Bytes reserved on disk, in whole chunks of a stripe."""
+        """Bytes reserved on disk for the engine's whole life, in whole chunks of a stripe."""
         if len(self.folders) == 1:
-            return self.nbytes
-        return sum(shares(self.nbytes, self.chunk, len(self.folders)))
+            return self.nbytes - self.passing
+        return sum(shares(self.nbytes, self.chunk, len(self.folders))) - self.passing
 
 
 def plan_io(config: Config, placement: Placement) -> IoPlan | None:
     """Return the plan of the nvme tier; None if no extent lies there."""
-    nbytes = placement.nbytes.get("nvme", 0)
+    passing = placement.passing.get("nvme", 0)
+    nbytes = placement.nbytes.get("nvme", 0) + passing
     if not nbytes:
         return None
-    return io_in(config, config.zero_optimization.nvme_paths, nbytes, placement.granule)
+    return io_in(config, config.zero_optimization.nvme_paths, nbytes, passing, placement.granule)
 
 
-def io_in(config: Config, folders: tuple[Path, ...], nbytes: int, granule: int = EXTENT_ALIGNMENT) -> IoPlan:
+def io_in(
+    config: Config, folders: tuple[Path, ...], nbytes: int, passing: int = 0, granule: int = EXTENT_ALIGNMENT
+) -> IoPlan:
     """Return the plan of files in `folders`. granule: as in `checksum_block`."""
     aio = config.aio
     chunk = stripe_chunk(aio.block_size)
     return IoPlan(
         folders=folders,
         nbytes=nbytes,
+        passing=passing,
         chunk=chunk,
         engine=aio.engine,
         block_size=aio.block_size,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -89,16 +89,11 @@ class Policy:
     """Elements of a tile; None: by the tiers of the unit (`tile_of`)."""
     grads_pass: bool = False
     """True if the update consumes gradients as they arrive. Their tier stores those of steps whose order is new, as of
-    the first, and of steps that depart from the last."""
+    the first, and of steps that depart from the last; it holds memory or space for them only meanwhile."""
     resident: bool = False
     """True if every unit stays in a device buffer."""
     grads_whole: bool = False
     """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
-
-    def reserves_grads(self, tier: str) -> bool:
-        """Return whether the memory of gradients stored in `tier` is reserved, instead of allocated while it is used.
-        Space on nvme always is."""
-        return not self.grads_pass or tier == "nvme"
 
     def tier_of(self, state: State) -> str:
         """Return the tier of a state without a budget, which is the slowest one with a budget."""
@@ -118,7 +113,8 @@ class Placement:
     extents: Mapping[tuple[int, State], Extent]
     nbytes: Mapping[str, int]
     passing: Mapping[str, int]
-    """Tier → bytes of gradients whose memory is allocated while it is used (`Policy.reserves_grads`)."""
+    """Tier → bytes of gradients whose memory or space is held while it is used (`Policy.grads_pass`). On nvme they
+    follow the other extents."""
     tile_sizes: Mapping[int, int]
     """Trained unit → elements of its tiles."""
     granule: int = EXTENT_ALIGNMENT
@@ -154,7 +150,7 @@ def place(
 
     def add(layout: UnitLayout, state: State, nbytes: int) -> None:
         tier = tier_of(layout, state)
-        counted = used if state is not State.GRAD or policy.reserves_grads(tier) else passing
+        counted = passing if state is State.GRAD and policy.grads_pass else used
         offset = counted.get(tier, 0)
         extents[layout.index, state] = Extent(tier, offset, nbytes, f"{_CALLED[state]} of unit {layout.name}")
         counted[tier] = offset + aligned(nbytes)
@@ -169,6 +165,11 @@ def place(
         add(layout, State.OPTIM, full * states.nbytes(tile) + states.nbytes(rest))
         add(layout, State.GRAD, layout.shard_numel * width)
         granule = math.gcd(granule, states.nbytes(tile), tile * width)
+    if "nvme" in passing:
+        first = used.setdefault("nvme", 0)
+        for key, extent in extents.items():
+            if key[1] is State.GRAD and extent.tier == "nvme":
+                extents[key] = replace(extent, offset=first + extent.offset)
     return Placement(extents, used, passing, tile_sizes, granule)
 
 

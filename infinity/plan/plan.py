@@ -99,7 +99,7 @@ class Plan:
     @property
     def passing(self) -> Mapping[str, int]:
         """Tier → bytes that gradients may take beside `nbytes`: all of them in the first three steps, and later those
-        of units that cannot be updated as backward leaves them."""
+        of units that cannot be updated as backward leaves them. On nvme all are reserved at start."""
         return self.placement.passing if self.update is not None else {}
 
     def peak_nbytes(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class Plan:
         """
         if tier != "host" or self.device.host_addressable or not self.pin_memory:
             return []
-        states = (State.PARAM, State.GRAD) if self.policy.reserves_grads(tier) else (State.PARAM,)
+        states = (State.PARAM,) if self.policy.grads_pass else (State.PARAM, State.GRAD)
         found = [
             (extent.offset, extent.offset + aligned(extent.nbytes))
             for (_, state), extent in self.placement.extents.items()

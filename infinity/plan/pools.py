@@ -171,7 +171,7 @@ def gradient_pools(
 
 def _adds_in_place(policy: Policy, tier: str) -> bool:
     """Return whether gradients are added to those stored in `tier` in place: in reserved memory."""
-    return tier != "nvme" and policy.reserves_grads(tier)
+    return tier != "nvme" and not policy.grads_pass
 
 
 def update_pools(

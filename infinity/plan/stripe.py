@@ -29,3 +29,14 @@ def shares(nbytes: int, chunk: int, paths: int) -> list[int]:
     """
     chunks = -(-nbytes // chunk)
     return [max(1, -(-(chunks - member) // paths)) * chunk for member in range(paths)]
+
+
+def ranges(offset: int, nbytes: int, chunk: int, paths: int) -> list[tuple[int, int]]:
+    """Return the bytes [start, stop) of each of `paths` files that are bytes [offset, offset + nbytes) together."""
+
+    def before(end: int, member: int) -> int:
+        """Return the bytes that a file holds of the first `end` bytes."""
+        rows, rest = divmod(end, chunk * paths)
+        return rows * chunk + min(max(rest - member * chunk, 0), chunk)
+
+    return [(before(offset, member), before(offset + nbytes, member)) for member in range(paths)]

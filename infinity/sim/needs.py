@@ -23,6 +23,8 @@ class Needs:
     """Tier → kind → bytes: extents of states, activations and buffers."""
     peak: Mapping[str, int]
     """Tier → the most bytes at once; host: with the processes themselves."""
+    passing: Mapping[str, int]
+    """Tier → bytes of these for gradients that only the first steps, and those that depart from the trace, store."""
     available: Mapping[str, int]
 
     @property
@@ -54,12 +56,15 @@ def needs_of(plan: Plan, machine: Machine, *, activations: int, baseline_rss: in
         peak["host"], peak["device"] = peak["host"] + peak["device"], 0
         merged = {kind: tiers["host"][kind] + tiers["device"][kind] for kind in KINDS}
         tiers["host"], tiers["device"] = merged, dict.fromkeys(KINDS, 0)
+    passing = {tier: plan.passing.get(tier, 0) * ranks for tier in TIERS}
+    if not machine.gpus:
+        passing["host"], passing["device"] = passing["host"] + passing["device"], 0
     available = {
         "device": machine.device_memory * machine.gpus,
         "host": machine.host_memory,
         "nvme": machine.nvme,
     }
-    return Needs(tiers, peak, available)
+    return Needs(tiers, peak, passing, available)
 
 
 def advice(plan: Plan, needs: Needs) -> Iterator[str]:

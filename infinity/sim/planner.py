@@ -92,6 +92,7 @@ class Prediction:
             "peak_host_bytes": self.needs.peak["host"],
             "peak_device_bytes": self.needs.peak["device"],
             "tiers": {tier: dict(kinds) for tier, kinds in self.needs.tiers.items()},
+            "passing": dict(self.needs.passing),
             "step": step,
             "advice": self.advice,
         }

@@ -52,6 +52,12 @@ class SimulatedNvme(NvmeTier):
         super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD))
         self._drive = drive
 
+    def release_space(self, extent: Extent) -> bool:
+        return True
+
+    def reserve_space(self, extent: Extent) -> None:
+        """Space is not limited."""
+
     def register(self, memory: torch.Tensor) -> None:
         """No buffer has an address."""
 

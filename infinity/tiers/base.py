@@ -81,6 +81,9 @@ class Tier(ABC):
         under way. Does not wait.
         """
 
+    def reserve(self, extent: Extent) -> None:  # noqa: B027 - space stays reserved
+        """Reserve the space of an extent that will be written. Raises OutOfSpaceError if there is too little."""
+
     def discard(self, extent: Extent, read: torch.Tensor | None = None) -> None:  # noqa: B027 - space stays reserved
         """Allow `trim` to release the extent's memory until it is written again. No-op on tiers that reserve it.
 

@@ -7,6 +7,8 @@ removed at once. All its space is reserved before the first byte is used.
 Reserved space is not zeroed. On ext4, the first write to reserved space took 1.8 times as long as overwriting it (3.7
 against 6.7 GB/s), but reading it is nearly free, since it is marked as zero. Zeroing would take as long as that first
 write and make the first read as slow as later ones.
+
+Space that is rarely used is released in between, as holes of the file, if the file system can make them.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from infinity.errors import OutOfSpaceError, StorageError
+from infinity.errors import StorageError
 from infinity.native import _aio
-from infinity.plan.stripe import LARGEST_CHUNK, shares
+from infinity.plan.stripe import LARGEST_CHUNK, ranges, shares
+from infinity.tiers.space import FULL, Range, file_system_of, names, punch, require, reserve
 
 __all__ = ["SwapFile", "open_swap_files"]
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
-FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class SwapFile:
@@ -41,18 +43,65 @@ class SwapFile:
     """
 
     def __init__(
-        self, file: _aio.File, path: str, nbytes: int, fds: Sequence[int], folders: Sequence[Path] = ()
+        self,
+        file: _aio.File,
+        path: str,
+        nbytes: int,
+        fds: Sequence[int],
+        members: Sequence[tuple[int, Path]],
+        chunk: int = LARGEST_CHUNK,
+        folders: Sequence[Path] = (),
     ) -> None:
+        """fds: closed with the file. members: descriptor and folder of each file. chunk: bytes of a stripe's chunk.
+        folders: removed with the file.
+        """
         self.file = file
         self.path = path
         self.nbytes = nbytes
         self._fds = list(fds)
+        self._members = list(members)
+        self._chunk = chunk
         self._folders = list(folders)
 
     @property
     def direct(self) -> bool:
         """False if a file system refuses `O_DIRECT`."""
         return self.file.direct
+
+    def release(self, offset: int, nbytes: int) -> bool:
+        """Give bytes back to the file system: they read as zeros, and space for them has to be reserved before a write.
+
+        Returns False, and keeps them, if a file system does not make holes in files.
+        """
+        released: list[Range] = []
+        for part in self._ranges(offset, nbytes):
+            if not punch(part):
+                for other in released:
+                    reserve(other)
+                return False
+            released.append(part)
+        return True
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Reserve released bytes again. Raises OutOfSpaceError, without a change, if too few are free."""
+        reserved: list[Range] = []
+        for part in self._ranges(offset, nbytes):
+            try:
+                reserve(part)
+            except BaseException:
+                for other in reserved:
+                    punch(other)
+                raise
+            reserved.append(part)
+
+    def _ranges(self, offset: int, nbytes: int) -> list[Range]:
+        """Return the bytes in each file that has any."""
+        parts = ranges(offset, nbytes, self._chunk, len(self._members))
+        return [
+            Range(fd, folder, start, stop)
+            for (fd, folder), (start, stop) in zip(self._members, parts, strict=True)
+            if start < stop
+        ]
 
     def close(self) -> None:
         """Release the space. All requests on the file must be done before. Idempotent."""
@@ -100,7 +149,7 @@ def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chun
     for where, _ in together:
         if len(where) > 1:
             warnings.warn(
-                f"{_names(where)} are on one file system: striping over them gains nothing",
+                f"{names(where)} are on one file system: striping over them gains nothing",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -121,6 +170,8 @@ def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:
         ", ".join(member.path for member in members),
         nbytes,
         [fd for member in members for fd in member._fds],
+        [each for member in members for each in member._members],
+        chunk,
         [folder for member in members for folder in member._folders],
     )
 
@@ -131,10 +182,11 @@ def _open_one(folder: Path, nbytes: int, name: str) -> SwapFile:
     direct_fd = -1
     try:
         direct_fd = _open_direct(fd, folder)
-        _reserve(fd, folder, nbytes)
+        reserve(Range(fd, folder, 0, nbytes))
         path = str(folder / name)
         fds = [direct_fd, fd] if direct_fd >= 0 else [fd]
-        return SwapFile(_aio.File(direct_fd, fd, path, alignment()), path, nbytes, fds, [named] if named else [])
+        file = _aio.File(direct_fd, fd, path, alignment())
+        return SwapFile(file, path, nbytes, fds, [(fd, folder)], folders=[named] if named else [])
     except BaseException:
         os.close(fd)
         if direct_fd >= 0:
@@ -178,27 +230,7 @@ def _check_space(folders: Sequence[Path], nbytes: int) -> None:
     """Raise OutOfSpaceError if `nbytes` are not free. folders: on one file system."""
     status = os.statvfs(folders[0])
     if status.f_blocks > 0:  # 0: unknown to the file system
-        _require(_names(folders), nbytes, status.f_bavail * status.f_frsize)
-
-
-def _names(folders: Sequence[Path]) -> str:
-    return " and ".join(str(folder) for folder in folders)
-
-
-def _require(where: str | Path, nbytes: int, free: int) -> None:
-    if free < nbytes:
-        raise OutOfSpaceError(
-            str(where),
-            nbytes,
-            free,
-            f"free {_human(nbytes - free)} there, or name a folder on a larger disk (nvme_path)",
-        )
-
-
-def _human(nbytes: int) -> str:
-    """Return bytes as text, rounded up, so that freeing the printed amount is enough."""
-    unit, text = (1_000_000_000, "GB") if nbytes >= 1_000_000_000 else (1_000_000, "MB")
-    return f"{-(-nbytes * 10 // unit) / 10:,.1f} {text}"
+        require(names(folders), nbytes, status.f_bavail * status.f_frsize)
 
 
 def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
@@ -207,7 +239,7 @@ def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
     except OSError as error:
         if error.errno in FULL:
-            _require(folder, alignment(), 0)
+            require(folder, alignment(), 0)
         if error.errno not in _NO_TMPFILE:
             raise _unwritable(folder, error) from error
     own: Path | None = None
@@ -247,7 +279,7 @@ def _open_direct(fd: int, folder: Path) -> int:
         if direct_fd >= 0:
             os.close(direct_fd)
         if error.errno in FULL:
-            _require(folder, 2 * alignment(), 0)
+            require(folder, 2 * alignment(), 0)
         warnings.warn(
             f"{folder} ({file_system_of(folder)}) refuses direct I/O ({error.strerror}): its files go through the page "
             "cache, which costs speed and memory. Use a folder on a local ext4 or xfs disk",
@@ -268,32 +300,3 @@ def _probe(direct_fd: int) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         if read[:] != written[:]:
             raise OSError(errno.EIO, "a page that was written read back different")
-
-
-def _reserve(fd: int, folder: Path, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno in FULL:  # space taken since the check, a quota, or metadata of the file system
-            os.ftruncate(fd, 0)
-            status = os.statvfs(folder)
-            _require(folder, nbytes, min(status.f_bavail * status.f_frsize, nbytes - 1))
-        raise StorageError(
-            f"cannot reserve {nbytes:,} bytes in {folder}: {error.strerror}; its file system "
-            f"({file_system_of(folder)}) or a limit (ulimit -f) does not allow a file of that size"
-        ) from error
-
-
-def file_system_of(folder: Path) -> str:
-    """Return the type of the file system of `folder`, such as "ext4"."""
-    device = os.stat(folder).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
-            for line in table:
-                fields = line.split()
-                if fields[2] == wanted:
-                    return fields[fields.index("-") + 1]
-    except (OSError, ValueError, IndexError):
-        pass
-    return "unknown file system"

@@ -15,7 +15,7 @@ import torch
 
 from infinity.errors import ChecksumError
 from infinity.native import _aio
-from infinity.plan.placement import Extent
+from infinity.plan.placement import Extent, aligned
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
@@ -148,6 +148,14 @@ class NvmeTier(Tier):
     def store(self, window: Window) -> Transfer:
         self._windows.forget(window.extent, window.offset, window.tensor.numel())
         return self._write(window.extent, window.tensor, window.offset)
+
+    def release_space(self, extent: Extent) -> bool:
+        """Give an extent's space back until `reserve_space`. Returns False if the file system keeps it."""
+        return self._file.release(extent.offset, aligned(extent.nbytes))
+
+    def reserve_space(self, extent: Extent) -> None:
+        """Reserve the space of an extent again. Raises OutOfSpaceError if too little is free."""
+        self._file.reserve(extent.offset, aligned(extent.nbytes))
 
     def register(self, memory: torch.Tensor) -> None:
         register(self._engine, memory)

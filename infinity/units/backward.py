@@ -65,8 +65,8 @@ class BackwardTracker:
 
     @uninterrupted()  # a backward that ended counts as a micro-batch, whenever Ctrl-C arrives
     def _end(self) -> None:
+        self._on_end()  # if it raises, `conclude` returns True
         self.running = self._ended_inside = False
-        self._on_end()
 
     def conclude(self) -> bool:
         """End a backward whose end was not seen. Call outside of any graph task.

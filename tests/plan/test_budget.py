@@ -85,7 +85,7 @@ def test_a_budget_that_buffers_exceed_is_refused_with_the_missing_bytes(tmp_path
 
 
 def test_a_limit_of_nvme_is_refused_with_the_missing_bytes(tmp_path: Path) -> None:
-    needed = planned(tmp_path).nbytes()["nvme"]
+    needed = planned(tmp_path).peak_nbytes()["nvme"]
     for limit, fits in ((needed, True), (needed - 1, False)):
         config = engine_config(folder=tmp_path, memory={"nvme": limit})
         if fits:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import OutOfSpaceError, StorageError
-from infinity.tiers import files
+from infinity.tiers import files, space
 from infinity.tiers.files import open_swap_files
 
 MB = 1_000_000
@@ -96,7 +96,7 @@ def test_direct_io_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how:
         assert not swap.direct
         assert swap.nbytes >= MB
     assert len(caught) == 1
-    assert files.file_system_of(tmp_path) in str(caught[0].message)
+    assert space.file_system_of(tmp_path) in str(caught[0].message)
     assert caught[0].filename == __file__
 
 
@@ -168,7 +168,7 @@ def test_too_little_space_is_seen_first(tmp_path: Path, monkeypatch: pytest.Monk
 def test_said_in_gigabytes(tmp_path: Path) -> None:
     for missing, said in ((2_500_000_001, "2.6 GB"), (1_500_000, "1.5 MB"), (1, "0.1 MB")):
         with pytest.raises(OutOfSpaceError, match=f"free {said} there"):
-            files._require(tmp_path, missing + 5, 5)
+            space.require(tmp_path, missing + 5, 5)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])

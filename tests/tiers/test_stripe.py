@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.errors import OutOfSpaceError, StorageError
-from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, shares, stripe_chunk
+from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, ranges, shares, stripe_chunk
 from infinity.tiers import files
 from infinity.tiers.files import SwapFile, open_swap_files
 from infinity.tiers.io import open_engine
@@ -58,6 +58,14 @@ def test_shares_are_what_the_chunks_need(nbytes: int, chunk: int, paths: int) ->
     for number in range(-(-nbytes // chunk)):
         needed[number % paths] += chunk
     assert shares(nbytes, chunk, paths) == [max(share, chunk) for share in needed]
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4), st.integers(1, 5))
+def test_ranges_are_the_bytes_of_each_file(offset: int, nbytes: int, chunk: int, paths: int) -> None:
+    held: list[list[int]] = [[] for _ in range(paths)]
+    for byte in range(offset, offset + nbytes):
+        held[byte // chunk % paths].append(byte // chunk // paths * chunk + byte % chunk)
+    assert [list(range(*part)) for part in ranges(offset, nbytes, chunk, paths)] == held
 
 
 class Model:
