@@ -308,14 +308,19 @@ class UnitStore:
     def read_states_ahead(self) -> None:
         """Start to read the optimizer states of the units that `engine.step()` will update first.
 
-        It starts the updates of units with a buffer, in their order, and then those of the units fetched next. No-op
-        before the last use in the step that the trace predicts.
+        These are the first that the trace uses, which keep or have got their buffers by then. No-op while the step
+        needs another fetch, which comes first, and without a trace.
         """
-        if self._pipeline is None or not self.tracer.at_end:
+        assert self._pipeline is not None
+        if not self._pipeline.reads_ahead or not self.tracer.follows:
             return
-        held = (unit for unit in self.units if unit.lease is not None)
-        first = dict.fromkeys((*held, *(self.units[index] for index in self.tracer.upcoming())))
-        self._pipeline.read_ahead(unit.layout for unit in first if unit.layout.trainable)
+        for index in self.tracer.upcoming():
+            if self.tracer.passed(index):
+                break
+            if self.units[index].residency is Residency.RELEASED:
+                return
+        first = (self.units[index].layout for index in self.tracer.by_first_use())
+        self._pipeline.read_ahead(layout for layout in first if layout.trainable)
 
     def finish_update(self, unit: Unit) -> None:
         """Execute the update of a former step, if no forward has used the unit since.

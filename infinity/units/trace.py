@@ -205,11 +205,6 @@ class Tracer:
         """True if a trace is known and this cycle has followed it so far."""
         return self._walk is not None
 
-    @property
-    def at_end(self) -> bool:
-        """True if this cycle has followed a known trace to its last use."""
-        return self._walk is not None and self._walk.ended
-
     def next_use(self, unit: int) -> float:
         """Return the number of uses until the next use of `unit`; without a trace, the number since its last (LRU)."""
         if self._walk is not None:
@@ -233,6 +228,10 @@ class Tracer:
     def order(self) -> Iterator[int]:
         """Return the distinct units of the trace in the order of their next uses. Nothing without a trace."""
         return iter(()) if self._walk is None else self._walk.upcoming()
+
+    def by_first_use(self) -> Iterator[int]:
+        """Return the units of the trace in the order of their first uses in a cycle. Nothing without a trace."""
+        return iter(()) if self._walk is None else iter(self._walk.trace.first)
 
     def upcoming(self) -> Iterator[int]:
         """Return the next `AHEAD` distinct units, nearest first."""

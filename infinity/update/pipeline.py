@@ -69,6 +69,11 @@ class UpdatePipeline:
         if running.failed is not None and not isinstance(running.failed, Exception):
             raise running.failed  # Ctrl-C in this thread
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Return whether `read_ahead` begins reads of any unit's states."""
+        return self._buffers.tile_pool.nbytes > 0
+
     def read_ahead(self, layouts: Iterable[UnitLayout]) -> None:
         """Start to read the optimizer states of units whose jobs come next, in this order, into idle buffers of tiles.
 
