@@ -1,4 +1,4 @@
-"""Facts of a machine that its bandwidths depend on, and the memory of a process that imported the engine."""
+"""Facts of a machine that its bandwidths depend on, and the memory of a process that trains next to nothing."""
 
 from __future__ import annotations
 
@@ -16,24 +16,40 @@ from infinity.cli.report import processor
 from infinity.errors import InfinityError
 from infinity.tiers.device import Device
 
-_IMPORTS = """
+_TRAINING = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-import torch, infinity
-infinity.initialize, infinity.Engine
-import psutil
+import psutil, torch, infinity
+with torch.device("meta"):
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8))
+engine, *_ = infinity.initialize(model=model, config={"train_batch_size": 1, "bf16": {"enabled": True}})
+tokens = torch.zeros(1, 8, dtype=torch.int64)
+for _ in range(2):
+    engine.backward(engine(tokens).float().logsumexp(-1).mean())
+    engine.step()
 print(psutil.Process().memory_info().rss)
+engine.close()
 """
 
 
 def baseline_rss() -> int:
-    """Return the resident bytes of a new process that has imported torch and the modules of `infinity.initialize`."""
-    command = [sys.executable, "-I", "-c", _IMPORTS, json.dumps(sys.path)]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    """Return the resident bytes of a new process that has imported torch and trained a model of a few parameters.
+
+    Importing alone leaves out what training loads: torch's compiler, which a model on the meta device imports, the
+    kernels' code and the stacks of threads.
+    """
+    command = [sys.executable, "-I", "-c", _TRAINING, json.dumps(sys.path)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=_of_one_rank())
     if ended.returncode:
         reason = (ended.stderr.splitlines() or ["no output"])[-1]
         raise InfinityError(f"a process that imports torch and infinity ended with {ended.returncode}: {reason}")
-    return int(ended.stdout)
+    return int(ended.stdout.splitlines()[-1])
+
+
+def _of_one_rank() -> dict[str, str]:
+    """Return this process's environment without a launcher's variables, with which a process waits for other ranks."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def machine(device: Device) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def shown(links: Links) -> list[RenderableType]:
             table.add_row(name, "–", "", how, style="dim")
         else:
             table.add_row(name, show(rate), _range(*map(show, ends)), how)
-    table.add_row("baseline_rss", show_bytes(links.baseline_rss), "", "torch and infinity imported")
+    table.add_row("baseline_rss", show_bytes(links.baseline_rss), "", "torch and infinity, without a model")
     folders = ", ".join(f"{path} ({kind})" for path, kind in machine["folders"].items())
     parts = (machine["processor"], f"{machine['cores']} cores", f"torch {machine['torch']}")
     where = f"drive: {folders}, {'direct' if machine['direct'] else 'through the page cache'}"
