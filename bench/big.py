@@ -1,0 +1,250 @@
+"""A Llama with 6.7 billion parameters, trained from a drive in 3 GB of memory.
+
+    python bench/big.py --nvme-path /local_nvme           # about 15 minutes on 2 cores; 54 GB of drive at most
+    python bench/big.py --layers 2 --limit ""              # a short one, without a limit of memory
+
+Random weights, moments of 8 bits, batch 1, sequence 128, checkpointed blocks, all states on nvme. The process runs in a
+control group with --limit bytes of memory where the machine allows that. Beside the step stand the two times that bound
+it: `compute`, the forward and backward of one block in memory × blocks, and the bytes of a step ÷ the drive's mixed
+bandwidth, both measured in the same run. Writes bench/results/big.json, then draws bench/results/big.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import harness
+from infinity.sizes import parse_size
+from report.page import publish
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WARM_UP = 3
+"""Steps that are not counted: the first records the trace, and bytes of gradients are freed after the third."""
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+
+
+def arguments() -> argparse.Namespace:
+    parser = harness.make_parser(__doc__, "big")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=3, help=f"counted steps, after {WARM_UP}")
+    parser.add_argument("--limit", default="3GB", metavar="SIZE", help="memory of the control group; empty: no group")
+    parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
+    parser.add_argument("--only", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_model(args: argparse.Namespace, layers: int, device: str) -> nn.Module:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, Any] = {
+        "hidden_size": args.hidden,
+        "intermediate_size": 11008 * args.hidden // 4096,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(1, args.hidden // 128),
+        "vocab_size": 32000,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    config = LlamaConfig(**shape)
+    with torch.device(device):
+        model: nn.Module = LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model.train()
+
+
+# -- what runs in the process whose memory is limited ------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> harness.Result:
+    import torch
+
+    import infinity
+
+    offload = {"device": "nvme", "nvme_path": args.nvme_path}
+    config = {
+        "steps_per_print": 0,
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        "infinity": {"moments": "8bit"},
+    }
+    torch.manual_seed(0)
+    model = make_model(args, args.layers, "meta")
+    began = time.perf_counter()
+    engine, *_ = infinity.initialize(model=model, config=config)
+    constructed = time.perf_counter() - began
+    made = engine.ledger.snapshot()
+    tokens = torch.randint(0, 32000, (1, args.sequence))
+    steps = []
+    for number in range(WARM_UP + args.steps):
+        if number == WARM_UP:
+            engine.settle()
+            first = engine.ledger.snapshot()
+        began = time.perf_counter()
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        steps.append({"seconds": time.perf_counter() - began, "loss": float(loss)})
+        print(
+            f"step {number + 1}: {steps[-1]['seconds']:.1f} s, loss {steps[-1]['loss']:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    engine.settle()
+    moved = engine.ledger.snapshot() - first
+    result = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "construction": {"seconds": constructed, "written": made.nvme_bytes_written},
+        "steps": steps,
+        "read": moved.nvme_bytes_read / args.steps,
+        "written": moved.nvme_bytes_written / args.steps,
+        "drive": drive_bytes(args.nvme_path),
+        "peak_rss": harness.peak_rss(),
+        "group": memory_group_peak(),
+    }
+    engine.close()
+    return result
+
+
+def drive_bytes(folder: str) -> int:
+    """Bytes of blocks that this process's open files take in `folder`."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            stat, name = os.stat(link), os.readlink(link)
+        except OSError:
+            continue
+        if name.startswith(str(Path(folder).resolve())):
+            found[stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
+
+
+def memory_group_peak() -> int | None:
+    """Peak of the bytes charged to the control group of this process, its page cache included; None without one."""
+    folder = os.environ.get("BIG_GROUP")
+    if not folder:
+        return None
+    names = ("memory.max_usage_in_bytes", "memory.peak")
+    return next(int((Path(folder) / name).read_text()) for name in names if (Path(folder) / name).exists())
+
+
+# -- the bounds --------------------------------------------------------------------------------------------------------
+
+
+def compute_seconds(args: argparse.Namespace) -> float:
+    """Seconds of forward and backward in memory: of one block × blocks, plus the rest of the model."""
+    import torch
+
+    tokens = torch.randint(0, 32000, (1, args.sequence))
+    seconds: dict[int, float] = {}
+    for layers in (1, 3):
+        model = make_model(args, layers, "cpu").bfloat16()
+        taken = []
+        for _ in range(4):
+            began = time.perf_counter()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            taken.append(time.perf_counter() - began)
+            model.zero_grad()
+        seconds[layers] = min(taken)
+    more: int = args.layers - 1
+    return seconds[1] + more * (seconds[3] - seconds[1]) / 2
+
+
+def drive_rates(args: argparse.Namespace) -> dict[str, float]:
+    """The drive's write and mixed bandwidth in bytes/s, from `infinity aio-bench`."""
+    rates = {}
+    for op in ("write", "mixed"):
+        command = [
+            sys.executable,
+            "-m",
+            "infinity.cli.main",
+            "aio-bench",
+            "--path",
+            args.nvme_path,
+            "--op",
+            op,
+            "--json",
+        ]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        rates[op] = json.loads(done.stdout)["gb_per_s"] * 1e9
+    return rates
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path | None]:
+    """A control group with `limit` bytes of memory, or None where this process cannot make one."""
+    root = next((path for path in MEMORY_GROUPS if (path / "cgroup.procs").exists()), None)
+    folder = None if root is None else root / f"infinity-big-{os.getpid()}"
+    try:
+        if folder is not None:
+            folder.mkdir()
+            name = "memory.limit_in_bytes" if (folder / "memory.limit_in_bytes").exists() else "memory.max"
+            (folder / name).write_text(str(limit))
+    except OSError as error:
+        warnings.warn(f"no control group, so memory is not limited: {error}", stacklevel=2)
+        if folder is not None and folder.exists():
+            folder.rmdir()
+        folder = None
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            folder.rmdir()
+
+
+def run_limited(args: argparse.Namespace) -> harness.Result:
+    command = [sys.executable, __file__, *sys.argv[1:], "--only"]
+    with memory_group(parse_size(args.limit)) if args.limit else no_group() as group:
+        before: list[str] = []
+        environment = {}
+        if group is not None:
+            before = ["sh", "-c", f'echo $$ > {shlex.quote(str(group))}/cgroup.procs && exec "$@"', "sh"]
+            environment = {"BIG_GROUP": str(group)}
+        done = subprocess.run([*before, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)} ended with code {done.returncode}; its error is above.")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@contextmanager
+def no_group() -> Iterator[None]:
+    yield None
+
+
+def main() -> None:
+    args = arguments()
+    if args.only:
+        print(json.dumps(train(args)))
+        return
+    target = harness.target(args)
+    if not args.redraw:
+        bounds = {"rates": drive_rates(args), "compute": compute_seconds(args)}
+        shape = {name: getattr(args, name) for name in ("layers", "hidden", "sequence", "limit")}
+        head = harness.head("big", path=args.nvme_path)
+        harness.write_json(target, {**head, "args": shape, **run_limited(args), **bounds})
+    publish(target)
+
+
+if __name__ == "__main__":
+    main()

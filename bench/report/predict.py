@@ -1,0 +1,109 @@
+"""Predictions of the planner beside what real runs took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness import Result, spread
+from report import style
+from report.page import Report, setup, table
+
+WITHIN = {"peak": 0.05, "read": 0.01, "written": 0.01, "step": 0.15}
+"""Figure → the largest deviation that counts as right."""
+
+
+def compared(result: Result) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+    """Yield kind, and figure → (predicted, measured). Figures of which both are 0 are left out."""
+    for kind, runs in result["runs"].items():
+        predicted = result["predicted"][kind]
+        step = predicted["step"]
+        pairs = {
+            "peak": (predicted["peak_host_bytes"], spread(run["peak_rss"] for run in runs).median),
+            "read": (step["nvme_bytes_read"], spread(run["read"] for run in runs).median),
+            "written": (step["nvme_bytes_written"], spread(run["written"] for run in runs).median),
+            "step": (step["seconds"], spread(s for run in runs for s in run["seconds"]).median),
+        }
+        yield kind, {name: pair for name, pair in pairs.items() if any(pair)}
+
+
+def deviation(pair: tuple[float, float]) -> float:
+    """Predicted ÷ measured − 1."""
+    predicted, measured = pair
+    return predicted / measured - 1 if measured else float("inf")
+
+
+def figures(result: Result) -> dict[str, float]:
+    return {f"{kind}: {name}": abs(deviation(pair)) for kind, pairs in compared(result) for name, pair in pairs.items()}
+
+
+def title(result: Result) -> str:
+    return "Predicted and measured: memory, bytes and seconds of a step"
+
+
+def fragments(result: Result) -> dict[str, str]:
+    return {"setup": setup(result, *recipe(result)), "summary": summary(result), "table": rows_of(result)}
+
+
+def recipe(result: Result) -> list[str]:
+    return [
+        "Predicted by `infinity plan` from the medians of `infinity bench-links`, once a round.",
+        f"Measured: medians of {result['rounds']} processes of {result['steps']} steps each, the kinds taking turns.",
+    ]
+
+
+def summary(result: Result) -> str:
+    found: dict[str, list[float]] = {name: [] for name in WITHIN}
+    for _, pairs in compared(result):
+        for name, pair in pairs.items():
+            found[name].append(abs(deviation(pair)))
+    rows = [
+        [
+            name,
+            f"{limit:.0%}",
+            f"{sum(value <= limit for value in found[name])} of {len(found[name])}",
+            f"{spread(found[name]).median:.1%}",
+            f"{max(found[name]):.1%}",
+        ]
+        for name, limit in WITHIN.items()
+        if found[name]
+    ]
+    return table(["figure", "limit", "runs within it", "median deviation", "largest"], rows)
+
+
+def rows_of(result: Result) -> str:
+    header = ["run", "peak, MB", "read, MB", "written, MB", "step, s"]
+    rows = [[kind, *(cell(pairs.get(name), name) for name in WITHIN)] for kind, pairs in compared(result)]
+    return f"Predicted / measured, and the deviation.\n\n{table(header, rows)}"
+
+
+def cell(pair: tuple[float, float] | None, name: str) -> str:
+    if pair is None:
+        return "–"
+    digits, unit = (2, 1.0) if name == "step" else (0, 1e6)
+    values = " / ".join(f"{value / unit:.{digits}f}" for value in pair)
+    return f"{values} ({deviation(pair):+.1%})"
+
+
+def plot(result: Result, path: Path) -> None:
+    """One panel for each of peak and step: predicted over measured, the diagonal, and the limits."""
+    figure = style.new_figure(
+        9, 4.6, title="Predicted and measured", subtitle="one dot a run; the band is the limit of the deviation"
+    )
+    for number, (name, unit, what) in enumerate((("peak", 1e9, "peak memory, GB"), ("step", 1.0, "step, s"))):
+        axes: Any = figure.add_axes((0.08 + 0.48 * number, 0.13, 0.4, 0.67))
+        pairs = [pairs[name] for _, pairs in compared(result)]
+        measured = [pair[1] / unit for pair in pairs]
+        ends = [0.8 * min(measured), 1.25 * max(measured)]
+        axes.fill_between(
+            ends, *([end * (1 + sign * WITHIN[name]) for end in ends] for sign in (-1, 1)), color=style.GRID
+        )
+        axes.plot(ends, ends, color=style.PEER, linewidth=1)
+        axes.scatter(measured, [pair[0] / unit for pair in pairs], s=18, color=style.OURS, zorder=3)
+        axes.set(xscale="log", yscale="log", xlabel=f"measured {what}", ylabel=f"predicted {what}")
+        style.dress(axes)
+    style.save(figure, path)
+
+
+REPORT = Report(title, fragments, figures, plot, "predicted over measured peak memory and seconds of a step")
