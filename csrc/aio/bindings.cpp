@@ -139,6 +139,16 @@ PYBIND11_MODULE(_aio, m) {
                                    const auto failure = request.failure();
                                    return failure && failure->checksum;
                                })
+        .def_property_readonly("times",
+                               [](const Request& request) {
+                                   const auto seconds = [](std::chrono::steady_clock::time_point time) {
+                                       return std::chrono::duration<double>(time.time_since_epoch()).count();
+                                   };
+                                   return py::make_tuple(seconds(request.began),
+                                                         request.done()
+                                                             ? py::object(py::float_(seconds(request.ended())))
+                                                             : py::object(py::none()));
+                               })
         .def_readonly("nbytes", &Request::nbytes)
         .def_property_readonly("bytes_done", &Request::bytes_done);
 

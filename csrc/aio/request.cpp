@@ -16,9 +16,11 @@ Request::Request(Direction direction, std::shared_ptr<const File> file, uint64_t
       offset(offset),
       address(address),
       nbytes(nbytes),
+      began(std::chrono::steady_clock::now()),
       owner(getpid()),
       unfinished_(nbytes),
-      done_(nbytes == 0) {}
+      done_(nbytes == 0),
+      ended_(began) {}
 
 std::string Request::describe(Direction direction, uint64_t nbytes, uint64_t offset) {
     return std::string(direction == Direction::kRead ? "read" : "write") + " of " + std::to_string(nbytes) +
@@ -46,6 +48,7 @@ void Request::fail(int error, uint64_t at, uint64_t size, const std::string& hin
 void Request::end(uint64_t bytes) {
     if (unfinished_.fetch_sub(bytes, std::memory_order_acq_rel) != bytes) return;
     verify_end();
+    ended_ = std::chrono::steady_clock::now();
     const std::lock_guard lock(mutex_);
     done_.store(true, std::memory_order_release);
     changed_.notify_all();

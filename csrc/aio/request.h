@@ -50,11 +50,14 @@ class Request {
     bool failed() const { return failed_.load(std::memory_order_acquire); }
     bool done() const { return done_.load(std::memory_order_acquire); }
     uint64_t bytes_done() const { return bytes_done_.load(std::memory_order_relaxed); }
+    // Returns when a request that is done ended.
+    std::chrono::steady_clock::time_point ended() const { return ended_; }
 
     // Waits for at most `timeout`; returns true if the request is done.
     bool wait_for(std::chrono::duration<double> timeout);
     // Returns the failure of a request that is done, if it failed.
     std::optional<Failure> failure() const;
+    const std::chrono::steady_clock::time_point began;  // when it was submitted
     // The process that has the I/O threads; in a forked child a wait would never end.
     const pid_t owner;
     // Returns a text such as "read of 4096 bytes at offset 0".
@@ -67,7 +70,8 @@ class Request {
     std::atomic<uint64_t> bytes_done_{0};
     std::atomic<bool> failed_{false};
     std::atomic<bool> done_{false};
-    mutable std::mutex mutex_;  // guards failure_, and prevents lost wake-ups for done_
+    std::chrono::steady_clock::time_point ended_;  // written once, before done_
+    mutable std::mutex mutex_;                     // guards failure_, and prevents lost wake-ups for done_
     std::condition_variable changed_;
     std::optional<Failure> failure_;
 };

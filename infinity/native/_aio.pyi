@@ -33,6 +33,10 @@ class Request:
         """Return True once the request has succeeded or failed. The kernel no longer accesses its buffer then."""
 
     @property
+    def times(self) -> tuple[float, float | None]:
+        """When it was submitted, and when it was done (None: not yet), on the clock of `time.perf_counter`."""
+
+    @property
     def nbytes(self) -> int: ...
     @property
     def bytes_done(self) -> int:
