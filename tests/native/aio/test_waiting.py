@@ -35,6 +35,23 @@ def held(store: Any, memory: Any, engine: Any, faults: Any) -> Callable[[], tupl
     return make
 
 
+def test_a_request_knows_when_it_ended(held: Any) -> None:
+    """Its times are on the clock of time.perf_counter, however late it is waited for."""
+    before = time.perf_counter()
+    _, request = held()
+    began, ended = request.times
+    assert before <= began <= time.perf_counter() and ended is None
+    released = time.perf_counter()
+    _aio._release_held()
+    while not request.done():
+        time.sleep(0.001)
+    after = time.perf_counter()
+    time.sleep(0.01)
+    request.wait()
+    assert request.times[0] == began
+    assert released <= request.times[1] <= after
+
+
 def test_twice(store: Any, memory: Any, engine: Any) -> None:
     disk, buffer, io = store(NBYTES), memory(NBYTES), engine()
     request = io.read(disk.file, 0, buffer.address, NBYTES)
