@@ -19,12 +19,13 @@ from infinity.cli.console import FAILED, fail, one_line_errors, printable, say, 
 from infinity.cli.paths import check_output, write_output
 from infinity.config import Config
 from infinity.gpt2.model import GPT2Config
+from infinity.observe.timeline import LANES
 from infinity.observe.units import counted, show_bytes, show_count
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.models import PlannedModel, gpt2, of_transformers
 from infinity.sim.needs import KINDS, TIERS
-from infinity.sim.planner import LANES, Prediction, largest, predict
+from infinity.sim.planner import Prediction, largest, predict
 
 _DEFAULT_BATCH = 8
 

@@ -7,24 +7,11 @@ the work before that one. Each moment of the gap belongs to one lane, so that la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from infinity.observe.timeline import LANES
 from infinity.sim.clock import Record
-
-LANES = (
-    "compute",
-    "gather",
-    "reduce",
-    "host_to_device",
-    "device_to_host",
-    "nvme_read",
-    "nvme_write",
-    "update",
-    "activations",
-)
-"""reduce: gradients: collectives, sums and norms. update: the optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +54,3 @@ def _blame(total: dict[str, float], record: Record | None, since: float, until: 
         record = record.cause
     if until > since:
         total["compute"] += until - since
-
-
-def chrome_trace(records: Iterable[Record], start: float, end: float) -> dict[str, Any]:
-    """Return the work of each lane from `start` to `end` as a trace for chrome://tracing or ui.perfetto.dev."""
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
-        for number, lane in enumerate(LANES)
-    ]
-    for record in records:
-        low, high = max(record.start, start), min(record.end, end)
-        if high > low:
-            events.append(
-                {
-                    "name": record.name or record.lane,
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": LANES.index(record.lane),
-                    "ts": (low - start) * 1e6,
-                    "dur": (high - low) * 1e6,
-                    "args": {"bytes": record.nbytes, "thread": record.thread},
-                }
-            )
-    return {"traceEvents": events}

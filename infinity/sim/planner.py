@@ -17,6 +17,7 @@ from infinity.engine.optimizer import param_groups
 from infinity.engine.planning import plan_units
 from infinity.errors import ConfigError
 from infinity.gpt2.model import GPT2Config
+from infinity.observe.timeline import LANES
 from infinity.observe.units import show_bytes
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
@@ -31,17 +32,6 @@ from infinity.sim.simulate import Simulation, simulate
 if TYPE_CHECKING:
     from infinity.config import Config
 
-LANES = (
-    "compute",
-    "gather",
-    "reduce",
-    "host_to_device",
-    "device_to_host",
-    "nvme_read",
-    "nvme_write",
-    "update",
-    "activations",
-)
 _SECONDS_OF_A_DAY = 86_400
 _EXPOSED = 0.05
 """Share of a step from which a lane is worth advice."""

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_map_only
 from infinity import concurrency
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
+from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
 from infinity.sim.clock import Clock, Record
 from infinity.sim.compute import Compute, fused_attention
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
-from infinity.sim.exposed import Boundary, chrome_trace, exposed
+from infinity.sim.exposed import Boundary, exposed
 from infinity.sim.links import Links
 from infinity.sim.platform import SimulatedPlatform
 from infinity.sim.ranks import Ranks
@@ -70,7 +71,10 @@ class Simulation:
 
     def chrome_trace(self) -> dict[str, Any]:
         """Return the last step as a Chrome trace."""
-        return chrome_trace(self.records, self.steps[-2].time, self.steps[-1].time)
+        start, end = self.steps[-2].time, self.steps[-1].time
+        nbytes = self.plan.nbytes()
+        samples = [Sample(time, nbytes) for time in (start, end)]
+        return chrome_trace(self.records, [StepSpan(start, end, self.exposed)], samples, name="simulated rank 0")
 
 
 def simulate(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.gpt2.model import GPT2Config
-from infinity.sim.planner import LANES
+from infinity.observe.timeline import LANES
 from support.commands import refused, run
 
 SHAPE = (

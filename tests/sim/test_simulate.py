@@ -13,9 +13,9 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.observe.timeline import LANES
 from infinity.plan.placement import State
 from infinity.sim.device import DeviceFacts
-from infinity.sim.exposed import LANES
 from infinity.sim.links import Links
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
@@ -142,7 +142,7 @@ def test_a_budget_of_a_node_is_divided_over_its_simulated_ranks(tmp_path: Path) 
 def test_a_trace_has_the_last_step_in_its_lanes(tmp_path: Path) -> None:
     found = run(tmp_path)
     events = found.chrome_trace()["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == list(LANES)
+    assert list(dict.fromkeys(event["args"]["name"] for event in events if event["name"] == "thread_name")) == [*LANES]
     work = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in work) >= 0
     assert max(event["ts"] + event["dur"] for event in work) <= found.seconds * 1e6 * (1 + 1e-9)
