@@ -127,10 +127,15 @@ class DiskRoom:
         return memory
 
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        return Request(self._engine.read(*self._pages(extent, memory, offset)), memory, extent)
+        return self._recorded("read", self._engine.read(*self._pages(extent, memory, offset)), memory, extent)
 
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        return Request(self._engine.write(*self._pages(extent, memory, offset)), memory, extent)
+        return self._recorded("write", self._engine.write(*self._pages(extent, memory, offset)), memory, extent)
+
+    def _recorded(self, queue: str, request: _aio.Request, memory: torch.Tensor, extent: Extent) -> Transfer:
+        name, queue = f"{queue} {NAME}", f"activations {queue}"
+        self._device.recorder.request("activations", name, request.nbytes, request, queue)
+        return Request(request, memory, extent)
 
     def _pages(self, extent: Extent, memory: torch.Tensor, offset: int) -> tuple[_aio.File, int, int, int]:
         """Return file, offset, address and bytes of a request for whole pages: other bytes pass through the page cache.

@@ -47,11 +47,13 @@ class HostRoom:
 
     def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
         self.bytes_written += extent.nbytes
-        return self._device.copy(self._used[extent.offset][: extent.nbytes], source)
+        with self._device.recorder.naming(extent.name, "activations"):
+            return self._device.copy(self._used[extent.offset][: extent.nbytes], source)
 
     def read(self, extent: Extent, destination: torch.Tensor) -> Transfer:
         self.bytes_read += extent.nbytes
-        return self._device.copy(destination, self._used[extent.offset][: extent.nbytes])
+        with self._device.recorder.naming(extent.name, "activations"):
+            return self._device.copy(destination, self._used[extent.offset][: extent.nbytes])
 
     def close(self) -> None:
         self._used.clear()

@@ -258,7 +258,8 @@ class ActivationStore:
             return
         began = time.perf_counter()
         try:
-            self._device.await_copy(stored.transfer)
+            with self._device.recorder.wait("activations"):
+                self._device.await_copy(stored.transfer)
         except BaseException:
             self._leftovers.append(Leftover(stored.transfer, stored.memory, None))
             del self._resident[stored.key]
@@ -282,7 +283,8 @@ class ActivationStore:
         began = time.perf_counter()
         transfer, stored.transfer, stored.leaves = stored.transfer, None, False
         try:
-            transfer.wait()
+            with self._device.recorder.wait("activations"):
+                transfer.wait()
         except BaseException:
             extent, stored.extent = stored.extent, None
             assert extent is not None

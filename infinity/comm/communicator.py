@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -253,7 +253,8 @@ class Communicator:
         issue different collectives, for this and every later one.
         """
         try:
-            return self._announcer.run(announced, present, self._flag_words, lambda: collective(*arguments))
+            with self._device.recorder.naming("" if announced.unit is None else self._units[announced.unit].name):
+                return self._announcer.run(announced, present, self._flag_words, lambda: collective(*arguments))
         finally:
             if self.error:
                 self._leave()
@@ -270,7 +271,8 @@ class Communicator:
     def _together(self, operation: Operation, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it with the same length."""
         announced = Announcement(operation, length=length)
-        return self._thread.submit(self._agreed, announced, set(), work, *arguments).result()
+        with self._device.recorder.wait("reduce"):
+            return self._thread.submit(self._agreed, announced, set(), work, *arguments).result()
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a flat tensor: a view (numel / shards,)."""
@@ -284,27 +286,35 @@ class Communicator:
         try:
             self._device.await_copy(after)
         finally:  # after an error the shard is invalid, but other ranks wait for it: collectives must stay in step
-            self._gather(_apart(flat))
+            with self._recorded("gather", flat):
+                self._gather(_apart(flat))
         return self._device.compute_reached()
+
+    def _recorded(self, lane: str, flat: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context in which a collective of `flat` is issued."""
+        clock = concurrency.now if flat.device.type == "cpu" else self._device.stamp
+        return self._device.recorder.span(lane, "", flat.nbytes, clock)
 
     def _reduce_scatter(self, flat: torch.Tensor, reached: Transfer) -> Transfer:
         self._device.await_copy(reached)
-        if self._straight(flat):
-            self._pairs.reduce_scatter(_apart(flat))
-        elif self.backend == "gloo":  # must not write into its input
-            shard = torch.empty_like(self.shard(flat))
-            _reduce_scatter(shard, flat, group=self._group)
-            self.shard(flat).copy_(shard)
-        else:
-            _reduce_scatter(self.shard(flat), flat, group=self._group)
+        with self._recorded("reduce", flat):
+            if self._straight(flat):
+                self._pairs.reduce_scatter(_apart(flat))
+            elif self.backend == "gloo":  # must not write into its input
+                shard = torch.empty_like(self.shard(flat))
+                _reduce_scatter(shard, flat, group=self._group)
+                self.shard(flat).copy_(shard)
+            else:
+                _reduce_scatter(self.shard(flat), flat, group=self._group)
         return self._device.compute_reached()
 
     def _all_reduce(self, flat: torch.Tensor, reached: Transfer) -> Transfer:
         self._device.await_copy(reached)
-        if self._straight(flat):
-            self._pairs.all_reduce(_apart(flat))
-        else:
-            dist.all_reduce(flat, group=self._group)
+        with self._recorded("reduce", flat):
+            if self._straight(flat):
+                self._pairs.all_reduce(_apart(flat))
+            else:
+                dist.all_reduce(flat, group=self._group)
         return self._device.compute_reached()
 
     def _gather(self, flat: torch.Tensor) -> None:
@@ -369,7 +379,8 @@ class Communicator:
         # On the host: the device's stream has collectives of units queued, which a sum would wait for.
         mine = torch.tensor(values, dtype=torch.float64)
         parts = torch.empty(self.size * len(values), dtype=torch.float64)
-        _all_gather(parts, mine, group=self._host)
+        with self._device.recorder.span("reduce", "sum", parts.nbytes):
+            _all_gather(parts, mine, group=self._host)
         return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
     def gather(self, mine: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from infinity.activations.store import ActivationStore
 from infinity.checkpoint.background import Saver
 from infinity.comm.communicator import Communicator
+from infinity.engine.profile import Profiler
 from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.grads.collector import GradCollector
@@ -39,13 +40,15 @@ class UpdateParts:
     updater: Updater
     passing: PassingTier | PassingSpace | None
     """Memory or space of stored gradients that no tier reserves."""
+    profiler: Profiler
     saver: Saver = field(default_factory=Saver)
 
     def closer(self, then: Callable[[], None]) -> Callable[[], None]:
         """Return a function that joins the threads of saves and updates, and then calls `then`."""
-        saver, pipeline, gradients = self.saver, self.pipeline, self.gradients
+        saver, pipeline, gradients, profiler = self.saver, self.pipeline, self.gradients, self.profiler
 
         def release() -> None:
+            profiler.close()
             pipeline.close()
             gradients.close()
             then()

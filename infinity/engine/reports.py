@@ -19,6 +19,7 @@ from infinity.observe.flops import count_flops, waiter
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger
 from infinity.observe.monitor import CSVFiles, Event, Monitor, TensorBoardFiles, WandBRun, Writer, open_monitor
+from infinity.tiers.device import Device
 from infinity.units.compiled import breaks_graphs, is_compiled
 
 if TYPE_CHECKING:
@@ -64,12 +65,14 @@ def _folder(section: Any) -> Path:
 class StepReports:
     """The reports of one training engine. main: this rank reports."""
 
-    def __init__(self, config: Config, monitor: Monitor, ledger: Ledger, device: torch.device, *, main: bool) -> None:
+    def __init__(self, config: Config, monitor: Monitor, ledger: Ledger, device: Device, *, main: bool) -> None:
         self.monitor = monitor
-        self._clock = StepClock(device) if config.wall_clock_breakdown and main else None
-        self._clock_log = ClockLog(ledger, config.steps_per_print or 1)
+        self._ledger = ledger
+        self._recorder = device.recorder
+        self._clock = StepClock(device.torch_device) if config.wall_clock_breakdown and main else None
+        self._clock_log = ClockLog(ledger, device.recorder, config.steps_per_print or 1)
         self._flops = config.flops_profiler if config.flops_profiler.enabled and main else None
-        self._synchronize = waiter(device)
+        self._synchronize = waiter(device.torch_device)
 
     @property
     def active(self) -> bool:
@@ -100,13 +103,21 @@ class StepReports:
 
     def begin(self, phase: Phase) -> None:
         """Record that `phase` begins."""
+        self.compute(phase.value)
         if self._clock is not None:
             self._clock.begin(phase)
 
     def end(self, phase: Phase) -> None:
         """Record that `phase` has ended."""
+        self.compute("")
         if self._clock is not None:
             self._clock.end(phase)
+
+    def compute(self, phase: str) -> None:
+        """Record on the timeline that the model computes in `phase`; "": that it does not compute."""
+        self._recorder.phase(phase)
+        if self._recorder.is_on:
+            self._recorder.sample(self._ledger.tier_bytes())
 
     def step(self, facts: StepFacts) -> None:
         """Write the events of a step that has ended, and log its times."""
@@ -115,6 +126,8 @@ class StepReports:
             spent = self._clock.read()
             self._clock_log.step(facts.steps, spent)
             events += [(f"{_TAG}elapsed_time_ms_{phase.value}", 1000 * spent[phase], facts.samples) for phase in spent]
+        if self._clock is not None:
+            self._clock_log.expect(facts.steps + 1)
         self.monitor.write_events(events)
 
     def _count(self, called: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Any:

@@ -116,7 +116,7 @@ class TrainingEngine(CheckpointingEngine):
         self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
-        self._reports = StepReports(config, self.monitor, self.ledger, self.device, main=ranks.is_main_rank)
+        self._reports = StepReports(config, self.monitor, self.ledger, seam, main=ranks.is_main_rank)
         self._called = self._reports.around(called, self.module, lambda: self.global_steps)
 
     @property
@@ -300,16 +300,17 @@ class TrainingEngine(CheckpointingEngine):
         parts = self.parts
         self.updates.updater.hypers = self._step_hypers()
         self._send_all()
-        if not self._make_due():
-            return
-        self._end_step()
-        self.global_steps += 1
-        parts.store.tracer.end_step()
-        if parts.plan.update == "after_backward":
-            parts.store.settle()
-        parts.store.refresh_viewed()
-        if parts.plan.update != "after_backward":
-            parts.store.prefetch()
+        if self._make_due():
+            self._end_step()
+            self.global_steps += 1
+            parts.store.tracer.end_step()
+            if parts.plan.update == "after_backward":
+                parts.store.settle()
+            parts.store.refresh_viewed()
+            if parts.plan.update != "after_backward":
+                parts.store.prefetch()
+        parts.device.recorder.end_step()
+        self.updates.profiler.end_step(self.ledger.tier_bytes)
 
     def _send_all(self) -> None:
         """Send all gradients. If the disk has no space for one, drop those of the step, or stop the engine if units
@@ -480,6 +481,7 @@ class TrainingEngine(CheckpointingEngine):
         if torch.is_grad_enabled():
             self._additions.check()
         self._check_readable("the model was called")
+        self._reports.compute("forward")
         training = torch.is_grad_enabled()
         self.parts.store.tracer.begin("train" if training else "eval")
 
@@ -519,6 +521,22 @@ class TrainingEngine(CheckpointingEngine):
     def get_global_grad_norm(self) -> float | None:
         """Return `grad_norm`."""
         return self.grad_norm
+
+    # -- profile -----------------------------------------------------------------------------------------------------
+
+    def profile(self, steps: int = 3, out: str | os.PathLike[str] = "trace.json") -> None:
+        """Record the next `steps` optimizer steps and write a trace for Perfetto (ui.perfetto.dev) to `out`.
+
+        The trace has a lane for compute, for each kind of transfer and for the update, and counters of the bytes in
+        each tier; `infinity timeline` prints and draws it. Recording begins now, or at the end of a step that is under
+        way, and changes no result. The file appears when the last step has ended, or with the steps so far when the
+        engine is closed or the process ends. Other ranks write files of their own, such as trace.rank1.json.
+
+        Raises UsageError if `steps` is less than 1, if `out` cannot be written, and while another profile goes on.
+        """
+        self._check_open()
+        is_between = not self._step.micro_steps and not self.parts.backward.running
+        self.updates.profiler.begin(steps, out, self.ledger.tier_bytes() if is_between else None)
 
     # -- memory between phases ---------------------------------------------------------------------------------------
 
@@ -605,7 +623,10 @@ class TrainingEngine(CheckpointingEngine):
         self._additions.close()
         self.monitor.close()
         with self.updates.saver.closing():
-            super().close(restore=restore)
+            try:
+                self.updates.profiler.close()
+            finally:
+                super().close(restore=restore)
 
     def _finish(self) -> None:
         self.updates.gradients.settle()

@@ -24,6 +24,7 @@ from infinity.engine.parts import EngineParts, UpdateParts
 from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
+from infinity.engine.profile import Profiler
 from infinity.engine.step import Step
 from infinity.engine.updater import DeferredUpdates, Updater
 from infinity.errors import ConfigError
@@ -191,6 +192,7 @@ def wire(
             gradients=gradients,
             pipeline=pipeline,
             updater=updater,
+            profiler=Profiler(device.recorder),
             passing=next((tier for tier in grad_tiers.values() if isinstance(tier, PassingTier | PassingSpace)), None),
         )
     return EngineParts(

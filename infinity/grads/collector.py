@@ -221,7 +221,8 @@ class GradCollector:
         """
         if self._sums_at_once:
             places = self._places
-            return places.kernels.receive(flat, gradient, add=add, at=place.offset, threads=places.threads)
+            with places.device.recorder.span("reduce", place.name, gradient.nbytes):
+                return places.kernels.receive(flat, gradient, add=add, at=place.offset, threads=places.threads)
         view = flat[place.offset : place.stop].view(place.shape)
         if add:
             view.add_(gradient)
@@ -247,7 +248,8 @@ class GradCollector:
 
     def _lease(self, pool: Pool, nbytes: int) -> Lease:
         began = now()
-        lease = pool.lease(nbytes)
+        with self._places.device.recorder.wait("reduce"):
+            lease = pool.lease(nbytes)
         self.wait_seconds += now() - began
         return lease
 

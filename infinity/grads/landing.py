@@ -115,10 +115,11 @@ class Landing:
         places, shard = self._places, sent.flat
         places.device.await_copy(sent.reduced)
         if stored is not None:
-            if add:
-                stored.add_(shard)
-            else:
-                stored.copy_(shard)
+            with places.device.recorder.span("reduce", sent.unit.name, shard.nbytes, places.device.stamp):
+                if add:
+                    stored.add_(shard)
+                else:
+                    stored.copy_(shard)
             shard = stored
         elif add:
             self._add_stored(sent.unit, shard)
@@ -221,21 +222,23 @@ class Landing:
         kernels = self._places.kernels
         sums, number = [0.0] * len(parts), 0
         for start, stop in arriving:
-            end = start
-            while number < len(parts) and parts[number].start < stop:
-                part = parts[number]
-                low, high = max(part.start, start), min(part.stop, stop)
-                target[end:low].zero_()
-                into, initial = target[low:high], sums[number]
-                if target is source:
-                    sums[number] = kernels.sum_of_squares(into, initial=initial, threads=threads)
-                else:
-                    sums[number] = kernels.receive(into, source[low:high], add=add, initial=initial, threads=threads)
-                end = high
-                if part.stop > stop:
-                    break
-                number += 1
-            target[end:stop].zero_()
+            with self._places.device.recorder.span("reduce", layout.name, (stop - start) * source.itemsize):
+                end = start
+                while number < len(parts) and parts[number].start < stop:
+                    part = parts[number]
+                    low, high = max(part.start, start), min(part.stop, stop)
+                    target[end:low].zero_()
+                    into, initial = target[low:high], sums[number]
+                    if target is source:
+                        sums[number] = kernels.sum_of_squares(into, initial=initial, threads=threads)
+                    else:
+                        found = kernels.receive(into, source[low:high], add=add, initial=initial, threads=threads)
+                        sums[number] = found
+                    end = high
+                    if part.stop > stop:
+                        break
+                    number += 1
+                target[end:stop].zero_()
         return sum((sums[k] / part.copies for k, part in enumerate(parts) if part.in_norm), 0.0)
 
     def _stored_in_place(self, unit: Unit) -> torch.Tensor | None:

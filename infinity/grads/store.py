@@ -176,9 +176,10 @@ class GradStore:
 
     def settle(self) -> None:
         """Wait until every gradient has landed. Raises the error of one that failed, until gradients are dropped."""
-        for move in self._moves:
-            if (written := move.result()) is not None:
-                written.result()
+        with self._places.device.recorder.wait("reduce"):
+            for move in self._moves:
+                if (written := move.result()) is not None:
+                    written.result()
         self._moves = []
 
     def squared_norms(self) -> tuple[float, ...]:
@@ -187,7 +188,8 @@ class GradStore:
         Units are added in their order. Waits for the gradients.
         """
         self._sum_unsummed()
-        stored = sum(self._squares[index].result()() for index in sorted(self.units))
+        with self._places.device.recorder.wait("reduce"):
+            stored = sum(self._squares[index].result()() for index in sorted(self.units))
         return self._ranks.sum_over_shards(stored, self.step_squares()() if self._landed else stored)
 
     def step_squares(self) -> Callable[[], float]:

@@ -8,8 +8,11 @@ from typing import TypeAlias
 
 import torch
 
+from infinity.concurrency import now
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger
+from infinity.observe.recorder import Recorder
+from infinity.observe.recording import Recording
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 
@@ -66,15 +69,24 @@ def _between(first: Mark, last: Mark) -> float:
 
 
 class ClockLog:
-    """Logs a line every `every` steps: the seconds of a step and of its phases, and those in which the model waited
-    for units and gradients.
+    """Logs a line every `every` steps: the seconds of a step and of its phases, those in which the model waited for
+    units and gradients, and for which lanes in the step that logs.
     """
 
-    def __init__(self, ledger: Ledger, every: int) -> None:
+    def __init__(self, ledger: Ledger, recorder: Recorder, every: int) -> None:
         self._ledger = ledger
+        self._recorder = recorder
+        self._recording: Recording | None = None
+        """The recording of a step that will log."""
         self._every = every
         self._last, self._steps = ledger.snapshot(), 0
         self._spent = dict.fromkeys(Phase, 0.0)
+        self.expect(1)
+
+    def expect(self, number: int) -> None:
+        """Record step `number`, which begins, if it will log."""
+        if self.is_due(number):
+            self._recording = self._recorder.start()
 
     def is_due(self, number: int) -> bool:
         """Return whether step `number` logs the line."""
@@ -86,17 +98,28 @@ class ClockLog:
             self._spent[phase] += seconds
         if not self.is_due(number):
             return
-        now = self._ledger.snapshot()
-        steps, since = max(1, number - self._steps), now - self._last
+        present = self._ledger.snapshot()
+        steps, since = max(1, number - self._steps), present - self._last
         means = {phase: seconds / steps for phase, seconds in self._spent.items()}
         whole = since.seconds / steps
         logger.info(
-            "wall clock, step %d: %.3g s a step: %s, outside %.3g; waited %.3g for units and gradients",
+            "wall clock, step %d: %.3g s a step: %s, outside %.3g; waited %.3g for units and gradients; "
+            "exposed in this step: %s",
             number,
             whole,
             ", ".join(f"{phase.value} {seconds:.3g}" for phase, seconds in means.items()),
             max(0.0, whole - sum(means.values())),
             since.wait_seconds / steps,
+            self._exposed() or "nothing",
         )
-        self._last, self._steps = now, number
+        self._last, self._steps = present, number
         self._spent = dict.fromkeys(Phase, 0.0)
+
+    def _exposed(self) -> str:
+        """Return the lanes that the model waited for in the recorded step, with seconds."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return ""
+        self._recorder.stop(recording)
+        exposed = recording.timeline(now()).steps[-1].exposed
+        return ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in exposed.items())

@@ -10,16 +10,19 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 
 import torch
 
 from infinity.observe.log import logger
+from infinity.observe.recorder import Recorder
+from infinity.observe.recording import Stamp
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint, fingerprint_on_device
 from infinity.tiers.memory import host_tensor, pin_ranges
-from infinity.tiers.stalls import Stalls
+from infinity.tiers.stalls import EventClock, Stalls
 from infinity.tiers.transfer import DONE, Transfer, issued
 
 # torch 2.6 has shorter names.
@@ -57,9 +60,17 @@ class AcceleratorDevice(Device):
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""
         self._stalls = Stalls()
+        self._clock = EventClock()
         self._library = torch.get_device_module(device)
         self._fraction: float | None = None
         """Share of the memory that torch could allocate before `limit`; None: no limit is set."""
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        return Recorder(self.stamp, lambda: self._clock.calibrate(self._current_stream()), on_host=False)
+
+    def stamp(self) -> Stamp:
+        return self._clock.stamp(self._current_stream())
 
     def enter_thread(self) -> None:
         _set_index(self.torch_device)
@@ -99,14 +110,17 @@ class AcceleratorDevice(Device):
         stream = self._from_device if destination.is_cpu else self._to_device
         # Compute that is queued may still use the buffers.
         _follow(stream, StreamTransfer(self._current_stream()) if after is None else after)
-        with _current(stream):
+        lane = "device_to_host" if destination.is_cpu else "host_to_device" if source.is_cpu else ""
+        with _current(stream), self.recorder.copy(lane, destination.nbytes, partial(self._clock.stamp, stream)):
             destination.copy_(source, non_blocking=True)
         return StreamTransfer(stream)
 
     def await_copy(self, transfer: Transfer) -> None:
         stream, transfer = self._current_stream(), issued(transfer)
         if isinstance(transfer, StreamTransfer) and not hasattr(self._helper, "stream"):
-            self._stalls.wait(stream, transfer.event)
+            stall = self._stalls.wait(stream, transfer.event)
+            if stall is not None and self.recorder.is_on:
+                self.recorder.stalled(*map(self._clock.seconds_of, stall))
         else:
             _follow(stream, transfer)
 

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from infinity.concurrency import now
 from infinity.native import _adam
+from infinity.observe.recorder import Recorder
+from infinity.observe.recording import Stamp
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.fingerprint import Fingerprint
@@ -29,6 +33,15 @@ class Device(ABC):
     torch_device: torch.device
     host_addressable: bool
     """True if the host's I/O and optimizer kernels can work in the device's buffers directly."""
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        """Records the work of this device's engine, if asked to."""
+        return Recorder()
+
+    def stamp(self) -> Stamp:
+        """Return the time at which the compute issued so far by this thread ends."""
+        return now()
 
     @property
     def info(self) -> DeviceInfo:
@@ -122,7 +135,8 @@ class CpuDevice(Device):
         return host_tensor(nbytes)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
-        destination.copy_(source)
+        with self.recorder.copy("", destination.nbytes):
+            destination.copy_(source)
         return DONE
 
     def await_copy(self, transfer: Transfer) -> None:

@@ -169,8 +169,10 @@ class NvmeTier(Tier):
 
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         request = self._engine.read(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
+        self._device.recorder.request("nvme_read", extent.name, memory.numel(), request)
         return Request(request, memory, extent)
 
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         request = self._engine.write(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
+        self._device.recorder.request("nvme_write", extent.name, memory.numel(), request)
         return Request(request, memory, extent)

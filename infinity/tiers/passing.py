@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from infinity import concurrency
@@ -48,13 +50,15 @@ class PassingTier(Tier):
                 memory = self._old.pop(extent.offset, None)
         if memory is None:
             memory = self._allocate(extent.nbytes)
-        written = self._device.copy(memory, source)
+        with self._copying("device_to_host", extent):
+            written = self._device.copy(memory, source)
         with self._access:
             self._held[extent.offset] = memory
         return written
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        return self._device.copy(destination, self._view(extent, offset, destination.numel()))
+        with self._copying("host_to_device", extent):
+            return self._device.copy(destination, self._view(extent, offset, destination.numel()))
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         return Window(self._view(extent, offset, nbytes), DONE, extent, offset)
@@ -77,6 +81,9 @@ class PassingTier(Tier):
         with self._access:
             assert not self._held
             self._spare, self._old = {}, {}
+
+    def _copying(self, lane: str, extent: Extent) -> AbstractContextManager[None]:
+        return self._device.recorder.naming(extent.name, "" if self.on_device else lane)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return self._device.empty(nbytes) if self.on_device else self._device.host_buffer(nbytes, pin=False)

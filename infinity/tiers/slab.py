@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -59,10 +60,15 @@ class SlabTier(Tier):
         return self._slab[start : start + nbytes]
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        return self._device.copy(destination, self._view(extent, offset, destination.numel()))
+        with self._copying("host_to_device", extent):
+            return self._device.copy(destination, self._view(extent, offset, destination.numel()))
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
-        return self._device.copy(self._view(extent, offset, source.numel()), source)
+        with self._copying("device_to_host", extent):
+            return self._device.copy(self._view(extent, offset, source.numel()), source)
+
+    def _copying(self, lane: str, extent: Extent) -> AbstractContextManager[None]:
+        return self._device.recorder.naming(extent.name, "" if self.on_device else lane)
 
     def memory(self, extent: Extent) -> torch.Tensor:
         """Return the bytes of an extent, uint8 (nbytes,): a view of the slab."""

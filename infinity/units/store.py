@@ -94,6 +94,8 @@ class UnitStore:
             raise transformed(unit.name)
         self._device.follow_compute()
         news = self.tracer.touch(unit.index)
+        if news:
+            self._device.recorder.unit(unit.name)
         if news and self._on_unit_changed is not None:
             self._on_unit_changed(unit, self.tracer.passed)
         if unit.residency is Residency.RESIDENT and (not news or self._is_complete()):
@@ -128,8 +130,12 @@ class UnitStore:
             return False
         if unit.job is not None and not unit.job.done.done():
             with self._moving():
-                unit.job.done.wait()  # its write refers to the buffer too, which would count as a view
+                self._await_update(unit.job)  # its write refers to the buffer too, which would count as a view
         return not unit.is_viewed()
+
+    def _await_update(self, job: UpdateJob) -> None:
+        with self._device.recorder.wait("update"):
+            job.done.wait()
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -154,10 +160,12 @@ class UnitStore:
         if unit.job is not None and unit.layout.dtype != torch.float32:
             # Edited elements of 16-bit parameters are found by comparison with the tier, so the write of the update
             # must end before the user can edit the buffer.
-            unit.job.done.wait()
+            self._await_update(unit.job)
+        lane = "gather" if unit.job is None or unit.job.done.done() else "update"
         unit.fetched, unit.transfer = unit.transfer, None
         try:
-            self._device.await_copy(unit.fetched)
+            with self._device.recorder.wait(lane):
+                self._device.await_copy(unit.fetched)
         except BaseException:
             self._drop(unit, valid=False)
             raise
@@ -191,7 +199,7 @@ class UnitStore:
             return
         unit.move(Residency.FETCHING)
         if unit.job is not None:
-            unit.job.done.wait()  # an update in the tier alone
+            self._await_update(unit.job)  # an update in the tier alone
         read: Transfer = DONE
         if not holds:
             read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
@@ -261,7 +269,7 @@ class UnitStore:
             arrives = reached
             if early and unit.job is not None and unit.is_viewed():
                 with self._moving():
-                    unit.job.done.wait()  # its write refers to the buffer too
+                    self._await_update(unit.job)  # its write refers to the buffer too
             viewed = unit.is_viewed()
             if viewed:
                 self.kept.note_overwritten(unit)
@@ -332,7 +340,7 @@ class UnitStore:
                 self._arrive(unit)
         elif unit.residency is Residency.FETCHING and unit.job is not None:  # prefetched, after the update
             with self._moving():
-                unit.job.done.wait()
+                self._await_update(unit.job)
 
     def _take_edit(self, unit: Unit, job: UpdateJob, *, later: bool) -> None:
         """Bring an edit of the buffer to the states that `job` starts from.
@@ -403,7 +411,7 @@ class UnitStore:
                     self.start_update(unit, unit.due_update)
             for unit in self.units:
                 if unit.job is not None:
-                    unit.job.done.wait()
+                    self._await_update(unit.job)
 
     def rewritten(self, unit: Unit, slots: Collection[int] | None = None) -> None:
         """Invalidate saved references and the fingerprint, because parameters have been or will be overwritten.
@@ -445,7 +453,7 @@ class UnitStore:
                     self._evict(unit)
                 elif unit.job is not None:
                     job, unit.job = unit.job, None
-                    job.done.wait()
+                    self._await_update(job)
                 if edited:
                     self._write_kept(unit)
 
@@ -462,10 +470,11 @@ class UnitStore:
     def _evict(self, unit: Unit) -> None:
         if unit.job is not None:
             job, unit.job = unit.job, None
-            job.done.wait()
+            self._await_update(job)
         if unit.transfer is not None:
             transfer, unit.transfer = unit.transfer, None
-            transfer.wait()
+            with self._device.recorder.wait("gather"):
+                transfer.wait()
         if unit.residency is Residency.RESIDENT:
             if self._was_edited(unit):
                 self._write_back(unit)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from infinity.concurrency import now
-from infinity.plan.layout import UnitLayout
+from infinity.plan.layout import Run, UnitLayout
 from infinity.tiers.base import Window
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
@@ -166,7 +166,15 @@ class UpdateStages:
             running.runs = job.runs()
         began = now()
         whole = self._states(item)
-        for run in running.runs:
+        clock = now if running.param.is_cpu else self._buffers.device.stamp
+        with self._buffers.device.recorder.span("update", job.layout.name, item.states.tensor.nbytes, clock):
+            self._run(item, running.runs, whole, grad)
+        self.seconds += now() - began
+
+    def _run(self, item: TileInFlight, runs: Sequence[Run], whole: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
+        """Update the parts of a tile that are in `runs`. whole: the tile's states, by name."""
+        running, tile, job = item.running, item.layout.tile, item.running.job
+        for run in runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
             if low >= high:
                 continue
@@ -185,7 +193,6 @@ class UpdateStages:
                 job.first + low,
             )
             self.elements += high - low
-        self.seconds += now() - began
 
     def _is_refused(self, job: UpdateJob) -> bool:
         """Return whether nothing may be updated, since the loss or the gradient is NaN or infinite."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,3 +204,26 @@ def test_compute_that_stands_still_for_copies_is_measured(lazy: None) -> None:
         assert device.stalled_seconds() > 0
         waits = engine.parts.store.wait_seconds, engine.updates.collector.wait_seconds, device.stalled_seconds()
         assert engine.ledger.snapshot().wait_seconds == pytest.approx(sum(waits))
+
+
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme")])
+def test_a_profile_has_the_times_of_streams(order: None, tmp_path: Path, param: str, optim: str) -> None:
+    """Copies, compute and stalls are timed by events. The bits are those without a profile."""
+    device, file = LateAccelerator(), tmp_path / "trace.json"
+    config = engine_config(param, optim, prefetch_bytes=20_000)
+    with open_engine(seeded(Stack), config, device) as engine:
+        for number, batch in enumerate(on_device(BATCHES, device.torch_device)):
+            if number == 2:
+                engine.profile(2, file)
+            engine.backward(engine(*batch))
+            engine.step()
+        trained_on = {name: value.cpu() for name, value in parameters_of(engine).items()}
+    assert_same(Result(reference().losses, trained_on), reference())
+    trace = json.loads(file.read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    work = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    found = {lanes[event["tid"]] for event in work if event["dur"] > 0}
+    assert {"compute", "host_to_device", "device_to_host", "update", "reduce"} <= found
+    whole = sum(step["seconds"] for step in trace["otherData"]["steps"])
+    assert all(sum(step["exposed"].values()) <= step["seconds"] * 1.01 for step in trace["otherData"]["steps"])
+    assert max(event["ts"] + event["dur"] for event in work) <= whole * 1e6 + 1

@@ -1,0 +1,173 @@
+"""Records the work of an engine's lanes while someone asks for it. While nobody does, a call costs one comparison.
+
+The threads that do the work call it: tiers, copies of devices, collectives, updates, gradients, saved activations, and
+the model's. Nothing waits, and no tensor is kept alive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from infinity.concurrency import now
+from infinity.observe.recording import MODEL, Mark, Recording, Request, Stamp, Stamped, Timed, Wait
+from infinity.observe.timeline import Sample
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+_OURS = "infinity-"
+
+
+class _OfThread(threading.local):
+    """name, copies: see `Recorder.naming`. waits_for: lane that the thread waits for."""
+
+    name = ""
+    copies = ""
+    waits_for: str = ""
+
+
+class Recorder:
+    """Records for any number of recordings. Thread-safe."""
+
+    def __init__(
+        self, stamp: Callable[[], Stamp] = now, calibrate: Callable[[], None] | None = None, *, on_host: bool = True
+    ) -> None:
+        """stamp: of the compute issued so far by the calling thread. calibrate: called before stamps are used; it may
+        wait for the device. on_host: the host computes, so that waits of the model's thread are those of its compute;
+        False: `stalled` is called for these.
+        """
+        self.is_on = False
+        self._stamp = stamp
+        self._calibrate = calibrate
+        self._on_host = on_host
+        self._recordings: tuple[Recording, ...] = ()
+        self._of_thread = _OfThread()
+        self._phase = ""
+        self._access = threading.Lock()
+
+    # -- for those who ask -------------------------------------------------------------------------------------------
+
+    def start(self) -> Recording:
+        """Begin to record. Call `stop` with the result."""
+        if self._calibrate is not None:
+            self._calibrate()
+        recording = Recording(self._stamp(), self._on_host)
+        with self._access:
+            self._recordings += (recording,)
+            self.is_on = True
+        return recording
+
+    def stop(self, recording: Recording) -> None:
+        """End a recording. Idempotent."""
+        with self._access:
+            self._recordings = tuple(each for each in self._recordings if each is not recording)
+            self.is_on = bool(self._recordings)
+
+    def sample(self, nbytes: Mapping[str, int]) -> None:
+        """Record the present bytes in tiers."""
+        for recording in self._recordings:
+            recording.samples.append(Sample(now(), nbytes))
+
+    def end_step(self) -> None:
+        """Record the end of a step."""
+        if self.is_on:
+            stamp = self._stamp()
+            for recording in self._recordings:
+                recording.boundaries.append(stamp)
+
+    # -- for the engine's threads ------------------------------------------------------------------------------------
+
+    def span(
+        self, lane: str, name: str = "", nbytes: int = 0, stamp: Callable[[], Stamp] = now
+    ) -> AbstractContextManager[None]:
+        """Return a context for work of `lane`. stamp: that of a stream, if the block only issues the work."""
+        return self._span(lane, name, nbytes, stamp) if self.is_on else _NOTHING
+
+    @contextmanager
+    def _span(self, lane: str, name: str, nbytes: int, stamp: Callable[[], Stamp]) -> Iterator[None]:
+        began = stamp()
+        try:
+            yield
+        finally:
+            work = Stamped(lane, name or self._of_thread.name, nbytes, _thread(), began, stamp())
+            for recording in self._recordings:
+                recording.work.append(work)
+
+    def request(self, lane: str, name: str, nbytes: int, work: Timed, queue: str = "") -> None:
+        """Record a request that another thread serves. queue: requests that are served in turn; default: the lane's."""
+        if self.is_on:
+            request = Request(queue or lane, lane, name, nbytes, _thread(), work)
+            for recording in self._recordings:
+                recording.requests.append(request)
+
+    def naming(self, name: str, lane: str = "") -> AbstractContextManager[None]:
+        """Return a context in which this thread's work without a name has this one. lane: that of its copies."""
+        return self._naming(name, lane) if self.is_on else _NOTHING
+
+    @contextmanager
+    def _naming(self, name: str, lane: str) -> Iterator[None]:
+        own = self._of_thread
+        before = own.name, own.copies
+        own.name, own.copies = name, lane
+        try:
+            yield
+        finally:
+            own.name, own.copies = before
+
+    def copy(self, lane: str, nbytes: int, stamp: Callable[[], Stamp] = now) -> AbstractContextManager[None]:
+        """Return a context in which a device copies `nbytes`. lane: if `naming` gives none; "": not recorded."""
+        if not self.is_on:
+            return _NOTHING
+        lane = self._of_thread.copies or lane
+        return self._span(lane, "", nbytes, stamp) if lane else _NOTHING
+
+    # -- for the model's threads -------------------------------------------------------------------------------------
+
+    def wait(self, lane: str) -> AbstractContextManager[None]:
+        """Return a context in which the model waits for work of `lane`. Helper threads may call it too."""
+        return self._wait(lane) if self.is_on else _NOTHING
+
+    @contextmanager
+    def _wait(self, lane: str) -> Iterator[None]:
+        own = self._of_thread
+        if own.waits_for or _thread() != MODEL:
+            yield
+            return
+        own.waits_for = lane
+        began = now()
+        try:
+            yield
+        finally:
+            own.waits_for = ""
+            if self._on_host:
+                self._waited(lane, began, now())
+
+    def stalled(self, before: Stamp, after: Stamp) -> None:
+        """Record that compute on the device stood still, in a context of `wait`."""
+        self._waited(self._of_thread.waits_for or "gather", before, after)
+
+    def _waited(self, lane: str, start: Stamp, end: Stamp) -> None:
+        for recording in self._recordings:
+            recording.waits.append(Wait(lane, start, end))
+
+    def phase(self, name: str) -> None:
+        """Record that the model computes in this phase from now on. "": it does not compute."""
+        self._phase = name
+        self._mark(name)
+
+    def unit(self, name: str) -> None:
+        """Record that the model uses this unit from now on."""
+        if self.is_on and self._phase:
+            self._mark(f"{self._phase} {name}")
+
+    def _mark(self, name: str) -> None:
+        if self.is_on:
+            mark = Mark(name, self._stamp())
+            for recording in self._recordings:
+                recording.marks.append(mark)
+
+
+def _thread() -> str:
+    """Return the calling thread's name, as in a simulation."""
+    name = threading.current_thread().name
+    return name.partition("_")[0] if name.startswith(_OURS) else MODEL
