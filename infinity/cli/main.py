@@ -390,6 +390,24 @@ def plan(
     run(flags)
 
 
+@app.command("timeline")
+def timeline(
+    file: Annotated[Path, typer.Argument(help="Trace of engine.profile() or of infinity plan --trace.")],
+    png: Annotated[Path | None, typer.Option(help="Picture file to draw the lanes to; needs matplotlib.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how long each lane of a profiled step worked, and for how long the model waited for it.
+
+    \b
+    busy     seconds in which the lane worked, and their share of the steps
+    exposed  seconds in which the model waited for the lane
+    moved    bytes, and GB/s while the lane was busy
+    """
+    from infinity.cli.timeline import run
+
+    run(file, png, as_json)
+
+
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder passed to save_checkpoint, or one checkpoint in it.")],
