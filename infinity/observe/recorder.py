@@ -81,17 +81,12 @@ class Recorder:
         self, lane: str, name: str = "", nbytes: int = 0, stamp: Callable[[], Stamp] = now
     ) -> AbstractContextManager[None]:
         """Return a context for work of `lane`. stamp: that of a stream, if the block only issues the work."""
-        return self._span(lane, name, nbytes, stamp) if self.is_on else _NOTHING
+        return _Span(self, lane, name, nbytes, stamp) if self.is_on else _NOTHING
 
-    @contextmanager
-    def _span(self, lane: str, name: str, nbytes: int, stamp: Callable[[], Stamp]) -> Iterator[None]:
-        began = stamp()
-        try:
-            yield
-        finally:
-            work = Stamped(lane, name or self._of_thread.name, nbytes, _thread(), began, stamp())
-            for recording in self._recordings:
-                recording.work.append(work)
+    def _add(self, lane: str, name: str, nbytes: int, start: Stamp, end: Stamp) -> None:
+        work = Stamped(lane, name or self._of_thread.name, nbytes, _thread(), start, end)
+        for recording in self._recordings:
+            recording.work.append(work)
 
     def request(self, lane: str, name: str, nbytes: int, work: Timed, queue: str = "") -> None:
         """Record a request that another thread serves. queue: requests that are served in turn; default: the lane's."""
@@ -119,7 +114,7 @@ class Recorder:
         if not self.is_on:
             return _NOTHING
         lane = self._of_thread.copies or lane
-        return self._span(lane, "", nbytes, stamp) if lane else _NOTHING
+        return _Span(self, lane, "", nbytes, stamp) if lane else _NOTHING
 
     # -- for the model's threads -------------------------------------------------------------------------------------
 
@@ -165,6 +160,21 @@ class Recorder:
             mark = Mark(name, self._stamp())
             for recording in self._recordings:
                 recording.marks.append(mark)
+
+
+class _Span(AbstractContextManager[None]):
+    """See `Recorder.span`."""
+
+    __slots__ = ("_began", "_recorder", "_stamp", "_work")
+
+    def __init__(self, recorder: Recorder, lane: str, name: str, nbytes: int, stamp: Callable[[], Stamp]) -> None:
+        self._recorder, self._work, self._stamp = recorder, (lane, name, nbytes), stamp
+
+    def __enter__(self) -> None:
+        self._began = self._stamp()
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._add(*self._work, self._began, self._stamp())
 
 
 def _thread() -> str:

@@ -158,9 +158,13 @@ class _Exposure:
     def __init__(self, work: Sequence[Span], own: Sequence[Span], waits: Sequence[tuple[str, float, float]]) -> None:
         """own: work of the model's thread itself."""
         self._lanes = {lane: union((span.start, span.end) for span in work if span.lane == lane) for lane in LANES}
-        self._own = own
-        self._in_own = union((span.start, span.end) for span in own)
-        self._waits = waits
+        self._own = {lane: union((span.start, span.end) for span in own if span.lane == lane) for lane in LANES}
+        in_own = union((span.start, span.end) for span in own)
+        self._waits: dict[str, list[Interval]] = {}
+        """Lane → seconds in which the model waited for it and did no other work."""
+        for lane in {lane for lane, *_ in waits}:
+            waited = union((start, end) for waited_for, start, end in waits if waited_for == lane)
+            self._waits[lane] = without(waited, in_own)
 
     def of(self, start: float, end: float) -> dict[str, float]:
         """Return lane → seconds from `start` to `end` in which the model waited for it, or its thread worked in it.
@@ -169,15 +173,12 @@ class _Exposure:
         hold it up (`_FED_BY`) and works then. Time in which none works is the host's, and counts as compute.
         """
         total: dict[str, float] = defaultdict(float)
-        for span in self._own:
-            total[span.lane] += max(0.0, min(span.end, end) - max(span.start, start))
-        for lane, began, ended in self._waits:
-            low, high = max(began, start), min(ended, end)
-            if high <= low:
-                continue
-            left = without([(low, high)], within(self._in_own, low, high))
+        for lane, own in self._own.items():
+            total[lane] += seconds(within(own, start, end))
+        for lane, waits in self._waits.items():
+            left = within(waits, start, end)
             for cause in (lane, *_FED_BY.get(lane, ())):
-                rest = without(left, within(self._lanes[cause], low, high)) if left else left
+                rest = without(left, self._lanes[cause])
                 total[cause] += seconds(left) - seconds(rest)
                 left = rest
         return {lane: total[lane] for lane in LANES if total[lane] > 0}
