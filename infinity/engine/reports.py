@@ -70,7 +70,9 @@ class StepReports:
         self._ledger = ledger
         self._recorder = device.recorder
         self._clock = StepClock(device.torch_device) if config.wall_clock_breakdown and main else None
-        self._clock_log = ClockLog(ledger, device.recorder, config.steps_per_print or 1)
+        self._clock_log: ClockLog | None = None
+        if self._clock is not None:
+            self._clock_log = ClockLog(ledger, device.recorder, config.steps_per_print or 1)
         self._flops = config.flops_profiler if config.flops_profiler.enabled and main else None
         self._synchronize = waiter(device.torch_device)
 
@@ -122,11 +124,11 @@ class StepReports:
     def step(self, facts: StepFacts) -> None:
         """Write the events of a step that has ended, and log its times."""
         events = _events(facts) if self.monitor.enabled else []
-        if self._clock is not None and (events or self._clock_log.is_due(facts.steps)):
-            spent = self._clock.read()
-            self._clock_log.step(facts.steps, spent)
-            events += [(f"{_TAG}elapsed_time_ms_{phase.value}", 1000 * spent[phase], facts.samples) for phase in spent]
-        if self._clock is not None:
+        if self._clock is not None and self._clock_log is not None:
+            if events or self._clock_log.is_due(facts.steps):
+                spent = self._clock.read()
+                self._clock_log.step(facts.steps, spent)
+                events += [(f"{_TAG}elapsed_time_ms_{each.value}", 1000 * spent[each], facts.samples) for each in spent]
             self._clock_log.expect(facts.steps + 1)
         self.monitor.write_events(events)
 

@@ -164,10 +164,25 @@ def test_the_wall_clock_is_logged_and_written(tmp_path: Path, caplog: pytest.Log
         engine.close()
     lines = [record.message for record in caplog.records if record.message.startswith("wall clock")]
     assert [line.partition(":")[0] for line in lines] == ["wall clock, step 2", "wall clock, step 4"]
+    assert all("exposed in this step: " in line for line in lines)
     for phase in ("forward", "backward", "step"):
         assert f" {phase} " in lines[0]
         assert all(float(value) > 0 for _, value in rows(tmp_path, f"elapsed_time_ms_{phase}")[1:])
         assert len(rows(tmp_path, f"elapsed_time_ms_{phase}")) == 5
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_only_steps_that_log_their_exposed_time_are_recorded(every: int) -> None:
+    """None without `wall_clock_breakdown`, so that such an engine pays nothing."""
+    for breakdown in (False, True):
+        engine = opened(wall_clock_breakdown=breakdown, steps_per_print=every)
+        recorded = [engine.parts.device.recorder.is_on]
+        for batch in BATCHES[:3]:
+            engine.backward(engine(*batch))
+            engine.step()
+            recorded.append(engine.parts.device.recorder.is_on)
+        engine.close()
+        assert recorded == [breakdown and number % (every or 1) == 0 for number in range(1, 5)]
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
