@@ -56,7 +56,8 @@ class Config(Section):
     """Optimizer steps between progress lines; 0: none."""
 
     wall_clock_breakdown: Switch = False
-    """Log the seconds of forward, backward and step, every `steps_per_print` steps, or every step if that is 0."""
+    """Log the seconds of forward, backward and step, and those in which the model waited for each lane, every
+    `steps_per_print` steps, or every step if that is 0."""
 
     bf16: BF16 = BF16.model_construct()
     """Training in bfloat16."""
