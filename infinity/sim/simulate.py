@@ -74,7 +74,8 @@ class Simulation:
         start, end = self.steps[-2].time, self.steps[-1].time
         nbytes = self.plan.nbytes()
         samples = [Sample(time, nbytes) for time in (start, end)]
-        return chrome_trace(self.records, [StepSpan(start, end, self.exposed)], samples, name="simulated rank 0")
+        waited = {lane: seconds for lane, seconds in self.exposed.items() if lane != "compute"}
+        return chrome_trace(self.records, [StepSpan(start, end, waited)], samples, name="simulated rank 0")
 
 
 def simulate(

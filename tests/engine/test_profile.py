@@ -250,6 +250,9 @@ def test_files_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> Non
         for out in (tmp_path, tmp_path / "missing" / "trace.json"):
             with pytest.raises(UsageError, match="existing, writable folder"):
                 engine.profile(1, out)
+        for nothing in ("", None, 3):
+            with pytest.raises(UsageError, match="names no file"):
+                engine.profile(1, nothing)  # type: ignore[arg-type]
         engine.profile(1, tmp_path / "trace.json")
 
 
