@@ -88,7 +88,7 @@ _OFFLOAD: dict[str, Entry] = {
     "offload_optimizer.pipeline_read": no_effect(_OVERLAP),
     "offload_optimizer.pipeline_write": no_effect(_OVERLAP),
     "offload_optimizer.fast_init": no_effect("states are laid out unit by unit at start"),
-    "offload_optimizer.ratio": no_effect("all optimizer states are in one tier", 1.0),
+    "offload_optimizer.ratio": mapped("infinity.memory.device_optimizer"),
     "offload_optimizer.super_offload": no_effect("updates always overlap backward or the next forward"),
     "offload_optimizer.cpuadam_cores_perc": no_effect("set infinity.adam_threads", 0.8),
 }

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from infinity.config.activations import Activations
-from infinity.config.fields import Count, CountOrZero, Section, Size, SizeOrZero, Switch, aligned, show
+from infinity.config.fields import Count, CountOrZero, Fraction, Section, Size, SizeOrZero, Switch, aligned, show
 from infinity.sizes import parse_size
 
 
@@ -36,7 +36,16 @@ class Memory(Section):
     """Bytes of device memory for this engine and the model's activations; by default all of it. On an accelerator,
     torch may allocate no more. On the CPU, the limit holds for buffers of units and gradients and for states of offload
     device `none`, not for activations. `unit_size: auto` is at most a 16th of it, or 64MiB if that is more.
-    `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations."""
+    `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations.
+
+    On an accelerator, states that `offload_*` places elsewhere stay on it while they and the buffers take at most half
+    of these bytes: first the optimizer states and gradients of the first units, after those of all units, parameters.
+    Without Infinity's kernels for the device, whose update gives the host's bits, none do."""
+
+    device_optimizer: Fraction | None = None
+    """Share of the optimizer's states, with their gradients, that stays on an accelerator although `offload_optimizer`
+    places them elsewhere, by elements and whole units; 0: none. By default, as many as `device` allows; without
+    `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the host's."""
 
     host: Literal["auto"] | Size | None = None
     """Bytes of a node's host memory for states and buffers. States that `offload_*` places on nvme stay in memory as

@@ -100,6 +100,18 @@ def _parameters_in_host_memory(draft: Draft) -> None:
         draft.map(*kept, "infinity.memory.host_params", int(kept[1]))
 
 
+def _states_on_device(draft: Draft) -> None:
+    """Map the share of the optimizer's states that the CPU updates to the share that stays on the device."""
+    source = f"{_ZERO}.offload_optimizer.ratio"
+    ratio = draft.take(source)
+    if ratio is ABSENT:
+        return
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        draft.problems.append(f"{source}: must be a number from 0 to 1, not {show(ratio)}")
+    else:
+        draft.map(source, ratio, "infinity.memory.device_optimizer", round(1 - ratio, 9))
+
+
 def _activations(draft: Draft) -> None:
     section = "activation_checkpointing"
     value = draft.take(f"{section}.cpu_checkpointing")
@@ -193,6 +205,7 @@ RULES: tuple[Rule, ...] = (
     _prefetch_and_cache,
     _tile,
     _parameters_in_host_memory,
+    _states_on_device,
     _activations,
     _overflow_check,
     _fp32_allreduce,

@@ -32,6 +32,7 @@ from infinity.grads.buffers import GradBuffers
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.plan import pools as sizes
+from infinity.plan.budget import Budget
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
@@ -94,7 +95,8 @@ def plan_model(
     compute = dtype or compute_dtype(config)
     if ranks.is_main_rank:
         warn_of_emulation(config, compute, device.torch_device)
-    info = replace(device.info, limit=config.infinity.memory.device or 0)
+    info = device.info
+    info = replace(info, limit=config.infinity.memory.device or 0, updates=platform.kernels.is_exact(info.type))
     budget = budget_of(config, ranks, computes_on_host=info.type == "cpu")
     units, plan = plan_units(
         model, config, groups, ranks.info, info, budget, train=train, dtype=dtype, copies=ranks.model.copies
@@ -103,10 +105,11 @@ def plan_model(
     common = in_common(config, plan.units, model)
     if train:
         common += groups_in_common(config, groups)
-        if plan.policy.optim_tier == "device" and plan.device.type != "cpu":
+        if "device" in plan.placement.tiers(State.OPTIM) and plan.device.type != "cpu":
             platform.kernels.check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
-    if budget.host is not None or budget.params is not None:
-        common.append(f"infinity.memory places {plan.placement.nbytes.get('host', 0)} bytes in host memory")
+    if info.limit or budget != Budget():  # ranks with other kernels, devices or free memory would place other states
+        held = (f"{nbytes} bytes on {tier}" for tier, nbytes in sorted(plan.placement.nbytes.items()))
+        common.append(f"infinity.memory places {', '.join(held)}")
     # Ranks on devices of different sizes would evict different units.
     common.append(f"infinity.prefetch_bytes gives {plan.prefetch_bytes} bytes, {plan.buffers(sizes.UNITS)} buffers")
     return PlannedModel(plan, units, tuple(common))
@@ -213,9 +216,9 @@ def wire(
 
 def _grad_tiers(plan: Plan, tiers: dict[str, Tier], device: Device) -> dict[str, Tier]:
     names = sorted(plan.placement.tiers(State.GRAD))
-    if not plan.policy.grads_pass:
-        return {name: tiers[name] for name in names}
-    return {name: _passing_tier(name, plan, tiers, device) for name in names}
+    return {
+        name: _passing_tier(name, plan, tiers, device) if plan.policy.passes(name) else tiers[name] for name in names
+    }
 
 
 def _passing_tier(name: str, plan: Plan, tiers: dict[str, Tier], device: Device) -> Tier:

@@ -43,7 +43,7 @@ class Landing:
         """Return whether the squares of every stored gradient of a unit are summed, since that costs no pass of its
         own; else those of a step's last micro-batch.
         """
-        return not self._places.on_device(unit) or self._places.stored_pool is not None
+        return not self._places.on_device(unit) or self._places.stored_in_place(unit) is None
 
     def land(self, sent: Sent, *, add: bool) -> Gradient:
         """Return the reduced shard in memory that the update can work in. add: plus the stored part."""

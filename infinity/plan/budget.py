@@ -1,7 +1,8 @@
 """Placement by budget: the states that memory faster than the config's tiers has room for. Pure.
 
 A training step uses units in a cycle, and a fixed subset in fast memory is optimal for a cyclic scan: its bytes are
-saved in every step, while a cache of the least recently used units saves none.
+saved in every step, while a cache of the least recently used units saves none. `on_device` chooses the states on the
+device, then `fill` those in host memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State, aligned
+from infinity.plan.policy import DeviceInfo
 
 _Item = TypeVar("_Item")
 Faster = Mapping[tuple[int, State], str]
@@ -28,6 +30,9 @@ class Budget:
     """Parameters, in elements, that stay in host memory. None: as `host` allows."""
     nvme: int | None = None
     """Limit on states."""
+    device_optimizer: float | None = None
+    """Share of the optimizer states, by elements, that stays on the device. None: as many as `DeviceInfo.limit` allows,
+    and parameters after them; without a limit, none."""
 
 
 def traffic(state: State, policy: Policy, accumulation: int) -> float:
@@ -43,23 +48,67 @@ def traffic(state: State, policy: Policy, accumulation: int) -> float:
     return 2
 
 
+def on_device(
+    layouts: Sequence[UnitLayout],
+    policy: Policy,
+    budget: Budget,
+    device: DeviceInfo,
+    needed: Callable[[Faster], tuple[Placement, int]],
+) -> Faster:
+    """Return the states that stay on a device with memory of its own, although the config places them elsewhere.
+
+    needed: states on the device → the placement, and the bytes of the device with all buffers. Optimizer states and
+    gradients of the first units come first: backward ends with their gradients, and the next forward begins with their
+    parameters, so that nothing hides their update on the host [Note: states on the device].
+    """
+    fills = budget.device_optimizer is None and device.limit > 0 and device.updates
+    if device.host_addressable or not (fills or budget.device_optimizer):
+        return {}
+    placement, taken = needed({})
+    room = device.usable // 2 - taken
+    chosen: dict[tuple[int, State], str] = {}
+
+    def nbytes(unit: UnitLayout, *states: State) -> int:
+        return sum(aligned(placement.of(unit.index, state).nbytes) for state in states)
+
+    trained = [layout for layout in layouts if layout.trainable]
+    if policy.optim_tier != "device":
+        if budget.device_optimizer:
+            elements = int(budget.device_optimizer * sum(unit.shard_numel for unit in trained))
+            updated = _within(elements, trained, lambda unit: unit.shard_numel)
+        else:
+            updated = _within(room, trained, lambda unit: nbytes(unit, State.OPTIM, State.GRAD))
+            room -= sum(nbytes(unit, State.OPTIM, State.GRAD) for unit in updated)
+        chosen |= {(unit.index, state): "device" for unit in updated for state in (State.OPTIM, State.GRAD)}
+        if len(updated) < len(trained):
+            return chosen  # parameters that the host updates are in its memory, or travel to it
+    if fills and policy.param_tier != "device":
+        fitting = _within(room, list(spread(layouts)), lambda unit: nbytes(unit, State.PARAM))
+        chosen |= {(unit.index, State.PARAM): "device" for unit in fitting}
+    return chosen
+
+
 def fill(
     layouts: Sequence[UnitLayout],
     policy: Policy,
     accumulation: int,
     budget: Budget,
+    placed: Faster,
     needed: Callable[[Faster], tuple[Placement, int]],
 ) -> Faster:
-    """Return the states on nvme that host memory has room for.
+    """Return `placed`, the states on the device, and the states on nvme that host memory has room for.
 
-    needed: states in host memory → the placement, and the bytes of host memory with all buffers. Kinds of states are
+    needed: states in faster tiers → the placement, and the bytes of host memory with all buffers. Kinds of states are
     placed in the order of the bytes that they save, and units of a kind evenly over the model, so that the drive is in
     use as long as the step takes.
     """
-    chosen: dict[tuple[int, State], str] = {}
+    chosen = dict(placed)
+    if budget.host is None and budget.params is None:
+        return chosen
     kinds = [State.PARAM] if budget.host is None else sorted(State, key=lambda s: -traffic(s, policy, accumulation))
     for state in kinds:
         units = [layout for layout in layouts if state is State.PARAM or layout.trainable]
+        units = list(spread([unit for unit in units if (unit.index, state) not in placed]))
         if policy.tier_of(state) != "nvme" or not traffic(state, policy, accumulation):
             continue
         if state is State.PARAM and budget.params is not None:
@@ -76,9 +125,9 @@ def fill(
 
 
 def _within(room: int, units: Sequence[UnitLayout], size: Callable[[UnitLayout], int]) -> list[UnitLayout]:
-    """Return units, spread over the model, whose sizes are at most `room` together."""
+    """Return the units, the first ones first, whose sizes are at most `room` together."""
     found = []
-    for unit in spread(units):
+    for unit in units:
         if size(unit) <= room:
             found.append(unit)
             room -= size(unit)

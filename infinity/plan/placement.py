@@ -95,6 +95,11 @@ class Policy:
     grads_whole: bool = False
     """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
 
+    def passes(self, tier: str) -> bool:
+        """Return whether memory or space of gradients stored in `tier` is held only while it is used. Device memory
+        that a budget gives to some units is reserved."""
+        return self.grads_pass and (tier != "device" or self.grad_tier == tier)
+
     def tier_of(self, state: State) -> str:
         """Return the tier of a state without a budget, which is the slowest one with a budget."""
         return {State.PARAM: self.param_tier, State.OPTIM: self.optim_tier, State.GRAD: self.grad_tier}[state]
@@ -150,7 +155,7 @@ def place(
 
     def add(layout: UnitLayout, state: State, nbytes: int) -> None:
         tier = tier_of(layout, state)
-        counted = passing if state is State.GRAD and policy.grads_pass else used
+        counted = passing if state is State.GRAD and policy.passes(tier) else used
         offset = counted.get(tier, 0)
         extents[layout.index, state] = Extent(tier, offset, nbytes, f"{_CALLED[state]} of unit {layout.name}")
         counted[tier] = offset + aligned(nbytes)

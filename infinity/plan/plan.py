@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity.plan.activations import ActivationPlan, plan_activations
-from infinity.plan.budget import Budget, Faster, fill
+from infinity.plan.budget import Budget, Faster, fill, on_device
 from infinity.plan.discovered import Discovered, DiscoveredUnit
 from infinity.plan.io import IoPlan, plan_io
 from infinity.plan.layout import NormOf, UnitLayout, layout_unit
@@ -188,14 +188,17 @@ def make_plan(
         debug=config.infinity.debug,
     )
     placed = partial(_placed, bare, config, discovered)
-    if budget.host is None and budget.params is None:
-        return placed({})
 
-    def needed(faster: Faster) -> tuple[Placement, int]:
+    def of_device(faster: Faster) -> tuple[Placement, int]:
+        plan = placed(faster)
+        return plan.placement, plan.peak_nbytes()["device"]
+
+    def of_host(faster: Faster) -> tuple[Placement, int]:
         plan = placed(faster)
         return plan.placement, plan.peak_of_host()
 
-    return placed(fill(layouts, rules, accumulation, budget, needed))
+    faster = on_device(layouts, rules, budget, device, of_device)
+    return placed(fill(layouts, rules, accumulation, budget, faster, of_host))
 
 
 def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) -> Plan:
@@ -254,21 +257,26 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
     )
     for tier, kind, nbytes, limit in limits:
         if limit is not None and nbytes > limit:
-            fix = f"raise infinity.memory.{tier}, or {_fix(plan, tier)}"
+            fix = (tier == "device" and _smaller_budget(plan, tier)) or _fix(plan, tier)
+            fix = f"raise infinity.memory.{tier}, or {fix}"
             return f"{tier} {kind} (infinity.memory.{tier})", nbytes, limit, fix
     if plan.device.type == "cpu":
         needed = {"device": 0, "host": needed["device"] + needed["host"]}
     for tier in ("host", "device"):
         if needed[tier] > available.get(tier, 0):
-            fix = (tier == "host" and _smaller_budget(plan)) or _fix(plan, tier)
+            fix = _smaller_budget(plan, tier) or _fix(plan, tier)
             return f"{tier} memory", needed[tier], available.get(tier, 0), fix
     return None
 
 
-def _smaller_budget(plan: Plan) -> str:
-    """Return which key lowers the bytes that a budget holds in host memory; empty if it holds none."""
+def _smaller_budget(plan: Plan, tier: str) -> str:
+    """Return which key lowers the bytes that a budget holds in `tier`; empty if it holds none."""
     extents = plan.placement.extents.items()
-    if all(plan.policy.tier_of(state) != "nvme" for (_, state), extent in extents if extent.tier == "host"):
+    if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
+        return ""
+    if tier == "device" and plan.budget.device_optimizer:
+        return "lower infinity.memory.device_optimizer (raise offload_optimizer.ratio)"
+    if tier != "host":
         return ""
     if plan.budget.host is not None:
         return "lower infinity.memory.host"

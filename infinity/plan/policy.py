@@ -65,6 +65,8 @@ class DeviceInfo:
     """Number of the host's processors for updates; 0: all that the process may use."""
     limit: int = 0
     """Bytes of the device's memory that may be used (`infinity.memory.device`); 0: all."""
+    updates: bool = True
+    """True if the device's kernels update states with the host's bits."""
 
     @property
     def usable(self) -> int:

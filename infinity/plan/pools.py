@@ -151,27 +151,24 @@ def gradient_pools(
     collected = [x.numel * kept.collected.itemsize for x, kept in zip(layouts, dtypes, strict=True)]
     reduced = [x.numel * kept.reduced.itemsize for x, kept in zip(layouts, dtypes, strict=True)]
     stored = [x.shard_numel * kept.stored.itemsize for x, kept in zip(layouts, dtypes, strict=True)]
-    on_device = policy.optim_tier == "device"
+    tiers = [placement.of(layout.index, State.GRAD).tier for layout in layouts]
     few = _in_flight(_GRADIENTS_AT_ONCE, max(collected), debug=debug)
     at_once = len(layouts) if policy.grads_whole else few
     if any(kept.collected != kept.reduced for kept in dtypes):
         yield PoolSpec(GRADIENTS_TO_REDUCE, "device", size_classes(reduced, few))
-    if not device.host_addressable and not on_device:
-        yield PoolSpec(GRADIENT_SHARDS, "host", size_classes([nbytes // ranks.shards for nbytes in reduced], few))
+    leaving = [nbytes // ranks.shards for nbytes, tier in zip(reduced, tiers, strict=True) if tier != "device"]
+    if leaving and not device.host_addressable:
+        yield PoolSpec(GRADIENT_SHARDS, "host", size_classes(leaving, few))
     yield PoolSpec(GRADIENTS, "device", size_classes(collected, at_once))
-    elsewhere = [
-        nbytes
-        for layout, nbytes in zip(layouts, stored, strict=True)
-        if not _adds_in_place(policy, placement.of(layout.index, State.GRAD).tier)
-    ]
+    elsewhere = [nbytes for nbytes, tier in zip(stored, tiers, strict=True) if not _adds_in_place(policy, tier)]
     if elsewhere:
         sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
-        yield PoolSpec(STORED_GRADIENTS, "device" if on_device else "host", {max(elsewhere): sums})
+        yield PoolSpec(STORED_GRADIENTS, "device" if policy.grad_tier == "device" else "host", {max(elsewhere): sums})
 
 
 def _adds_in_place(policy: Policy, tier: str) -> bool:
     """Return whether gradients are added to those stored in `tier` in place: in reserved memory."""
-    return tier != "nvme" and not policy.grads_pass
+    return tier != "nvme" and not policy.passes(tier)
 
 
 def update_pools(

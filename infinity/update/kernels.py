@@ -67,6 +67,11 @@ def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None
     )
 
 
+def is_exact(device_type: str) -> bool:
+    """Return whether an update in the memory of a device of this type gives the bits of an update on the host."""
+    return device_type == "cpu" or _has_kernels(device_type)
+
+
 def _has_kernels(device_type: str) -> bool:
     return device_type == "cuda" and cuda_adam.available()
 
@@ -195,6 +200,7 @@ class Kernels:
     sum_of_squares: Callable[..., float]
     squares_into: Callable[[torch.Tensor, torch.Tensor], None]
     check_on_device: Callable[[str, Rule, MomentFormat], None]
+    is_exact: Callable[[str], bool]
 
 
-NATIVE = Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device)
+NATIVE = Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device, is_exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +16,23 @@ import infinity
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
 from infinity.engine import budget as resolved
+from infinity.engine.platform import Machine
 from infinity.engine.wiring import plan_model
 from infinity.errors import ConfigError, OutOfMemoryError, StorageError
 from infinity.plan.budget import spread
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan, shortage
 from infinity.tiers.device import CpuDevice
+from infinity.update.kernels import NATIVE
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.models import Stack, seeded
 
 
 def planned(folder: Path, host: Any = None, *, late: bool = False, **options: Any) -> Plan:
-    memory = {} if host is None else {"memory": {"host": host}}
-    config, model, device = engine_config(folder=folder, **options, **memory), seeded(Stack), CpuDevice()
+    if host is not None:
+        options["memory"] = {"host": host}
+    config, model, device = engine_config(folder=folder, **options), seeded(Stack), CpuDevice()
     seam = LateDevice() if late else device
     return plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
 
@@ -156,6 +160,80 @@ def test_auto_leaves_memory_to_activations(tmp_path: Path, monkeypatch: pytest.M
     assert resolved.host_share(16 << 30, computes_on_host=False) == 13 << 30
     plan = planned(tmp_path, "auto")
     assert plan.budget.host == 8 << 30 and share(plan, State.OPTIM) == 1.0
+
+
+def on_device(plan: Plan, state: State) -> list[int]:
+    """Return the units with `state` on the device."""
+    return [
+        unit for (unit, kind), extent in plan.placement.extents.items() if kind is state and extent.tier == "device"
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"bf16": True, "moments": "8bit", "accumulation": 2}], ids=str)
+def test_states_fill_half_of_a_device_from_the_first_unit_on(options: dict[str, Any], tmp_path: Path) -> None:
+    """Backward ends with the first units, which begin the next forward. Parameters come after all optimizer states.
+    Buffers have the sizes that they have without a budget.
+    """
+    options = {"unit_size": 4096, "late": True, "param": "cpu", "optim": "cpu", **options}
+    bare = planned(tmp_path, **options)
+    states, buffers = sum(e.nbytes for e in bare.placement.extents.values()), bare.nbytes()["device"]
+    before = -1
+    for nbytes in (*range(buffers, buffers + states, states // 9), buffers + 2 * states + (8 << 20)):
+        plan = planned(tmp_path, memory={"device": 2 * nbytes}, **options)
+        assert plan.peak_nbytes()["device"] <= nbytes
+        assert plan.buffers_of("units") == bare.buffers_of("units") and plan.prefetch_bytes == bare.prefetch_bytes
+        updated, parameters = on_device(plan, State.OPTIM), on_device(plan, State.PARAM)
+        assert on_device(plan, State.GRAD) == updated
+        assert "device" not in plan.passing
+        assert len(updated) >= before
+        before = len(updated)
+        left = [unit.index for unit in plan.units if unit.index not in updated]
+        largest = max(plan.placement.of(unit, State.OPTIM).nbytes for unit in left) if left else 0
+        for unit in range(max(updated, default=0)):  # a unit that is left out had no room
+            assert unit in updated or plan.placement.of(unit, State.OPTIM).nbytes == largest
+        assert not (left and parameters)
+        host = sum(pool.nbytes for pool in plan.pools if pool.name == "gradient shards")
+        assert bool(host) == bool(left), "gradients that stay on the device need no buffers in host memory"
+    assert before == len(plan.units) and len(parameters) == len(plan.units)
+    assert planned(tmp_path, memory={"device": 1 << 30}, **{**options, "late": False}).placement == bare.placement
+
+
+def test_a_share_of_the_optimizer_states_on_the_device_is_counted_in_elements(tmp_path: Path) -> None:
+    """DeepSpeed's `ratio`: the share that the host updates. It needs no limit, and places no parameters."""
+    content = engine_config("cpu", "cpu", unit_size=4096).model_dump()
+    for late in (True, False):
+        seam = LateDevice() if late else CpuDevice()
+        for ratio in (0.0, 0.3, 0.75, 1.0):
+            section = {"unit_size": 4096, "memory": {"device": "1GiB"}} if ratio == 1.0 else {"unit_size": 4096}
+            content["infinity"] = section
+            content["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+            config, model = Config.load(content), seeded(Stack)
+            plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+            whole = sum(unit.shard_numel for unit in plan.units)
+            there = sum(plan.units[unit].shard_numel for unit in on_device(plan, State.OPTIM))
+            asked = (1 - ratio) * whole if late else 0
+            assert asked - max(unit.shard_numel for unit in plan.units) < there <= asked
+            assert not on_device(plan, State.PARAM)
+
+
+def test_a_share_that_the_device_cannot_hold_is_refused_with_the_missing_bytes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"param": "cpu", "optim": "cpu", "late": True, "prefetch_bytes": 0}
+    needed = planned(tmp_path, memory={"device_optimizer": 0.5}, **options).peak_nbytes()["device"]
+    plan = planned(tmp_path, memory={"device_optimizer": 0.5, "device": needed - 1}, **options)
+    missing = shortage(plan, {"host": 1 << 40, "device": 1 << 40})
+    assert missing is not None and missing[1] - missing[2] == 1
+    assert re.match(r"raise infinity\.memory\.device, or lower infinity\.memory\.device_optimizer", missing[3])
+
+
+def test_a_device_whose_update_differs_is_not_filled(tmp_path: Path) -> None:
+    """Without Infinity's kernels for the device, a budget would change the bits of the result."""
+    config, model, seam = engine_config("cpu", "cpu", memory={"device": "1GiB"}), seeded(Stack), LateDevice()
+    groups = [{"params": list(model.parameters())}]
+    for exact in (True, False):
+        platform = Machine()
+        platform.kernels = replace(NATIVE, is_exact=lambda kind: exact)  # noqa: B023 - called in this iteration
+        plan = plan_model(model, config, groups, seam, Communicator(seam), platform=platform).plan
+        assert bool(on_device(plan, State.OPTIM)) == exact
 
 
 @given(st.integers(0, 300))
