@@ -5,7 +5,8 @@
     python bench/simulate_step.py --machine v100 --update during_backward --unit-size auto --trace trace.json
 
 The engine's own code runs on the late device of tests/late, in virtual time: kernels, copies and host work take a
-computed time and compute nothing, and memory is reserved but not used. All states are in host memory (placement "cpu").
+computed time and compute nothing, and memory is reserved but not used. All states are in host memory (placement "cpu"),
+or on the device as far as `infinity.memory.device` goes: cases with {device_memory}.
 `during_backward` trains in bf16 without clipping, `next_forward` in fp16 with clipping 1. The loss is read after each
 step. The first step records the trace and the second is the first to follow it. Tables show later ones.
 
@@ -56,6 +57,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "next_forward": {"fp16": {"enabled": True, "initial_scale_power": 12}, "gradient_clipping": 1.0},
 }
 UNIT_SIZES = ("auto", "64MiB")
+DEVICE_MEMORIES = ("", "30GiB")
+"""infinity.memory.device; empty: no states on the device."""
 PHASES = ("forward", "backward", "step")
 
 
@@ -81,11 +84,15 @@ def assumptions(machine: str, changes: Sequence[str] = ()) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    doc = (__doc__ or "").format(assumptions="\n".join(f"  {assumptions(machine)}" for machine in MACHINES))
+    lines = "\n".join(f"  {assumptions(machine)}" for machine in MACHINES)
+    doc = (__doc__ or "").format(assumptions=lines, device_memory=DEVICE_MEMORIES[-1])
     parser = harness.make_parser(doc, "simulate_step")
     parser.add_argument("--machine", choices=MACHINES, help="machine to simulate (default: each)")
     parser.add_argument("--update", choices=UPDATES, help="schedule of updates (default: each)")
     parser.add_argument("--unit-size", metavar="SIZE", help=f"infinity.unit_size (default: {' and '.join(UNIT_SIZES)})")
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="infinity.memory.device; empty for none (default: none and 30GiB)"
+    )
     parser.add_argument("--moments", default="8bit", help="format of the optimizer's moments (8bit)")
     parser.add_argument("--batch", type=positive, default=10, metavar="N", help="sequences of a step (10)")
     parser.add_argument(
@@ -96,18 +103,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help=f"replace a rate: one of {', '.join(NAMES)}"
     )
-    parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs=4, help=argparse.SUPPRESS)
     add_shape(parser, SHAPE)
     args = parser.parse_args(arguments)
     if args.steps < 3:
         parser.error("--steps must be at least 3: tables show the third and later ones")
-    if args.trace and not (args.machine and args.update and args.unit_size):
-        parser.error("--trace shows one case: give --machine, --update and --unit-size")
+    if args.trace and not (args.machine and args.update and args.unit_size and args.device_memory is not None):
+        parser.error("--trace shows one case: give --machine, --update, --unit-size and --device-memory")
     return args
 
 
-def config_of(args: argparse.Namespace, update: str, unit_size: str) -> Config:
-    """Return the configuration of bench/configs/gpt2_10b_v100.json with another schedule and unit size."""
+def config_of(args: argparse.Namespace, update: str, unit_size: str, device_memory: str) -> Config:
+    """Return the configuration of bench/configs/gpt2_10b_v100.json with another schedule, unit size and budget."""
+    memory = {"device": device_memory} if device_memory else {}
     offload = {"device": "cpu", "pin_memory": True}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     return Config.load(
@@ -117,14 +125,22 @@ def config_of(args: argparse.Namespace, update: str, unit_size: str) -> Config:
             "steps_per_print": 0,
             "optimizer": optimizer,
             "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-            "infinity": {"moments": args.moments, "unit_size": unit_size, "cache_bytes": 0, "update": update},
+            "infinity": {
+                "moments": args.moments,
+                "unit_size": unit_size,
+                "cache_bytes": 0,
+                "update": update,
+                "memory": memory,
+            },
             **UPDATES[update],
         }
     )
 
 
-def simulate(clock: Clock, host: Host, shape: GPT2Config, config: Config, steps: int) -> list[tuple[float, ...]]:
-    """Train `steps` steps. Returns for each when it began, and when its phases ended."""
+def simulate(
+    clock: Clock, host: Host, shape: GPT2Config, config: Config, steps: int
+) -> tuple[list[tuple[float, ...]], dict[str, int]]:
+    """Train `steps` steps. Returns for each when it began, and when its phases ended; and the plan's bytes by tier."""
     batch = config.train_micro_batch_size_per_gpu
     assert batch is not None
     found = []
@@ -143,16 +159,18 @@ def simulate(clock: Clock, host: Host, shape: GPT2Config, config: Config, steps:
             loss.item()
             times.append(clock.reached())
             found.append(tuple(times))
+        held = engine.parts.plan.peak_nbytes()
         engine.close()
-    return found
+    return found, held
 
 
-def run(args: argparse.Namespace, machine: str, update: str, unit_size: str) -> harness.Result:
+def run(args: argparse.Namespace, machine: str, update: str, unit_size: str, device_memory: str) -> harness.Result:
     """Simulate one case in this process, where virtual time begins only once."""
     logging.getLogger("infinity").setLevel(logging.WARNING)
     rates, host = speeds(machine, args.set)
     clock = start(rates)
-    steps = simulate(clock, host, shape_of(args), config_of(args, update, unit_size), args.steps)
+    config = config_of(args, update, unit_size, device_memory)
+    steps, held = simulate(clock, host, shape_of(args), config, args.steps)
     log = exposed.Log.of(clock)
     parts = exposed.parts(log, steps[1][0], steps[-1][-1])
     if args.trace:
@@ -164,9 +182,17 @@ def run(args: argparse.Namespace, machine: str, update: str, unit_size: str) -> 
         "occupied": [
             {name: exposed.occupied(log, *times[n : n + 2]) for n, name in enumerate(PHASES)} for times in steps[1:]
         ],
+        "held": held,
         "seconds": [times[-1] - times[0] for times in steps[1:]],
         "sites": exposed.sites(parts, steps[-1][0], steps[-1][-1]),
     }
+
+
+def variants(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return pairs of a unit size and the device's memory. By default, only one unit size has a budget."""
+    sizes = [args.unit_size] if args.unit_size else list(UNIT_SIZES)
+    memories = DEVICE_MEMORIES if args.device_memory is None else (args.device_memory,)
+    return [(size, memory) for size in sizes for memory in memories if not memory or size == sizes[0]]
 
 
 def main() -> None:
@@ -187,13 +213,14 @@ def main() -> None:
         "runs": {},
     }
     updates = [args.update] if args.update else list(UPDATES)
-    sizes = [args.unit_size] if args.unit_size else list(UNIT_SIZES)
-    for case in product(machines, updates, sizes):
-        print(f"{', '.join(case)} …", file=sys.stderr, flush=True)
+    for machine, update, (unit_size, device_memory) in product(machines, updates, variants(args)):
+        case = machine, update, unit_size, device_memory
+        name = ", ".join(filter(None, case))
+        print(f"{name} …", file=sys.stderr, flush=True)
         one = harness.run_child(__file__, [*sys.argv[1:], "--only", *case])
-        result["runs"][", ".join(case)] = one
+        result["runs"][name] = one
         if args.sites:
-            print(f"\n{', '.join(case)}: exposed seconds of the last step")
+            print(f"\n{name}: exposed seconds of the last step")
             print(*(f"  {seconds:.4f}  {site}" for site, seconds in one["sites"].items()), sep="\n", flush=True)
     harness.write_json(path, result)
     publish(path)

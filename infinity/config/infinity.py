@@ -39,13 +39,14 @@ class Memory(Section):
     `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations.
 
     On an accelerator, states that `offload_*` places elsewhere stay on it while they and the buffers take at most half
-    of these bytes: first the optimizer states and gradients of the first units, after those of all units, parameters.
-    Without Infinity's kernels for the device, whose update gives the host's bits, none do."""
+    of these bytes: all states of one unit after the other, from the first unit on, and frozen units last. Without
+    Infinity's kernels for the device, whose update gives the host's bits, none do."""
 
     device_optimizer: Fraction | None = None
     """Share of the optimizer's states, with their gradients, that stays on an accelerator although `offload_optimizer`
-    places them elsewhere, by elements and whole units; 0: none. By default, as many as `device` allows; without
-    `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the host's."""
+    places them elsewhere, by elements and whole units; 0: none, and no parameters. By default, as many as `device`
+    allows; without `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the
+    host's."""
 
     host: Literal["auto"] | Size | None = None
     """Bytes of a node's host memory for states and buffers. States that `offload_*` places on nvme stay in memory as

@@ -15,6 +15,9 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State, aligned
 from infinity.plan.policy import DeviceInfo
 
+_SHARE = 2
+"""Divisor of the device's memory. States and buffers fill this part; no plan knows the activations in the rest."""
+
 _Item = TypeVar("_Item")
 Faster = Mapping[tuple[int, State], str]
 """(unit index, state) → tier, for states that a budget keeps in faster memory than the config names."""
@@ -31,8 +34,8 @@ class Budget:
     nvme: int | None = None
     """Limit on states."""
     device_optimizer: float | None = None
-    """Share of the optimizer states, by elements, that stays on the device. None: as many as `DeviceInfo.limit` allows,
-    and parameters after them; without a limit, none."""
+    """Share of the optimizer states, by elements, that stays on the device. None: all states of as many units as
+    `DeviceInfo.limit` allows; without a limit, none."""
 
 
 def traffic(state: State, policy: Policy, accumulation: int) -> float:
@@ -57,35 +60,31 @@ def on_device(
 ) -> Faster:
     """Return the states that stay on a device with memory of its own, although the config places them elsewhere.
 
-    needed: states on the device → the placement, and the bytes of the device with all buffers. Optimizer states and
-    gradients of the first units come first: backward ends with their gradients, and the next forward begins with their
-    parameters, so that nothing hides their update on the host [Note: states on the device].
+    needed: states on the device → the placement, and the bytes of the device with all buffers. All states of a unit
+    stay together, from the first unit on: backward ends with the gradients of the first units, and the next forward
+    begins with their parameters, so that nothing hides their update on the host [Note: states on the device].
     """
-    fills = budget.device_optimizer is None and device.limit > 0 and device.updates
-    if device.host_addressable or not (fills or budget.device_optimizer):
+    if device.host_addressable:
+        return {}
+    trained = [layout for layout in layouts if layout.trainable]
+    if budget.device_optimizer is not None:
+        elements = int(budget.device_optimizer * sum(unit.shard_numel for unit in trained))
+        updated = _within(elements, trained, lambda unit: unit.shard_numel)
+        return {(unit.index, state): "device" for unit in updated for state in (State.OPTIM, State.GRAD)}
+    if not device.limit or not device.updates:
         return {}
     placement, taken = needed({})
-    room = device.usable // 2 - taken
-    chosen: dict[tuple[int, State], str] = {}
 
-    def nbytes(unit: UnitLayout, *states: State) -> int:
-        return sum(aligned(placement.of(unit.index, state).nbytes) for state in states)
+    def moved(unit: UnitLayout) -> list[State]:
+        return [state for state in State if placement.holds(unit.index, state) and policy.tier_of(state) != "device"]
 
-    trained = [layout for layout in layouts if layout.trainable]
-    if policy.optim_tier != "device":
-        if budget.device_optimizer:
-            elements = int(budget.device_optimizer * sum(unit.shard_numel for unit in trained))
-            updated = _within(elements, trained, lambda unit: unit.shard_numel)
-        else:
-            updated = _within(room, trained, lambda unit: nbytes(unit, State.OPTIM, State.GRAD))
-            room -= sum(nbytes(unit, State.OPTIM, State.GRAD) for unit in updated)
-        chosen |= {(unit.index, state): "device" for unit in updated for state in (State.OPTIM, State.GRAD)}
-        if len(updated) < len(trained):
-            return chosen  # parameters that the host updates are in its memory, or travel to it
-    if fills and policy.param_tier != "device":
-        fitting = _within(room, list(spread(layouts)), lambda unit: nbytes(unit, State.PARAM))
-        chosen |= {(unit.index, State.PARAM): "device" for unit in fitting}
-    return chosen
+    def nbytes(unit: UnitLayout) -> int:
+        return sum(aligned(placement.of(unit.index, state).nbytes) for state in moved(unit))
+
+    first = trained if policy.optim_tier != "device" else []
+    rest = spread([layout for layout in layouts if layout not in first])
+    fitting = _within(device.usable // _SHARE - taken, [*first, *rest], nbytes)
+    return {(unit.index, state): "device" for unit in fitting for state in moved(unit)}
 
 
 def fill(

@@ -21,6 +21,7 @@ from infinity.plan.policy import DeviceInfo
 from infinity.tiers.accelerator import AcceleratorDevice
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.transfer import DONE
+from infinity.update.kernels import NATIVE
 
 script = importlib.import_module("gpt2_10b")
 memory = importlib.import_module("gpt2_10b_memory")
@@ -84,7 +85,10 @@ class ApartFromTheHost(CpuDevice):
         return DeviceInfo("cuda", host_addressable=False)
 
 
-def test_page_shows_the_bytes_of_each_placement() -> None:
+def test_page_shows_the_bytes_of_each_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels for the device, so that states fill half of its memory."""
+    kernels = replace(NATIVE, is_exact=lambda kind: True, check_on_device=lambda *states: None)
+    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", kernels)
     page, args = (BENCH.parent / "docs" / "gpu.md").read_text(), script.parse([])
     activations = memory.activation_bytes(script.SHAPE, args.micro_batch_size, 2)
     for placement, moments in itertools.product(script.PLACEMENTS, script.MOMENTS):

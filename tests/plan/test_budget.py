@@ -20,7 +20,7 @@ from infinity.engine.platform import Machine
 from infinity.engine.wiring import plan_model
 from infinity.errors import ConfigError, OutOfMemoryError, StorageError
 from infinity.plan.budget import spread
-from infinity.plan.placement import State
+from infinity.plan.placement import State, aligned
 from infinity.plan.plan import Plan, shortage
 from infinity.tiers.device import CpuDevice
 from infinity.update.kernels import NATIVE
@@ -171,31 +171,52 @@ def on_device(plan: Plan, state: State) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"bf16": True, "moments": "8bit", "accumulation": 2}], ids=str)
 def test_states_fill_half_of_a_device_from_the_first_unit_on(options: dict[str, Any], tmp_path: Path) -> None:
-    """Backward ends with the first units, which begin the next forward. Parameters come after all optimizer states.
-    Buffers have the sizes that they have without a budget.
+    """Backward ends with the first units, which begin the next forward. Buffers have the sizes of a plan without a
+    budget.
     """
     options = {"unit_size": 4096, "late": True, "param": "cpu", "optim": "cpu", **options}
     bare = planned(tmp_path, **options)
-    states, buffers = sum(e.nbytes for e in bare.placement.extents.values()), bare.nbytes()["device"]
-    before = -1
-    for nbytes in (*range(buffers, buffers + states, states // 9), buffers + 2 * states + (8 << 20)):
+    sizes = [sum(aligned(bare.placement.of(unit.index, state).nbytes) for state in State) for unit in bare.units]
+    buffers = bare.nbytes()["device"]
+    for nbytes in range(buffers, buffers + sum(sizes) + 1, sum(sizes) // 8):
         plan = planned(tmp_path, memory={"device": 2 * nbytes}, **options)
-        assert plan.peak_nbytes()["device"] <= nbytes
+        kept, room = [], nbytes - buffers
+        for unit, size in enumerate(sizes):
+            if size <= room:
+                kept.append(unit)
+                room -= size
+        assert plan.peak_nbytes()["device"] == nbytes - room
+        assert all(on_device(plan, state) == kept for state in State)
         assert plan.buffers_of("units") == bare.buffers_of("units") and plan.prefetch_bytes == bare.prefetch_bytes
-        updated, parameters = on_device(plan, State.OPTIM), on_device(plan, State.PARAM)
-        assert on_device(plan, State.GRAD) == updated
-        assert "device" not in plan.passing
-        assert len(updated) >= before
-        before = len(updated)
-        left = [unit.index for unit in plan.units if unit.index not in updated]
-        largest = max(plan.placement.of(unit, State.OPTIM).nbytes for unit in left) if left else 0
-        for unit in range(max(updated, default=0)):  # a unit that is left out had no room
-            assert unit in updated or plan.placement.of(unit, State.OPTIM).nbytes == largest
-        assert not (left and parameters)
-        host = sum(pool.nbytes for pool in plan.pools if pool.name == "gradient shards")
-        assert bool(host) == bool(left), "gradients that stay on the device need no buffers in host memory"
-    assert before == len(plan.units) and len(parameters) == len(plan.units)
-    assert planned(tmp_path, memory={"device": 1 << 30}, **{**options, "late": False}).placement == bare.placement
+        host = [pool.nbytes for pool in plan.pools if pool.name == "gradient shards"]
+        assert bool(host) == (len(kept) < len(sizes)), "gradients that stay on the device need no buffers of the host"
+    assert len(kept) == len(sizes)
+    on_cpu = planned(tmp_path, **{**options, "late": False, "memory": {"device": 1 << 30}})
+    assert on_cpu.placement == bare.placement, "the memory of a CPU is the host's"
+
+
+@pytest.mark.parametrize("optim", ["cpu", "none"])
+def test_frozen_units_stay_on_a_device_after_trained_ones(optim: str) -> None:
+    """Parameters alone are spread over the model, since the link is in use in the whole step."""
+    config, model, seam = engine_config("cpu", optim, unit_size=4096), seeded(Stack), LateDevice()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "blocks.1" in name
+
+    def plan_with(nbytes: int | None) -> Plan:
+        memory = config.infinity.memory.model_copy(update={"device": nbytes})
+        limited = config.model_copy(update={"infinity": config.infinity.model_copy(update={"memory": memory})})
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        return plan_model(model, limited, groups, seam, Communicator(seam)).plan
+
+    bare = plan_with(None)
+    trained = {unit.index for unit in bare.units if unit.trainable}
+    moved = tuple(State) if optim == "cpu" else (State.PARAM,)
+    sizes = {key: aligned(extent.nbytes) for key, extent in bare.placement.extents.items() if key[1] in moved}
+    first = sum(size for (unit, _), size in sizes.items() if unit in trained)
+    kept = on_device(plan_with(2 * (bare.peak_nbytes()["device"] + first)), State.PARAM)
+    assert set(kept) == trained if optim == "cpu" else {0, max(kept)} <= set(kept) and max(kept) > len(bare.units) // 2
+    everything = plan_with(2 * (bare.peak_nbytes()["device"] + sum(sizes.values())))
+    assert len(on_device(everything, State.PARAM)) == len(bare.units) > len(trained) > 0
 
 
 def test_a_share_of_the_optimizer_states_on_the_device_is_counted_in_elements(tmp_path: Path) -> None:
