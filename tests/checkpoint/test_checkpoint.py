@@ -25,7 +25,9 @@ from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, UsageError
 from infinity.optim.moments import moment_to_fp32
 from infinity.rules import ROOTS
+from infinity.tiers.device import Device
 from support.configs import engine_config
+from support.late_device import LateDevice
 from support.loops import open_engine, parameters_of, train
 from support.models import Stack, seeded, token_batches
 from support.states import states_of
@@ -46,8 +48,10 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
-def engine_of(make: Callable[[], nn.Module] = Stack, seed: int = 0, **options: Any) -> TrainingEngine:
-    return open_engine(seeded(make, seed), engine_config(**options))
+def engine_of(
+    make: Callable[[], nn.Module] = Stack, seed: int = 0, device: Device | None = None, **options: Any
+) -> TrainingEngine:
+    return open_engine(seeded(make, seed), engine_config(**options), device)
 
 
 def saved(folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -77,6 +81,22 @@ def test_training_goes_on_bit_for_bit_wherever_it_is_loaded(tmp_path: Path, bf16
         assert train(engine, BATCHES[5:]) == losses
         for name, value in parameters_of(engine).items():
             assert torch.equal(value, parameters[name]), name
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_training_goes_on_bit_for_bit_with_another_budget_of_the_device(tmp_path: Path, bf16: bool) -> None:
+    options: dict[str, Any] = {"param": "cpu", "optim": "cpu", "bf16": bf16, "clip": 0.3, "unit_size": 4096}
+    shares = ({"device_optimizer": 0.3}, {"device": 1_000_000}, {"device": 1 << 30}, {})
+    losses, parameters = saved(tmp_path, device=LateDevice(delay=0.002), memory=shares[0], **options)
+    mixtures = set()
+    for memory in shares:
+        with engine_of(seed=7, device=LateDevice(delay=0.002), memory=memory, **options) as engine:
+            mixtures.add(engine.parts.plan.placement.nbytes.get("device", 0))
+            engine.load_checkpoint(tmp_path)
+            assert train(engine, BATCHES[5:]) == losses
+            for name, value in parameters_of(engine).items():
+                assert torch.equal(value, parameters[name]), name
+    assert len(mixtures) == len(shares)
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "Adagrad", "Lion", "SGD"])

@@ -76,6 +76,9 @@ class Setting:
     resumes from a checkpoint has room for the others (`fuzz.trainers`)."""
     host_params: float | None = None
     """Share of the parameters on nvme that `infinity.memory.host_params` keeps in memory; None: not set."""
+    device: float | None = None
+    """Share of the states outside of the device for which half of `infinity.memory.device` has room beside buffers;
+    None: no budget. Has an effect on a late device."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,7 @@ def _with_budget(draw: Draw, setting: Setting) -> Setting:
     """Let memory hold some of the states on nvme. Draws alike for all settings."""
     host = draw.choice((None, None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0))
     params = draw.choice((None, None, None, 0.0, 0.3, 0.6))
+    setting = replace(setting, device=draw.choice((None, None, 0.1, 0.4, 0.8, 1.0)))
     return setting if "nvme" not in (setting.param, setting.optim) else replace(setting, host=host, host_params=params)
 
 

@@ -201,6 +201,8 @@ class EngineTrainer:
         self.engine.close()
         if self._setting.host is not None:
             self._setting = replace(self._setting, host=1.0 - self._setting.host)
+        if self._setting.device is not None:
+            self._setting = replace(self._setting, device=1.0 - self._setting.device)
         self._open()
         self.engine.load_checkpoint(self._folder / "checkpoints")
 
@@ -280,8 +282,8 @@ def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> Train
 
 
 def with_budget(config: Config, model: Net, setting: Setting, device: Device) -> Config:
-    """Return the config with the budgets of the setting, which are shares of the bytes that it places on nvme."""
-    if setting.host is None and setting.host_params is None:
+    """Return the config with the budgets of the setting, which are shares of the bytes that it places elsewhere."""
+    if setting.host is None and setting.host_params is None and setting.device is None:
         return config
     groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     plan = plan_model(model, config, groups, device, Communicator(device)).plan
@@ -290,6 +292,9 @@ def with_budget(config: Config, model: Net, setting: Setting, device: Device) ->
         memory["host"] = plan.peak_of_host() + int(setting.host * plan.placement.nbytes.get("nvme", 0))
     if setting.host_params is not None:
         memory["host_params"] = int(setting.host_params * sum(unit.shard_numel for unit in plan.units))
+    if setting.device is not None:
+        states = sum(nbytes for tier, nbytes in plan.placement.nbytes.items() if tier != "device")
+        memory["device"] = 2 * (plan.peak_nbytes()["device"] + int(setting.device * states)) + 1
     section = config.infinity.model_copy(update={"memory": Memory(**memory)})
     return config.model_copy(update={"infinity": section})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from infinity.errors import NonFiniteError
 from infinity.tiers.accelerator import AcceleratorDevice, StreamTransfer
 from infinity.tiers.transfer import DONE, Transfer
+from infinity.update.kernels import NATIVE
 from late.device import LateAccelerator
 from support.configs import PLACEMENTS, engine_config
 from support.loops import Batches, Result, assert_close, assert_same, open_engine, parameters_of, trained
@@ -49,6 +51,18 @@ def train(param: str, optim: str, index: int = 0, **options: Any) -> Result:
 def test_trains_as_on_the_cpu(order: None, param: str, optim: str) -> None:
     # Moments on the device are updated by torch's operators, whose rounding is another than the optimizer kernels'.
     (assert_close if optim == "none" else assert_same)(train(param, optim), reference())
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"bf16": True, "accumulation": 2}], ids=str)
+@pytest.mark.parametrize("memory", [{"device_optimizer": 0.5}, {"device": 400_000}, {"device": 1 << 30}], ids=str)
+def test_trains_with_a_part_of_the_states_on_the_device(
+    order: None, memory: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if torch's operators, which update on this device, gave the host's bits: else a budget places nothing."""
+    if "device" in memory:
+        assert_same(train("cpu", "cpu", memory=memory, **options), reference(**options))
+        monkeypatch.setattr("infinity.engine.platform.Machine.kernels", replace(NATIVE, is_exact=lambda kind: True))
+    assert_close(train("cpu", "cpu", memory=memory, **options), reference(**options))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -20,16 +20,16 @@ SHAPE = [f"--num-layers={LAYERS}", "--steps=3", "--hidden-size=512", "--num-atte
 SLOW_LINK = ("to_device=2e8", "from_device=2e8", "half=2e12", "memory=1e9")
 
 
-def run(update: str, *changes: str) -> dict[str, Any]:
+def run(update: str, *changes: str, device_memory: str = "") -> dict[str, Any]:
     sets = [f"--set={change}" for change in changes]
-    command = [sys.executable, str(SCRIPT), *SHAPE, *sets, "--only", "h200", update, "2MB"]
+    command = [sys.executable, str(SCRIPT), *SHAPE, *sets, "--only", "h200", update, "2MB", device_memory]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @lru_cache
-def known(update: str, *changes: str) -> dict[str, Any]:
-    return run(update, *changes)
+def known(update: str, *changes: str, device_memory: str = "") -> dict[str, Any]:
+    return run(update, *changes, device_memory=device_memory)
 
 
 @pytest.mark.parametrize("update", ["during_backward", "next_forward"])
@@ -57,6 +57,16 @@ def test_a_faster_lane_is_exposed_less_and_the_step_not_longer(change: str, lane
     assert exposed(slow, lane) > 0
     assert exposed(fast, lane) < exposed(slow, lane)
     assert sum(fast["seconds"]) < sum(slow["seconds"])
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+def test_states_on_the_device_shorten_the_step(update: str) -> None:
+    """The first units, which the next forward waits for, are updated on the device."""
+    without, some = known(update, *SLOW_LINK), known(update, *SLOW_LINK, device_memory="64MB")
+    assert some["held"]["host"] < without["held"]["host"]
+    assert without["held"]["device"] < some["held"]["device"] <= 32 << 20
+    assert exposed(some, "update") < exposed(without, "update")
+    assert sum(some["seconds"]) < sum(without["seconds"])
 
 
 def exposed(result: dict[str, Any], lane: str) -> float:

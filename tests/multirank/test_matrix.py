@@ -152,3 +152,19 @@ def test_budgets_of_host_memory_change_no_bit(run: Any, options: dict[str, Any],
         assert all(outcome["held"]["nvme"] < nvme for outcome in found)
         assert [outcome["losses"] for outcome in found] == [outcome["losses"] for outcome in first], host
         assert_bits(found[0], first[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("options", [{"clip": 0.3}, {"bf16": True, "accumulation": 2, "moments": "8bit"}], ids=str)
+def test_budgets_of_a_device_change_no_bit(run: Any, options: dict[str, Any], stage: int, tmp_path: Path) -> None:
+    """Each of two ranks holds a part of its states on its device."""
+    param = "cpu" if stage == 3 else "none"
+    common = {"steps": STEPS, "folder": str(tmp_path), "stage": stage, "late": True, "param": param, "optim": "cpu"}
+    first = run(2, **common, **options)
+    held = first[0]["held"]
+    device = 2 * held["device"] + held["host"]
+    for memory in ({"device": device}, {"device": 2 * device}, {"device_optimizer": 0.5}):
+        found = run(2, memory=memory, **common, **options)
+        assert all(outcome["held"]["device"] > held["device"] for outcome in found)
+        assert [outcome["losses"] for outcome in found] == [outcome["losses"] for outcome in first], memory
+        assert_bits(found[0], first[0])
