@@ -50,7 +50,7 @@ def work(result: Result) -> Iterator[list[str]]:
 def work_head(result: Result) -> list[str]:
     lanes = next(iter(result["runs"].values()))["occupied"][0]["step"]
     return [
-        "machine, update, unit size",
+        "machine, update, unit size, budget",
         *(f"{lane}, {p}" for lane in lanes for p in PHASES[:2]),
         "steps from the second",
     ]
@@ -67,7 +67,7 @@ def fragments(result: Result) -> dict[str, str]:
         f"vocabulary {shape['vocab_size']}, sequence {shape['seq_length']}, batch {shape['batch']}, checkpointed "
         f"activations, {result['moments']} moments."
     )
-    head = ["machine, update, unit size", "phase", "s", "busy", *shown]
+    head = ["machine, update, unit size, budget", "phase", "s", "busy", *shown]
     return {
         "setup": setup(result, text, *(f"{line}." for line in result["assumptions"])),
         "table": table(head, rows(result, shown)),
