@@ -78,12 +78,20 @@ def advice(plan: Plan, needs: Needs) -> Iterator[str]:
             yield f"host memory lacks {missing}: lower infinity.memory.host, which states and buffers fill"
         elif tier == "host" and (extents["params"] or extents["optimizer"]):
             yield f"host memory lacks {missing}: give offload_param and offload_optimizer the device nvme"
+        elif tier == "device" and _held_by_budget(plan):
+            yield f"device memory lacks {missing}: lower infinity.memory.device_optimizer, to 0 if it is not set"
         elif tier == "device" and (extents["params"] or extents["optimizer"]):
             yield f"device memory lacks {missing}: give offload_param and offload_optimizer the device cpu or nvme"
         elif extents["activations"] > extents["buffers"]:
             yield f"{tier} memory lacks {missing}: checkpoint activations, or use a smaller micro-batch"
         else:
             yield f"{tier} memory lacks {missing}: lower infinity.prefetch_bytes or infinity.unit_size"
+
+
+def _held_by_budget(plan: Plan) -> bool:
+    """Return whether a budget keeps states on the device that the config places elsewhere."""
+    extents = plan.placement.extents.items()
+    return any(extent.tier == "device" != plan.policy.tier_of(state) for (_, state), extent in extents)
 
 
 def _smaller_moments(plan: Plan) -> str:

@@ -73,6 +73,30 @@ def test_bytes_are_those_of_a_node() -> None:
     assert eight["tiers"]["device"]["buffers"] > 6 * one["tiers"]["device"]["buffers"]
 
 
+def test_states_that_a_budget_keeps_on_the_device(rates: Path, tmp_path: Path) -> None:
+    """They are listed there, the host updates less, and activations that no longer fit name the key."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    }
+    found = []
+    for memory in ({}, {"device": "8MB"}, {"device_optimizer": 0.5}):
+        file = tmp_path / "engine.json"
+        file.write_text(json.dumps({**config, "infinity": {"unit_size": "64KiB", "memory": memory}}))
+        options = ("--config", file, *MEMORY, "--gpus", "1", "--bandwidths", rates)
+        found.append(planned(*SHAPE, *options, "--device-memory", "1GiB"))
+    without, filled, half = found
+    parts = [each["tiers"]["device"] for each in found]
+    assert parts[0]["optimizer"] == parts[0]["params"] == 0 == parts[2]["params"]
+    assert min(parts[1]["optimizer"], parts[1]["params"], parts[2]["optimizer"]) > 0
+    assert filled["peak_device_bytes"] - parts[1]["activations"] <= 4_000_000
+    for each in (filled, half):
+        assert each["peak_host_bytes"] < without["peak_host_bytes"]
+        assert each["step"]["seconds"] < without["step"]["seconds"]
+    lacking = planned(*SHAPE, *options, "--device-memory", half["peak_device_bytes"] - 1, code=1)
+    assert "lower infinity.memory.device_optimizer" in lacking["advice"][0]
+
+
 @pytest.mark.parametrize(
     ("options", "tier", "advice"),
     [
