@@ -292,7 +292,7 @@ def with_budget(config: Config, model: Net, setting: Setting, device: Device) ->
         memory["host"] = plan.peak_of_host() + int(setting.host * plan.placement.nbytes.get("nvme", 0))
     if setting.host_params is not None:
         memory["host_params"] = int(setting.host_params * sum(unit.shard_numel for unit in plan.units))
-    if setting.device is not None:
+    if setting.device is not None and setting.host is None:  # a late device's memory counts as the host's
         states = sum(nbytes for tier, nbytes in plan.placement.nbytes.items() if tier != "device")
         memory["device"] = 2 * (plan.peak_nbytes()["device"] + int(setting.device * states)) + 1
     section = config.infinity.model_copy(update={"memory": Memory(**memory)})
