@@ -23,7 +23,7 @@ def describe(plan: Plan) -> str:
     The cells of states have the tier and the bytes of this rank's part. Two cells have neither:
     "-"             a frozen unit has no gradient, master and moments
     "on arrival"    backward passes the gradient to the update. Its tier stores it only while the update has to wait, as
-                    as in the first step. Its memory or space is listed separately; the totals include it on a device
+                    in the first step. Its memory or space is listed separately; the totals include it on a device
                     where a budget holds the unit's states.
     """
     rows = [_HEAD, *_rows(plan)]
