@@ -183,5 +183,5 @@ def test_real_engines_and_attention_are_as_before(tmp_path: Path) -> None:
 def assert_no_threads() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("infinity-"):
-            thread.join(5)
+            threading.Thread.join(thread, 5)  # in real time: a simulated thread's own join waits in virtual time
             assert not thread.is_alive()
