@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from concurrent.futures import Future
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from infinity.comm.communicator import Communicator
+from infinity.errors import UsageError
 from infinity.tiers.device import Device
 
 
@@ -69,3 +71,19 @@ class LossCheck:
     def passed(self) -> bool:
         """Return whether the backward's updates may happen, once it is known. Any thread may call it."""
         return not any(self.result())
+
+
+def check_scalar(loss: Any) -> None:
+    """Raise UsageError if `loss` is not a scalar of a graph."""
+    if not isinstance(loss, torch.Tensor):
+        problem = f"is a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        problem = f"has shape {list(loss.shape)}"
+    elif not loss.requires_grad:
+        problem = "has no graph"
+    else:
+        return
+    raise UsageError(
+        f"engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled, and this one "
+        f"{problem}"
+    )

@@ -35,13 +35,14 @@ class Call(Enum):
     OPTIMIZER_STEP = auto()
     ZERO_GRAD = auto()
     DROP_GRADIENTS = auto()
+    TRAIN_BATCH = auto()
     STATES = auto()  # a checkpoint or an optimizer state_dict, which contain no gradients
 
 
 LEGAL: Mapping[Phase, frozenset[Call]] = {
     Phase.IDLE: frozenset(Call) - {Call.STEP},
-    Phase.ACCUMULATING: frozenset(Call) - {Call.ZERO_GRAD, Call.STATES},
-    Phase.COLLECTED: frozenset(Call) - {Call.STATES},
+    Phase.ACCUMULATING: frozenset(Call) - {Call.ZERO_GRAD, Call.STATES, Call.TRAIN_BATCH},
+    Phase.COLLECTED: frozenset(Call) - {Call.STATES, Call.TRAIN_BATCH},
     Phase.UPDATED: frozenset({Call.STEP, Call.OPTIMIZER_STEP}),
 }
 """Phase → legal calls."""
@@ -77,6 +78,8 @@ class Step:
         """The check of the running backward's loss, for which its updates wait; None: the loss is finite."""
         self._early = early
         self._unsynced = 0
+        self._micro_batch: int | None = None
+        """The micro-batch of which the present backwards are pieces; None: a backward is a whole one."""
         self._passed = 0
         """Number of micro-batches of this step that `engine.step()` has been called for."""
 
@@ -123,6 +126,12 @@ class Step:
             raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
         if call is Call.BACKWARD and self._early and self.is_complete:
             raise self._too_many_backwards()
+        if call is Call.TRAIN_BATCH and (self._unsynced or self.boundary is not None or not self.managed):
+            raise UsageError(
+                "engine.train_batch() runs a whole step, and was called in an engine.no_sync() block, after "
+                "engine.set_gradient_accumulation_boundary(), or without managed_gradient_accumulation. Call "
+                "engine.backward() and engine.step() for each micro-batch instead."
+            )
         if call not in LEGAL[self.phase]:
             raise self._refusal(call, what)
 
@@ -139,6 +148,11 @@ class Step:
             )
         if call is Call.STATES:
             return self._without_gradients(what)
+        if call is Call.TRAIN_BATCH:
+            return UsageError(
+                f"engine.train_batch() was called after {self.micro_steps} of {self.accumulation} micro-batches of a "
+                "step: call engine.step() first, or drop their gradients with engine.drop_gradients()"
+            )
         if self.phase is Phase.UPDATED:
             return UsageError(
                 f"{what} cannot drop the gradients of this step: backward has already updated units with them. Call "
@@ -198,7 +212,30 @@ class Step:
         """False if another micro-batch of the step is known to follow the running backward."""
         return self.is_last_micro_step or not (self._unsynced or self.managed or self.boundary is False)
 
+    @contextmanager
+    def in_pieces(self, micro_batch: int) -> Iterator[None]:
+        """Take each backward in the block as a piece of the backward of `micro_batch`, from 0, of a scaled loss.
+
+        The step's micro-batches are counted by `end_pieces`.
+        """
+        self._micro_batch = micro_batch
+        try:
+            yield
+        finally:
+            self._micro_batch = None
+
+    def end_pieces(self) -> None:
+        """Count all micro-batches of the step, after the last piece of the last one."""
+        self.micro_steps = self.accumulation
+        self.is_complete = True
+        if self.counts_calls:
+            self._passed = self.accumulation - 1
+
     def begin_backward(self) -> None:
+        if self._micro_batch is not None:
+            self.is_last_micro_step = self._micro_batch + 1 == self.accumulation
+            self.scaled.passed = True
+            return
         self.is_last_micro_step = self._ends_step and not self._unsynced
 
     @property
@@ -210,6 +247,9 @@ class Step:
 
     def end_backward(self, *, counts: bool) -> None:
         """Count a backward that ended. counts: it produced gradients; `torch.autograd.grad` produces none."""
+        if self._micro_batch is not None:
+            self.scaled.passed = False
+            return
         self.micro_steps += counts
         self.is_complete = self.is_complete or (counts and self.is_last_micro_step)
         self.scaled.end(counts=counts)

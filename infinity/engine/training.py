@@ -13,12 +13,14 @@ from torch import nn
 
 from infinity.comm.announcements import Operation
 from infinity.comm.groups import Group
+from infinity.engine.batches import BatchTrainer
 from infinity.engine.checkpointing import CheckpointingEngine
 from infinity.engine.client_scheduler import RateScheduler, ScheduleArguments
 from infinity.engine.grad_norm import GradNorm
-from infinity.engine.loss_check import LossCheck, LossReader
+from infinity.engine.loss_check import LossCheck, LossReader, check_scalar
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
+from infinity.engine.micro_batch import LossFunction
 from infinity.engine.offload import offload, reload
 from infinity.engine.optimizer import (
     ParamGroups,
@@ -118,6 +120,7 @@ class TrainingEngine(CheckpointingEngine):
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
         self._reports = StepReports(config, self.monitor, self.ledger, seam, main=ranks.is_main_rank)
         self._called = self._reports.around(called, self.module, lambda: self.global_steps)
+        self._batches = BatchTrainer(self)
 
     @property
     def micro_steps(self) -> int:
@@ -148,7 +151,7 @@ class TrainingEngine(CheckpointingEngine):
         self._check_open()
         refuse_compiled_autograd()
         self._conclude_backward()
-        _check_scalar(loss)
+        check_scalar(loss)
         self._step.check(Call.BACKWARD)
         self._reports.begin(Phase.BACKWARD)
         accumulation = self.batch.accumulation if scale_wrt_gas else 1
@@ -159,6 +162,24 @@ class TrainingEngine(CheckpointingEngine):
         if self.monitor.enabled:
             self._step.losses.append((self._loss, accumulation))
         return loss if accumulation == 1 else loss / accumulation
+
+    def train_batch(self, batches: Iterator[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """Run a whole step on the next gradient_accumulation_steps micro-batches of `batches`, and return the mean of
+        their losses. The result is bit-identical to `backward` and `step` for each of them.
+
+        A mapping is passed to the model as keyword arguments, a tuple or list as positional ones, and anything else as
+        the only one. The loss is the output itself, its `loss`, or the first entry of a tuple; loss_fn: returns it from
+        the output and the micro-batch.
+
+        From the second step on, the micro-batches pass a list of blocks together, so that each block's parameters are
+        fetched once a step and not once a micro-batch. The graphs of all micro-batches are then in memory, or in the
+        tier of infinity.activations. A model that does not fit, and a step that does not, run in the ordinary order;
+        the log says why.
+
+        Raises UsageError, before anything is run, if the iterator ends early or within a step. After any exception the
+        gradients of the step are dropped.
+        """
+        return self._batches.train(batches, loss_fn)
 
     @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -632,19 +653,3 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.gradients.settle()
         self.parts.store.settle()
         self._check_refused(len(self.updates.pipeline.refused))
-
-
-def _check_scalar(loss: Any) -> None:
-    """Raise UsageError if `loss` is not a scalar of a graph."""
-    if not isinstance(loss, torch.Tensor):
-        problem = f"is a {type(loss).__name__}"
-    elif loss.numel() != 1:
-        problem = f"has shape {list(loss.shape)}"
-    elif not loss.requires_grad:
-        problem = "has no graph"
-    else:
-        return
-    raise UsageError(
-        f"engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled, and this one "
-        f"{problem}"
-    )

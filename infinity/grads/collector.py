@@ -8,8 +8,9 @@ and completed by addition.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from infinity.comm.dtensor import local_gradient
 from infinity.concurrency import now
 from infinity.errors import LifetimeError, ModelError
 from infinity.grads.buffers import GradBuffers, Sent
+from infinity.grads.held import HeldGradients
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.plan.layout import Slot
@@ -112,6 +114,8 @@ class GradCollector:
         """Units that ever received a gradient after their last use."""
         self._predictable: set[int] = set()
         """Units that were passed in an earlier backward and are not late."""
+        self._held: HeldGradients | None = None
+        """Gradients of a micro-batch whose backward runs in pieces."""
         self._step = step
         self._sums_at_once = ranks.is_single and places.device.host_addressable
         """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
@@ -149,6 +153,11 @@ class GradCollector:
     def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         self._on_arrival()
         self._places.device.follow_compute()
+        held = self._held
+        if held is None or not held.take(unit.index, slot, gradient, unit.layout.slots[slot].name):
+            self._collect(unit, slot, gradient)
+
+    def _collect(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         index = unit.index
         if index in self._step.updated:
             raise LifetimeError(
@@ -260,16 +269,30 @@ class GradCollector:
         """Send incomplete gradients, and record the number of arrivals that completes each unit. Returns False if no
         gradient arrived.
         """
+        if self._held is not None:
+            for index, slot, gradient in self._held.due():
+                self._collect(self._units[index], slot, gradient)
         if not self._arrivals:  # `torch.autograd.grad`, as in a gradient penalty
             return False
         if self._sends:
             self.send_all()
-        self._expected = {index: (number, self._trained[index]) for index, number in self._arrivals.items()}
+        others = {} if self._held is None else self._expected  # the other pieces have other units
+        arrived = {index: (number, self._trained[index]) for index, number in self._arrivals.items()}
+        self._expected = {**others, **arrived}
         self._arrivals, self._trained = {}, {}
         self._predictable |= self._passed
         self._predictable -= self._unpredictable
         self._passed = set()
         return True
+
+    @contextmanager
+    def in_pieces(self, held: HeldGradients) -> Iterator[None]:
+        """Take each backward in the block as a piece of a micro-batch's backward."""
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
 
     def send_all(self) -> None:
         """Send all gradients still being collected."""

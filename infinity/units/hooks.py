@@ -224,7 +224,7 @@ class ModelHooks:
             compiling = exchange_callback(None)
             installed, held = None, list[Unit]()
             try:
-                installed = scope.enter(self._enter)
+                installed = scope.enter(self.check_entry)
                 if is_root and scope.depth == 1 and torch._C._current_graph_task_id() == -1:
                     self._on_forward()
                 for unit in units:
@@ -259,7 +259,8 @@ class ModelHooks:
         module.__dict__["forward"] = breaks_graphs(forward)
         self._forwards.append((module, forward, before))
 
-    def _enter(self) -> None:
+    def check_entry(self) -> None:
+        """Check the engine and the model when its code is entered."""
         if torch._C._current_graph_task_id() == -1:
             self._on_entry()
             self._copies.check()

@@ -72,6 +72,10 @@ class Scope:
             for unit in self.resident.values():
                 released.release(unit.parameters)
 
+    def hand_over(self) -> None:
+        """Let the calling thread use an open scope in place of the one that does. That one has to wait meanwhile."""
+        self._thread = threading.get_ident()
+
     def add(self, unit: Unit) -> None:
         """Register `unit`, whose parameters view its buffer now, as resident."""
         self.resident[unit.index] = unit

@@ -1,0 +1,271 @@
+"""Runs whole steps for `engine.train_batch`: draws the micro-batches, and chooses their order.
+
+The first step runs in the ordinary order and records which blocks the model calls. Later steps run them vertically
+(`infinity.engine.vertical`) if the result is provably the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.comm.communicator import Communicator
+from infinity.engine.block_calls import BlockCalls
+from infinity.engine.loss_check import check_scalar
+from infinity.engine.micro_batch import LossFunction, draw, loss_of
+from infinity.engine.model_state import ModelState, RandomState
+from infinity.engine.parts import EngineParts, UpdateParts
+from infinity.engine.pieces import NotInPieces
+from infinity.engine.reports import StepReports
+from infinity.engine.step import Call
+from infinity.engine.vertical import Forward, VerticalOrder, backward, hooked, is_plain_thread
+from infinity.errors import ModelError
+from infinity.observe.clock import Phase
+from infinity.observe.log import logger
+from infinity.observe.monitor import Monitor
+from infinity.plan import pools
+from infinity.units.added import Additions
+from infinity.units.compiled import is_compiled
+from infinity.units.hooks import ModelHooks
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+    from infinity.config.batch import Batch
+
+
+class Trainer(Protocol):
+    """The parts of the training engine that a step needs (`infinity.engine.training`)."""
+
+    module: nn.Module
+    config: Config
+    parts: EngineParts
+    batch: Batch
+    updates: UpdateParts
+    monitor: Monitor
+    global_steps: int
+    _hooks: ModelHooks
+    _additions: Additions
+    _reports: StepReports
+    _loss: torch.Tensor
+    _closed: bool
+    _broken: str
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def ranks(self) -> Communicator: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def backward(self, loss: torch.Tensor) -> torch.Tensor: ...
+    def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
+    def step(self) -> None: ...
+    def _check_open(self) -> None: ...
+    def _conclude_backward(self) -> None: ...
+    def _check_readable(self, what: str) -> None: ...
+    def _check_loss(self, loss: torch.Tensor, bad: float, refused: float) -> None: ...
+    def _abandon_step(self) -> None: ...
+    def _failing(self) -> AbstractContextManager[None]: ...
+
+
+class BatchTrainer:
+    """Runs the steps of one engine."""
+
+    def __init__(self, engine: Trainer) -> None:
+        self._engine = engine
+        self._order: VerticalOrder | None = None
+        self._is_ordinary = False
+        """True if the model was found not to fit: all steps run in the ordinary order."""
+
+    def train(self, batches: Iterator[Any], loss_fn: LossFunction | None) -> torch.Tensor:
+        """Run one step. Returns the mean loss, without a graph. After an exception the step's gradients are dropped."""
+        engine = self._engine
+        engine._check_open()
+        engine._conclude_backward()
+        engine.updates.step.check(Call.TRAIN_BATCH)
+        drawn, before = draw(batches, engine.batch.accumulation), engine.global_steps
+        try:
+            losses = self._run(drawn, loss_fn)
+        except BaseException:
+            if engine.global_steps == before:
+                self._abandon()
+            raise
+        total = losses[0].detach()
+        for loss in losses[1:]:
+            total = total + loss.detach()
+        return total / len(losses)
+
+    def _run(self, batches: list[Any], loss_fn: LossFunction | None) -> list[torch.Tensor]:
+        if len(batches) == 1 or self._is_ordinary:
+            return self._ordinary(batches, loss_fn)
+        reason = self._obstacle()
+        if reason is not None:
+            self._say(reason)
+            return self._ordinary(batches, loss_fn)
+        if self._order is None:
+            return self._recorded(batches, loss_fn)
+        losses = self._vertical(self._order, batches, loss_fn)
+        return self._ordinary(batches, loss_fn) if losses is None else losses
+
+    def _obstacle(self) -> str | None:
+        """Return why no step, or this one, may run vertically, as far as is known before it."""
+        engine, parts = self._engine, self._engine.parts
+        if parts.plan.buffers(pools.UNITS) >= len(parts.units):
+            return "all parameters fit in the buffers of the device, so none would move less often"
+        if is_compiled(engine.module):
+            return "the model is compiled"
+        if engine.ranks.model.size > 1:
+            return "the model runs in tensor parallelism"
+        if (name := hooked(engine.module)) is not None:
+            return f"{name or 'the model'} has hooks, which would run in another order"
+        if not is_plain_thread(engine.device):
+            return "train_batch() was called in a context of this thread (autocast, a mode, hooks or a stream)"
+        profiler = engine.config.flops_profiler
+        if profiler.enabled and profiler.profile_step == engine.global_steps:
+            return "this step is profiled"
+        return None
+
+    def _say(self, reason: str, *, always: bool = True) -> None:
+        if self._engine.ranks.is_main_rank and not self._is_ordinary:
+            logger.info("train_batch: micro-batches run one after the other, since %s", reason)
+        self._is_ordinary = always
+
+    # -- ordinary ----------------------------------------------------------------------------------------------------
+
+    def _ordinary(self, batches: list[Any], loss_fn: LossFunction | None) -> list[torch.Tensor]:
+        losses = []
+        for batch in batches:
+            loss = loss_of(self._engine, batch, loss_fn)
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach())
+        return losses
+
+    def _recorded(self, batches: list[Any], loss_fn: LossFunction | None) -> list[torch.Tensor]:
+        """Run a step in the ordinary order, and find the blocks for the next ones."""
+        engine = self._engine
+        random, calls = RandomState(engine.device), BlockCalls(engine.module)
+        losses: list[torch.Tensor] = []
+        state: ModelState | None = None
+        changed: str | None = None
+        with calls:
+            for batch in batches:
+                loss = loss_of(engine, batch, loss_fn)
+                if state is None:
+                    state = ModelState(engine.module)  # after the first forward, which may fill caches
+                changed = changed or state.changed()
+                engine.backward(loss)
+                calls.end()
+                losses.append(loss.detach())
+                engine.step()
+        blocks, reason = calls.sequence(), None
+        if random.moved():
+            reason = "it draws random numbers, as for dropout, in the order of micro-batches"
+        elif changed is not None:
+            reason = f"its forward changes attributes (of a {changed}), which micro-batches would share"
+        elif blocks is None:
+            reason = "it calls no list of blocks one after the other"
+        found = None if reason is not None or blocks is None else [calls.numbers[block] for block in blocks]
+        if any(other != found for other in engine.ranks.gather(found)):
+            reason = reason or "ranks found different blocks"
+        if reason is None:
+            assert blocks is not None
+            self._order = VerticalOrder(blocks, engine.parts)
+        else:
+            self._say(reason)
+        return losses
+
+    # -- vertical ----------------------------------------------------------------------------------------------------
+
+    def _vertical(
+        self, order: VerticalOrder, batches: list[Any], loss_fn: LossFunction | None
+    ) -> list[torch.Tensor] | None:
+        """Run a step block by block. Returns None, without a change of any state, if the model does not fit."""
+        engine = self._engine
+        random, state = RandomState(engine.device), ModelState(engine.module)
+        reason: str | None = None
+        forwards: list[Forward] = []
+        with self._open_scope():
+            try:
+                forwards = order.forward(batches, lambda batch: loss_of(engine.module, batch, loss_fn), state)
+                held = order.hold(forwards)
+            except NotInPieces as error:
+                reason = str(error)
+        if random.moved():
+            reason = reason or "it draws random numbers"
+        if engine.ranks.totals(float(reason is not None))[0]:
+            del forwards
+            random.restore()
+            engine.parts.store.tracer.forget()
+            if not state.restore():
+                raise ModelError(
+                    "engine.train_batch() ran the micro-batches of a step together, and the model's forward edited a "
+                    "tensor that the model keeps, which it had not done before. Nothing was updated. Call "
+                    "engine.backward() and engine.step() for each micro-batch instead."
+                )
+            self._say(reason or "another rank found so")
+            return None
+        losses = [forward.loss for forward in forwards if forward.loss is not None]
+        scaled = self._scaled(losses)
+        collector, step = engine.updates.collector, engine.updates.step
+        with engine._failing(), collector.in_pieces(held), ExitStack() as piece:
+
+            def begin(micro_batch: int, number: int) -> None:
+                held.begin(micro_batch, number)
+                piece.close()
+                piece.enter_context(step.in_pieces(micro_batch))
+
+            backward(forwards, scaled, begin)
+        if random.moved():
+            raise ModelError(
+                "the backward of engine.train_batch() drew random numbers, which it had not done before: micro-batches "
+                "would get others than one after the other. Call engine.backward() and engine.step() for each instead."
+            )
+        step.end_pieces()
+        engine.step()
+        return [loss.detach() for loss in losses]
+
+    @contextmanager
+    def _open_scope(self) -> Iterator[None]:
+        """Run the forwards of one step in the block."""
+        engine, scope = self._engine, self._engine.parts.store.scope
+        installed = scope.enter(engine._hooks.check_entry)
+        try:
+            engine._additions.check()
+            engine._check_readable("the model was called")
+            engine.parts.store.tracer.begin("vertical")
+            engine._reports.begin(Phase.FORWARD)
+            with engine._failing():
+                yield
+            engine._reports.end(Phase.FORWARD)
+        finally:
+            scope.leave(installed)
+
+    def _scaled(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the scalars from which backward starts. Raises NonFiniteError as `engine.backward` does."""
+        engine = self._engine
+        for loss in losses:
+            check_scalar(loss)
+        if engine.config.infinity.check_nan and not engine.config.scales_loss:
+            bad = [loss for loss in losses if not math.isfinite(loss.detach().item())]
+            refused = float(len(engine.updates.pipeline.refused))
+            engine._check_loss((bad or losses)[0], *engine.ranks.totals(float(bool(bad)), refused))
+        engine._loss = losses[-1].detach()
+        if engine.monitor.enabled:
+            engine.updates.step.losses += [(loss.detach(), len(losses)) for loss in losses]
+        return [engine.scale(loss) for loss in losses]
+
+    def _abandon(self) -> None:
+        """Drop the gradients of a step that an exception cut short."""
+        engine = self._engine
+        if engine._closed or engine._broken:
+            return
+        if engine.updates.step.updated:
+            engine._broken = "engine.train_batch() failed after some units had been updated with its gradients"
+        if engine.parts.backward.conclude():
+            engine.parts.backward.reset()
+        engine.parts.store.tracer.forget()
+        engine._abandon_step()

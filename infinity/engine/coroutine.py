@@ -1,0 +1,65 @@
+"""A function that runs in a thread of its own, but only while its caller waits for it."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+
+from infinity.interrupts import uninterrupted
+
+
+class Cancelled(BaseException):
+    """Ends a coroutine at its pause. Not an Exception, which the model's code may catch."""
+
+
+class Coroutine:
+    """Runs `body` in turns with the caller. It inherits the caller's context variables, but nothing thread-local."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self._body = body
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._is_cancelled = False
+        self._is_started = self._is_ended = False
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="infinity-batch", daemon=True)
+
+    @uninterrupted()  # Ctrl-C is for the caller, and the body may be moving states
+    def resume(self) -> None:
+        """Run the body until its next `pause` or its end. Raises its exception."""
+        if self._is_started:
+            self._turn.release()
+        else:
+            self._is_started = True
+            self._thread.start()
+        self._back.acquire()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def pause(self) -> None:
+        """Return to the caller until the next `resume`. Call it in the body's thread."""
+        self._back.release()
+        self._turn.acquire()
+        if self._is_cancelled:
+            raise Cancelled
+
+    def cancel(self) -> None:
+        """Raise `Cancelled` in the body, and wait for its end. Errors that it raises meanwhile are dropped."""
+        self._is_cancelled = True
+        while self._is_started and not self._is_ended:
+            self._turn.release()
+            self._back.acquire()
+        self._error = None
+
+    def _run(self) -> None:
+        try:
+            self._body()
+        except Cancelled:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self._error = error
+        finally:
+            self._is_ended = True
+            self._back.release()

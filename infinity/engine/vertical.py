@@ -1,0 +1,214 @@
+"""Vertical accumulation: a step's micro-batches pass a sequence of blocks together, one block after the other.
+
+The forward of each micro-batch is a coroutine that pauses in front of each block. So a block's parameters are fetched
+once for all micro-batches. Backward runs piece by piece in the reverse order (`infinity.engine.pieces`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from infinity.engine.block_calls import calling
+from infinity.engine.coroutine import Coroutine
+from infinity.engine.model_state import ModelState
+from infinity.engine.parts import EngineParts
+from infinity.engine.pieces import Boundary, Graph, NotInPieces
+from infinity.grads.held import HeldGradients
+from infinity.units import residents
+
+LossOf = Callable[[Any], torch.Tensor]
+"""Batch → its loss, by a forward of the model."""
+
+
+class Forward:
+    """The forward of one micro-batch, which pauses in front of each block."""
+
+    def __init__(self, batch: Any, loss_of: LossOf, parts: EngineParts) -> None:
+        self.boundaries: list[Boundary] = []
+        """The cuts in front of the blocks called so far, in the order of calls."""
+        self.loss: torch.Tensor | None = None
+        self._batch = batch
+        self._loss_of = loss_of
+        self._enter_thread = _thread_like_this(parts.device.torch_device)
+        self._scope = parts.store.scope
+        self._coroutine = Coroutine(self._run)
+
+    def _run(self) -> None:
+        self._enter_thread()
+        self._scope.hand_over()
+        self.loss = self._loss_of(self._batch)
+
+    def advance(self) -> None:
+        """Run to the next block, or to the end."""
+        try:
+            self._coroutine.resume()
+        finally:
+            self._scope.hand_over()
+
+    def cancel(self) -> None:
+        try:
+            self._coroutine.cancel()
+        finally:
+            self._scope.hand_over()
+
+    def arrive(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """Pause in front of a block. Returns its arguments, cut from the graph of the former blocks."""
+        if block != len(self.boundaries):
+            raise NotInPieces("the model calls its blocks in different orders")
+        boundary = Boundary()
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and residents.behind(value) is not None:
+                    raise NotInPieces("a block takes a parameter as its argument")
+            args, kwargs = boundary.cut(args, kwargs)
+        self.boundaries.append(boundary)
+        self._coroutine.pause()
+        self._scope.hand_over()
+        return args, kwargs
+
+    @property
+    def pieces(self) -> list[Sequence[torch.Tensor]]:
+        """The roots of the pieces of backward, in its order."""
+        assert self.loss is not None
+        return [[self.loss], *(boundary.roots for boundary in reversed(self.boundaries))]
+
+
+class VerticalOrder:
+    """Runs steps of one model block by block."""
+
+    def __init__(self, blocks: Sequence[nn.Module], parts: EngineParts) -> None:
+        """blocks: in the order in which each forward calls them."""
+        self._blocks = blocks
+        self._parts = parts
+        self._running: Forward | None = None
+        self._has_run = False
+
+    def forward(self, batches: Sequence[Any], loss_of: LossOf, state: ModelState) -> list[Forward]:
+        """Run the forwards of all micro-batches. Raises NotInPieces if the model does not fit, with all of them ended.
+
+        state: that of the model before. Call it in an open scope of the store.
+        """
+        forwards = [Forward(batch, loss_of, self._parts) for batch in batches]
+        stages = len(self._blocks) + 1
+        with ExitStack() as undo:
+            for number, block in enumerate(self._blocks):
+                undo.enter_context(calling(block, partial(self._pausing, number)))
+            try:
+                for stage in range(stages):
+                    for forward in forwards:
+                        self._running = forward
+                        forward.advance()
+                        if (forward.loss is None) != (stage < stages - 1):
+                            raise NotInPieces("the model does not call all its blocks")
+                    if not self._has_run or stage in (0, stages - 1):
+                        _check_unchanged(state)
+            except BaseException:
+                for forward in forwards:
+                    forward.cancel()
+                raise
+            finally:
+                self._running = None
+        self._has_run = True
+        return forwards
+
+    def _pausing(self, number: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            running = self._running
+            if running is not None and torch._C._current_graph_task_id() == -1:
+                args, kwargs = running.arrive(number, args, kwargs)
+            return call(*args, **kwargs)
+
+        return forward
+
+    def hold(self, forwards: Sequence[Forward]) -> HeldGradients:
+        """Return the holder of gradients for the backward of `forwards`. Raises NotInPieces if it would change bits."""
+        pieces: dict[int, set[int]] = {}
+        last: dict[int, int] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for forward in forwards:
+                of_unit: dict[int, set[int]] = {}
+                if not all(boundary.roots for boundary in forward.boundaries[1:]):
+                    raise NotInPieces("its blocks take no tensor that requires a gradient")
+                graph = Graph(forward.pieces)
+                for key, leaf in graph.leaves.items():
+                    unit = self._parts.unit_of.get(key)
+                    if unit is None:
+                        if leaf.requires_grad and len(graph.edges[key]) > 1:
+                            raise NotInPieces("a leaf outside of the model is used by several blocks")
+                        continue
+                    of_unit.setdefault(unit.index, set()).update(graph.edges[key])
+                    _check_sum(leaf, sorted(graph.edges[key].items()))
+                for index, numbers in of_unit.items():
+                    if last.setdefault(index, max(numbers)) != max(numbers):
+                        raise NotInPieces("micro-batches use parameters in different blocks")
+                    pieces.setdefault(index, set()).update(numbers)
+        return HeldGradients({index: sorted(numbers) for index, numbers in pieces.items()})
+
+
+def backward(forwards: Sequence[Forward], losses: Sequence[torch.Tensor], begin: Callable[[int, int], None]) -> None:
+    """Run the backward of all micro-batches, piece by piece. losses: what each starts from. begin: called with the
+    numbers of a micro-batch and of a piece, before its backward.
+    """
+    pending = list(losses)
+    for number in range(len(forwards)):
+        begin(number, 0)
+        loss, pending[number] = pending[number], pending[number].detach()
+        torch.autograd.backward(loss)
+        del loss
+    for piece in range(1, len(forwards[0].boundaries) + 1):
+        for number, forward in enumerate(forwards):
+            begin(number, piece)
+            forward.boundaries.pop().run()
+
+
+def _check_unchanged(state: ModelState) -> None:
+    changed = state.changed()
+    if changed is not None:
+        raise NotInPieces(f"its forward changes attributes (of a {changed}), which micro-batches would share")
+
+
+def _check_sum(leaf: torch.Tensor, edges: Sequence[tuple[int, int]]) -> None:
+    """Raise NotInPieces unless autograd sums the gradients of `leaf` in the order of pieces. edges: (piece, number)."""
+    if len(edges) == 1:
+        return
+    if any(number > 1 for _, number in edges[1:]):
+        raise NotInPieces("a parameter of several blocks is used more than once in one of them")
+    if leaf._backward_hooks or len(leaf._post_accumulate_grad_hooks or ()) > 1:
+        raise NotInPieces("a parameter of several blocks has hooks")
+
+
+def _thread_like_this(device: torch.device) -> Callable[[], None]:
+    """Return a function that gives its thread the present stream and gradient mode of the calling thread."""
+    if device.type == "cpu":
+        return lambda: None
+    stream = torch.accelerator.current_stream(device)
+    return lambda: torch.accelerator.set_stream(stream)
+
+
+def hooked(model: nn.Module) -> str | None:
+    """Return the name of a module whose calls run hooks; "" for all modules, None if there are none."""
+    registries = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    if any(getattr(torch_module, f"_global{name}") for name in registries):
+        return ""
+    for name, module in model.named_modules():
+        if any(getattr(module, registry) for registry in registries):
+            return str(name)
+    return None
+
+
+def is_plain_thread(device: torch.device) -> bool:
+    """Return whether another thread would compute as this one does."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device.type) or torch.is_inference_mode_enabled():
+        return False
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
