@@ -62,13 +62,13 @@ class _End(torch.autograd.Function):
 
 
 class Boundary:
-    """The cut in front of one call of a block."""
+    """The cut in front of a block, or after the last one, in one micro-batch."""
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[_Cut, torch.Tensor]] = {}
 
-    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with all tensors that require a gradient replaced."""
+    def cut(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the values with all tensors that require a gradient replaced."""
         begun: dict[int, torch.Tensor] = {}
 
         def begin(value: Any) -> Any:
@@ -80,7 +80,7 @@ class Boundary:
                 begun[id(value)] = _Begin.apply(anchor, value.detach(), cut)  # type: ignore[no-untyped-call]
             return begun[id(value)]
 
-        return tuple(map(begin, args)), {name: begin(value) for name, value in kwargs.items()}
+        return {name: begin(value) for name, value in values.items()}
 
     @property
     def roots(self) -> list[torch.Tensor]:

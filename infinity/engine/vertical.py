@@ -58,20 +58,19 @@ class Forward:
         finally:
             self._scope.hand_over()
 
-    def arrive(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        """Pause in front of a block. Returns its arguments, cut from the graph of the former blocks."""
+    def pause(self, block: int, values: dict[Any, Any]) -> dict[Any, Any]:
+        """Pause in front of block number `block`. Returns `values`, those that it takes, cut from the graph so far."""
         if block != len(self.boundaries):
             raise NotInPieces("the model calls its blocks in different orders")
         boundary = Boundary()
         if torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and residents.behind(value) is not None:
-                    raise NotInPieces("a block takes a parameter as its argument")
-            args, kwargs = boundary.cut(args, kwargs)
+            if any(isinstance(value, torch.Tensor) and residents.behind(value) for value in values.values()):
+                raise NotInPieces("a block takes a parameter as its argument")
+            values = boundary.cut(values)
         self.boundaries.append(boundary)
         self._coroutine.pause()
         self._scope.hand_over()
-        return args, kwargs
+        return values
 
     @property
     def pieces(self) -> list[Sequence[torch.Tensor]]:
@@ -96,7 +95,7 @@ class VerticalOrder:
         state: that of the model before. Call it in an open scope of the store.
         """
         forwards = [Forward(batch, loss_of, self._parts) for batch in batches]
-        stages = len(self._blocks) + 1
+        stages = len(self._blocks) + 2  # the first ends in front of the blocks, the last follows them
         with ExitStack() as undo:
             for number, block in enumerate(self._blocks):
                 undo.enter_context(calling(block, partial(self._pausing, number)))
@@ -121,9 +120,12 @@ class VerticalOrder:
     def _pausing(self, number: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             running = self._running
-            if running is not None and torch._C._current_graph_task_id() == -1:
-                args, kwargs = running.arrive(number, args, kwargs)
-            return call(*args, **kwargs)
+            if running is None or torch._C._current_graph_task_id() != -1:
+                return call(*args, **kwargs)
+            values = running.pause(number, {**dict(enumerate(args)), **kwargs})
+            args = tuple(values.pop(place) for place in range(len(args)))
+            output = call(*args, **values)
+            return output if number + 1 < len(self._blocks) else _pause_after(running, output)
 
         return forward
 
@@ -134,7 +136,7 @@ class VerticalOrder:
         with torch._C.DisableTorchFunctionSubclass():
             for forward in forwards:
                 of_unit: dict[int, set[int]] = {}
-                if not all(boundary.roots for boundary in forward.boundaries[1:]):
+                if not all(boundary.roots for boundary in forward.boundaries[1:-1]):
                     raise NotInPieces("its blocks take no tensor that requires a gradient")
                 graph = Graph(forward.pieces)
                 for key, leaf in graph.leaves.items():
@@ -166,6 +168,14 @@ def backward(forwards: Sequence[Forward], losses: Sequence[torch.Tensor], begin:
         for number, forward in enumerate(forwards):
             begin(number, piece)
             forward.boundaries.pop().run()
+
+
+def _pause_after(forward: Forward, output: Any) -> Any:
+    """Pause after the last block, so that the rest of the model is a piece of its own. Returns its output, cut."""
+    number = len(forward.boundaries)
+    if type(output) is tuple:
+        return tuple(forward.pause(number, dict(enumerate(output))).values())
+    return forward.pause(number, {0: output})[0]
 
 
 def _check_unchanged(state: ModelState) -> None:

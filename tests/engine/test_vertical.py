@@ -1,0 +1,690 @@
+"""`engine.train_batch`: the same bits as a loop over micro-batches, in vertical order where the model allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.config import Config
+from infinity.engine.training import TrainingEngine
+from infinity.errors import NonFiniteError, UsageError
+from infinity.gpt2.model import GPT2, GPT2Config
+from support.configs import engine_config
+from support.loops import open_engine, parameters_of
+from support.models import VOCABULARY, Block, Linears, Stack, seeded, token_batches, vector_batches
+from support.states import states_of
+
+STEPS = 4
+ORDINARY = "micro-batches run one after the other, since "
+
+
+def config_of(accumulation: int = 3, **options: Any) -> Config:
+    return engine_config(**{"accumulation": accumulation, "unit_size": 20_000, **options})
+
+
+def outcome(engine: TrainingEngine, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return everything that training has changed."""
+    values = {**states_of(engine), **parameters_of(engine)}
+    values["losses"] = torch.stack([loss.detach() for loss in losses])
+    values["steps"] = torch.tensor([engine.global_steps, engine.skipped_steps, engine.loss_scale.value])
+    return values
+
+
+def loop(make: Callable[[], nn.Module], config: Config, batches: Sequence[Any], loss_of: Any) -> dict[str, Any]:
+    """Train with `backward` and `step` for each micro-batch."""
+    with open_engine(seeded(make), config) as engine:
+        losses: list[torch.Tensor] = []
+        norms = []
+        for start in range(0, len(batches), engine.batch.accumulation):
+            total: Any = None
+            for batch in batches[start : start + engine.batch.accumulation]:
+                loss = loss_of(engine, batch)
+                engine.backward(loss)
+                engine.step()
+                total = loss.detach() if total is None else total + loss.detach()
+            losses.append(total / engine.batch.accumulation)
+            norms.append(engine.grad_norm)
+        return {**outcome(engine, losses), "norms": norms}
+
+
+def by_batches(
+    make: Callable[[], nn.Module], config: Config, batches: Sequence[Any], loss_fn: Any = None
+) -> tuple[dict[str, Any], bool]:
+    """Train with `train_batch`. Returns the outcome, and whether steps ran vertically."""
+    with open_engine(seeded(make), config) as engine:
+        losses, norms = [], []
+        iterator = iter(batches)
+        for _ in range(len(batches) // engine.batch.accumulation):
+            losses.append(engine.train_batch(iterator, loss_fn))
+            norms.append(engine.grad_norm)
+        return {**outcome(engine, losses), "norms": norms}, is_vertical(engine)
+
+
+def is_vertical(engine: TrainingEngine) -> bool:
+    trainer = engine._batches
+    return trainer._order is not None and trainer._order._has_run and not trainer._is_ordinary
+
+
+def plainly(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch)
+    return loss
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert found.pop("norms") == expected.pop("norms")
+    for name, value in expected.items():
+        assert value.dtype == found[name].dtype and value.numel() == found[name].numel(), name
+        one, other = (v.detach().contiguous().reshape(-1).view(torch.uint8) for v in (value, found[name]))
+        assert torch.equal(one, other), name
+
+
+def check(
+    make: Callable[[], nn.Module],
+    config: Config,
+    *,
+    vertical: bool = True,
+    batches: Sequence[Any] | None = None,
+    loss_of: Any = plainly,
+    loss_fn: Any = None,
+) -> None:
+    """Assert that both ways of training have the same bits."""
+    count = STEPS * config.resolve_batch(1).accumulation
+    batches = batches or token_batches(count)
+    expected = loop(make, config, batches, loss_of)
+    found, was_vertical = by_batches(make, config, batches, loss_fn)
+    assert was_vertical == vertical
+    assert_equal(found, expected)
+
+
+def gpt2(*, tied: bool = True, checkpointed: bool = False) -> nn.Module:
+    return GPT2(GPT2Config(VOCABULARY, 8, 4, 32, 2, tie_word_embeddings=tied, checkpoint_activations=checkpointed))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "gpt2 untied": lambda: gpt2(tied=False),
+    "gpt2 checkpointed": lambda: gpt2(checkpointed=True),
+    "stack": Stack,
+    "stack tied": lambda: Stack(tied=True),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bits_of_the_ordinary_order(name: str, update: str) -> None:
+    check(MODELS[name], config_of(update=update))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"param": "cpu", "optim": "cpu"},
+        {"param": "none", "optim": "none"},
+        {"param": "nvme", "optim": "cpu"},
+        {"bf16": True},
+        {"bf16": True, "accumulated_in": "bf16"},
+        {"clip": 0.1},
+        {"clip": 0.1, "bf16": True, "accumulation": 5},
+        {"fp16": {"initial_scale_power": 24, "hysteresis": 1}},
+        {"fp16": {"initial_scale_power": 24, "hysteresis": 1}, "clip": 0.1},
+        {"unit_size": 4000},
+        {"moments": "8bit", "bf16": True},
+        {"activations": {"device": "cpu", "min_bytes": 1}},
+        {"activations": {"device": "nvme", "min_bytes": 1}, "accumulation": 2},
+        {"optimizer": "Adam", "weight_decay": 0.1},
+        {"accumulation_buffers": True},
+        {"check_nan": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gpt2", "stack"])
+def test_the_bits_in_every_configuration(name: str, options: dict[str, Any]) -> None:
+    check(MODELS[name], config_of(**options))
+
+
+def test_steps_that_overflow_are_skipped_alike() -> None:
+    config = config_of(fp16={"initial_scale_power": 24, "hysteresis": 1})
+    with open_engine(seeded(gpt2), config) as engine:
+        batches = iter(token_batches(STEPS * 3))
+        for _ in range(STEPS):
+            engine.train_batch(batches)
+        assert is_vertical(engine)
+        assert engine.skipped_steps
+
+
+class Scaled(nn.Module):
+    """A block, and the token mixing of a linear layer between two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
+        self.between = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block, between in zip(self.blocks, self.between, strict=True):
+            x = torch.tanh(between(block(x)))
+        return F.mse_loss(x, y)
+
+
+class TwoStreams(nn.Module):
+    """Blocks take two tensors, and one of them twice."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, *, again: torch.Tensor, other: torch.Tensor) -> Any:
+            y = torch.tanh(self.linear(x) + other * again)
+            return y, other + y * x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        other = x * 2
+        for block in self.blocks:
+            x, other = block(x, again=x, other=other)
+        return F.mse_loss(x + other, y)
+
+
+@pytest.mark.parametrize("make", [Scaled, TwoStreams, Linears], ids=lambda make: make.__name__)
+def test_models_with_code_between_their_blocks(make: Callable[[], nn.Module]) -> None:
+    check(make, config_of(unit_size=4000), batches=vector_batches(STEPS * 3))
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), *(Block(32) for _ in range(4)), nn.Linear(32, 8))
+
+
+def test_a_sequential_with_a_loss_function() -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 32, generator=generator) for _ in range(12)]
+
+    def loss_fn(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return (output - batch[:, :8]).square().mean()
+
+    check(
+        sequential,
+        config_of(unit_size=4000),
+        batches=batches,
+        loss_of=lambda model, batch: loss_fn(model(batch), batch),
+        loss_fn=loss_fn,
+    )
+
+
+@pytest.mark.parametrize("form", ["mapping", "attribute", "tuple", "list"])
+def test_forms_of_batches_and_outputs(form: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = Stack()
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+            loss = self.stack(tokens, targets)
+            if form == "mapping":
+                return {"loss": loss}
+            return (loss, tokens) if form == "tuple" else type("Output", (), {"loss": loss})
+
+    batches: list[Any] = token_batches(12)
+    loss_of = {
+        "mapping": lambda model, batch: model(**batch)["loss"],
+        "attribute": lambda model, batch: model(*batch).loss,
+        "tuple": lambda model, batch: model(*batch)[0],
+        "list": lambda model, batch: model(*batch).loss,
+    }[form]
+    if form == "mapping":
+        batches = [{"tokens": tokens, "targets": targets} for tokens, targets in batches]
+    if form == "list":
+        batches = [list(batch) for batch in batches]
+    check(Outer, config_of(), batches=batches, loss_of=loss_of)
+
+
+def test_frozen_blocks_below_trained_ones() -> None:
+    def make() -> nn.Module:
+        model = Stack()
+        model.embedding.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    check(make, config_of(), vertical=False)
+
+    def adapted() -> nn.Module:
+        model = Stack()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name or "up.bias" in name)
+        return model
+
+    check(adapted, config_of())
+
+
+# -- models and steps in the ordinary order ------------------------------------------------------------------------
+
+
+class Skips(Stack):
+    """The output of the first block is added to that of the last one."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first = x = self.blocks[0](self.embedding(tokens))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return F.cross_entropy(self.head(x + first).flatten(0, 1), targets.flatten())
+
+
+class Repeats(Stack):
+    """Each block runs twice."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Drops(Stack):
+    """Dropout in front of the blocks."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.embedding(tokens), 0.1, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Remembers(Stack):
+    """Blocks use a tensor that the model keeps for the duration of a forward."""
+
+    mask: Any = None
+
+    class Scaling(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.owner[0].mask  # type: ignore[attr-defined]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Scaling(32) for _ in range(6))
+        for block in self.blocks:
+            block.owner = [self]
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.mask = (tokens % 5 / 5).unsqueeze(-1)
+        try:
+            return super().forward(tokens, targets)
+        finally:
+            self.mask = None
+
+
+class Counts(Stack):
+    """The model counts its forwards in a buffer, and scales by the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.count += 1  # type: ignore[operator]
+        return super().forward(tokens, targets) * self.count
+
+
+class Hands(Stack):
+    """A block leaves a tensor for the next one."""
+
+    class Giving(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left = self.shared.pop("left", 1.0)  # type: ignore[attr-defined]
+            self.shared["left"] = x.detach().mean()  # type: ignore[attr-defined]
+            return super().forward(x) * left
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Giving(32) for _ in range(6))
+        shared: dict[str, Any] = {}
+        for block in self.blocks:
+            block.shared = shared
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens, targets)
+        self.blocks[0].shared.clear()  # type: ignore[operator, union-attr]
+        return loss
+
+
+def reentrant() -> nn.Module:
+    return Stack(run=lambda block, x: checkpoint(block, x, use_reentrant=True))  # type: ignore[arg-type, return-value]
+
+
+class Biased(Stack):
+    """All blocks use a bias that the model computes from a parameter."""
+
+    class Adding(Block):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            assert bias is not None
+            return super().forward(x) + bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Adding(32) for _ in range(6))
+        self.bias = nn.Linear(32, 32)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        bias = self.bias(x)
+        for block in self.blocks:
+            x = block(x, bias=bias)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class TiedTwice(Stack):
+    """The embedding is used twice before the blocks, and is the head."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.embedding(targets)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def hooked() -> nn.Module:
+    model = Stack()
+    model.blocks[2].register_forward_hook(lambda *_: None)
+    return model
+
+
+CASES: list[tuple[Callable[[], nn.Module], str]] = [
+    (Skips, "a gradient reaches a block by another way"),
+    (Biased, "a gradient reaches a block by another way"),
+    (Repeats, "no list of blocks"),
+    (Drops, "random numbers"),
+    (Remembers, "changes attributes"),
+    (Counts, "changes attributes"),
+    (Hands, "changes attributes"),
+    (reentrant, "no tensor that requires a gradient"),
+    (TiedTwice, "used more than once"),
+    (hooked, "blocks.2 has hooks"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), CASES, ids=lambda case: getattr(case, "__name__", ""))
+def test_other_models_run_in_the_ordinary_order(
+    make: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same bits, and one line that says why."""
+    with caplog.at_level(logging.INFO, "infinity"):
+        torch.manual_seed(3)
+        expected = loop(make, config_of(), token_batches(12), plainly)
+        found, vertical = by_batches(make, config_of(), token_batches(12))
+    assert not vertical
+    lines = [record.message for record in caplog.records if ORDINARY in record.message]
+    assert len(lines) == 1 and reason in lines[0]
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 0, "param": "none"}, {"stage": 2, "param": "none"}, {"cache_bytes": "1GiB"}]
+)
+def test_parameters_that_stay_need_no_other_order(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infinity"):
+        check(Stack, config_of(**options), vertical=False)
+    assert any("all parameters fit" in record.message for record in caplog.records)
+
+
+def test_one_micro_batch_a_step_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infinity"):
+        check(Stack, config_of(1), vertical=False)
+    assert not any("train_batch" in record.message for record in caplog.records)
+
+
+class Sometimes(Stack):
+    """From some step on, the model does something else."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.last: Any = None
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        blocks = list(self.blocks)
+        odd = bool(tokens[0, 0] >= VOCABULARY // 2)
+        first = x
+        if odd and self.way == "order":
+            blocks.reverse()
+        if odd and self.way == "fewer":
+            blocks.pop()
+        if odd and self.way == "state":
+            self.last = x.detach()
+        if odd and self.way == "random":
+            x = x * torch.rand(())
+        for block in blocks:
+            x = block(x)
+        if odd and self.way == "skip":
+            x = x + first
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("way", ["order", "fewer", "state", "random", "skip"])
+def test_a_step_that_does_not_fit_is_run_again(way: str) -> None:
+    """Two steps fit, and the next ones do not: they leave the bits of the ordinary order."""
+    batches = []
+    for number, (tokens, targets) in enumerate(token_batches(12)):
+        tokens[0, 0] = VOCABULARY - 1 if number >= 7 else 0
+        batches.append((tokens, targets))
+
+    outcomes = []
+    for run in (
+        lambda: loop(lambda: Sometimes(way), config_of(), batches, plainly),
+        lambda: by_batches(lambda: Sometimes(way), config_of(), batches),
+    ):
+        outcomes.append(run())
+    (found, vertical) = outcomes[1]  # type: ignore[misc]
+    assert not vertical
+    assert_equal(found, outcomes[0])  # type: ignore[arg-type]
+
+
+def test_a_kept_tensor_that_was_edited_once_is_an_error() -> None:
+    class Edits(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if tokens[0, 0] == VOCABULARY - 1:
+                self.seen += 1  # type: ignore[operator]
+            return super().forward(tokens, targets)
+
+    batches = [(tokens.clamp(max=VOCABULARY - 2), targets) for tokens, targets in token_batches(9)]
+    with open_engine(seeded(Edits), config_of()) as engine:
+        engine.train_batch(iter(batches[:3]))
+        engine.train_batch(iter(batches[3:6]))
+        before = parameters_of(engine)
+        batches[7][0][0, 0] = VOCABULARY - 1
+        with pytest.raises(Exception, match="edited a tensor that the model keeps"):
+            engine.train_batch(iter(batches[6:]))
+        assert engine.global_steps == 2 and engine.micro_steps == 0
+        assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+
+
+def test_a_context_of_the_caller() -> None:
+    """Threads of their own would not see it."""
+
+    def run(batched: bool) -> dict[str, Any]:
+        with open_engine(seeded(Stack), config_of()) as engine, torch.autocast("cpu", torch.bfloat16):
+            losses = []
+            batches = iter(token_batches(12))
+            for _ in range(STEPS):
+                if batched:
+                    losses.append(engine.train_batch(batches))
+                    continue
+                total: Any = 0.0
+                for _ in range(3):
+                    loss = engine(*next(batches))
+                    engine.backward(loss)
+                    engine.step()
+                    total = total + loss.detach()
+                losses.append(total / 3)
+            assert not is_vertical(engine)
+            return {**outcome(engine, losses), "norms": []}
+
+    assert_equal(run(True), run(False))
+
+
+# -- traffic -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_parameters_move_once_a_step(accumulation: int) -> None:
+    """Fetches of a step do not depend on the number of micro-batches."""
+
+    def fetches(batched: bool) -> list[int]:
+        config = config_of(accumulation, update="next_forward", prefetch_bytes=0)
+        with open_engine(seeded(lambda: Stack(depth=12)), config) as engine:
+            batches = iter(token_batches(6 * accumulation))
+            counts = []
+            for _ in range(6):
+                before = engine.ledger.snapshot()
+                if batched:
+                    engine.train_batch(batches)
+                else:
+                    for _ in range(accumulation):
+                        engine.backward(engine(*next(batches)))
+                        engine.step()
+                engine.settle()
+                counts.append((engine.ledger.snapshot() - before).fetches)
+            return counts
+
+    assert fetches(True)[-1] * accumulation <= fetches(False)[-1] * 1.1
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_an_iterator_that_ends_early(count: int) -> None:
+    with open_engine(seeded(Stack), config_of()) as engine:
+        batches = iter(token_batches(count))
+        if count == 5:
+            engine.train_batch(batches)
+        with pytest.raises(UsageError, match=f"ended after {count % 3} of 3"):
+            engine.train_batch(batches)
+        assert engine.micro_steps == 0
+        engine.train_batch(iter(token_batches(3)))
+
+
+def test_data_that_is_no_iterator() -> None:
+    with open_engine(seeded(Stack), config_of()) as engine, pytest.raises(UsageError, match="iterator"):
+        engine.train_batch(token_batches(3))  # type: ignore[arg-type]
+
+
+def test_a_step_that_has_begun() -> None:
+    with open_engine(seeded(Stack), config_of(update="next_forward")) as engine:
+        batches = iter(token_batches(6))
+        engine.backward(engine(*next(batches)))
+        with pytest.raises(UsageError, match="after 1 of 3 micro-batches"):
+            engine.train_batch(batches)
+        engine.drop_gradients()
+        engine.train_batch(batches)
+        with engine.no_sync(), pytest.raises(UsageError, match="runs a whole step"):
+            engine.train_batch(batches)
+
+
+class Fails(Stack):
+    """Raises in the forward, or in the backward, of the micro-batch that begins with the last token."""
+
+    where = ""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        bad = bool(tokens[0, 0] == VOCABULARY - 1)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if bad and number == 3 and self.where == "forward":
+                raise ValueError("a bad batch")
+            if bad and number == 3 and self.where == "backward":
+                x.register_hook(self.fail)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        return loss * float("nan") if bad and self.where == "loss" else loss
+
+    @staticmethod
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("a bad batch")
+
+
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+def test_a_step_that_fails_leaves_no_trace(where: str, update: str) -> None:
+    """The next steps have the bits of a run without it."""
+    batches = [(tokens.clamp(max=VOCABULARY - 2), targets) for tokens, targets in token_batches(12)]
+    bad = [(tokens.clone(), targets) for tokens, targets in batches[:3]]
+    bad[1][0][0, 0] = VOCABULARY - 1
+    outcomes = []
+    for fails in (False, True):
+        with open_engine(seeded(Fails), config_of(update=update)) as engine:
+            engine.module.where = where
+            losses, iterator = [], iter(batches)
+            for step in range(STEPS):
+                if fails and step in (0, 2, 3):
+                    with pytest.raises(NonFiniteError if where == "loss" else ValueError):
+                        engine.train_batch(iter(bad))
+                    if engine._broken:  # units had been updated
+                        assert where == "backward" and update == "during_backward" and step
+                        return
+                losses.append(engine.train_batch(iterator))
+            assert is_vertical(engine)
+            outcomes.append({**outcome(engine, losses), "norms": []})
+    assert_equal(*outcomes)
+
+
+def test_evaluation_and_ordinary_steps_in_between() -> None:
+    """Any mixture has the bits of the ordinary order."""
+    expected = loop(Stack, config_of(), token_batches(15), plainly)
+    expected.pop("norms")
+    with open_engine(seeded(Stack), config_of()) as engine:
+        batches = iter(token_batches(15))
+        losses = []
+        for step in range(5):
+            if step == 3:
+                total: Any = 0.0
+                for _ in range(3):
+                    loss = engine(*next(batches))
+                    engine.backward(loss)
+                    engine.step()
+                    total = total + loss.detach()
+                losses.append(total / 3)
+            else:
+                losses.append(engine.train_batch(batches))
+            with torch.no_grad():
+                engine.eval()(*token_batches(1)[0])
+                engine.train()
+        assert is_vertical(engine)
+        found = outcome(engine, losses)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_a_generator_of_batches_draws_no_more_than_a_step() -> None:
+    drawn = 0
+
+    def endless() -> Iterator[Any]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield token_batches(1)[0]
+
+    with open_engine(seeded(Stack), config_of()) as engine:
+        batches = endless()
+        for step in range(1, 4):
+            engine.train_batch(batches)
+            assert drawn == 3 * step
