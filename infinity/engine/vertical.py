@@ -202,14 +202,21 @@ def _thread_like_this(device: torch.device) -> Callable[[], None]:
     return lambda: torch.accelerator.set_stream(stream)
 
 
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_STATELESS = frozenset({"transformers.modeling_utils"})
+"""Modules whose hooks on a model depend on their arguments only, as `enable_input_require_grads`."""
+
+
 def hooked(model: nn.Module) -> str | None:
-    """Return the name of a module whose calls run hooks; "" for all modules, None if there are none."""
-    registries = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    if any(getattr(torch_module, f"_global{name}") for name in registries):
+    """Return the name of a module whose calls run hooks that may have a state; "" for all modules, None if there are
+    none.
+    """
+    if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
         return ""
     for name, module in model.named_modules():
-        if any(getattr(module, registry) for registry in registries):
-            return str(name)
+        for hooks in (getattr(module, kind) for kind in _HOOKS):
+            if any(getattr(hook, "__module__", None) not in _STATELESS for hook in hooks.values()):
+                return str(name)
     return None
 
 

@@ -688,3 +688,24 @@ def test_a_generator_of_batches_draws_no_more_than_a_step() -> None:
         for step in range(1, 4):
             engine.train_batch(batches)
             assert drawn == 3 * step
+
+
+# -- transformers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "clip": 0.5}], ids=str)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_of_transformers(name: str, checkpointed: bool, options: dict[str, Any]) -> None:
+    hugging_face = pytest.importorskip("support.hugging_face")
+
+    def make() -> nn.Module:
+        model = hugging_face.MODELS[name]()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        return model  # type: ignore[no-any-return]
+
+    batches = [{"input_ids": (ids + n) % 67, "labels": ids} for n in range(3) for (ids,) in hugging_face.BATCHES[:4]]
+    config = config_of(unit_size=4000, **options)
+    check(make, config, batches=batches, loss_of=lambda model, batch: model(**batch).loss)

@@ -1,0 +1,44 @@
+"""`engine.train_batch` on two ranks: the bits of the ordinary order, and parameters gathered once a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from multirank import vertical_cases as cases
+from support.ranks import Group
+
+
+def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one["losses"] == other["losses"] and one["norm"] == other["norm"]
+        assert one["values"].keys() == other["values"].keys()
+        assert all(torch.equal(value, other["values"][name]) for name, value in one["values"].items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tied": True, "clip": 0.1},
+        {"bf16": True, "update": "next_forward"},
+        {"param": "none", "optim": "none", "tied": True},
+        {"fp16": {"initial_scale_power": 17, "hysteresis": 1}},
+    ],
+    ids=str,
+)
+def test_two_ranks_have_the_bits_of_the_ordinary_order(pair: Group, options: dict[str, Any]) -> None:
+    found = pair.run(cases.trained, batched=True, **options)
+    expected = pair.run(cases.trained, batched=False, **options)
+    assert all(rank["vertical"] for rank in found)
+    assert_equal(found, expected)
+    assert found[0]["gathered"][-1] < 0.7 * expected[0]["gathered"][-1]
+
+
+def test_a_model_that_deviates_on_one_rank_runs_in_the_ordinary_order_on_all(pair: Group) -> None:
+    found = pair.run(cases.trained, batched=True, deviates=True)
+    expected = pair.run(cases.trained, batched=False, deviates=True)
+    assert not any(rank["vertical"] for rank in found)
+    assert_equal(found, expected)
