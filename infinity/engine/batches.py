@@ -197,7 +197,8 @@ class BatchTrainer:
         if random.moved():
             reason = reason or "it draws random numbers"
         if engine.ranks.totals(float(reason is not None))[0]:
-            del forwards
+            for forward in forwards:
+                forward.cancel()
             random.restore()
             engine.parts.store.tracer.forget()
             if not state.restore():

@@ -17,7 +17,7 @@ class Coroutine:
     """Runs `body` in turns with the caller. It inherits the caller's context variables, but nothing thread-local."""
 
     def __init__(self, body: Callable[[], None]) -> None:
-        self._body = body
+        self._body: Callable[[], None] | None = body
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._is_cancelled = False
@@ -36,7 +36,10 @@ class Coroutine:
         self._back.acquire()
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
 
     def pause(self) -> None:
         """Return to the caller until the next `resume`. Call it in the body's thread."""
@@ -54,8 +57,10 @@ class Coroutine:
         self._error = None
 
     def _run(self) -> None:
+        body, self._body = self._body, None  # which may refer to this object
+        assert body is not None
         try:
-            self._body()
+            body()
         except Cancelled:
             pass
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread

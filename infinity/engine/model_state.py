@@ -20,8 +20,8 @@ _DEPTH = 4
 """Largest depth of containers and objects below a module."""
 _ENGINES = frozenset({"forward", "_apply", "__prepare_scriptable__", "_parameters"})
 """Attributes of modules that an engine replaces."""
-_OPAQUE = (nn.Module, torch.dtype, torch.device, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+_OPAQUE = (*_PLAIN, nn.Module, torch.dtype, torch.device, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 _Contents = dict[int, tuple[Any, Any]]
 
 
@@ -73,12 +73,13 @@ def _read(model: nn.Module) -> _Contents:
         attributes = {name: value for name, value in module.__dict__.items() if name not in _ENGINES}
         found[id(module)] = module, attributes
         for value in attributes.values():
-            _visit(value, found, _DEPTH)
+            if type(value) not in _PLAIN:
+                _visit(value, found, _DEPTH)
     return found
 
 
 def _visit(value: Any, found: _Contents, depth: int) -> None:
-    if isinstance(value, (*_PLAIN, *_OPAQUE)) or id(value) in found or not depth:
+    if type(value) in _PLAIN or not depth or id(value) in found or isinstance(value, _OPAQUE):
         return
     if isinstance(value, torch.Tensor):
         if not isinstance(value, nn.Parameter):
@@ -98,7 +99,8 @@ def _visit(value: Any, found: _Contents, depth: int) -> None:
         return
     found[id(value)] = value, contents
     for part in contents.values() if isinstance(contents, dict) else contents:
-        _visit(part, found, depth - 1)
+        if type(part) not in _PLAIN:
+            _visit(part, found, depth - 1)
 
 
 def _same(present: Any, before: Any) -> bool:
@@ -111,7 +113,7 @@ def _same(present: Any, before: Any) -> bool:
 
 
 def _is(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
 
 
 class RandomState:

@@ -53,10 +53,12 @@ class Forward:
             self._scope.hand_over()
 
     def cancel(self) -> None:
+        """End the forward, and drop its graph."""
         try:
             self._coroutine.cancel()
         finally:
             self._scope.hand_over()
+            self.boundaries, self.loss = [], None
 
     def pause(self, block: int, values: dict[Any, Any]) -> dict[Any, Any]:
         """Pause in front of block number `block`. Returns `values`, those that it takes, cut from the graph so far."""

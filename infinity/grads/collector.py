@@ -173,8 +173,10 @@ class GradCollector:
         weight = self._step.weight
         if weight != 1.0:
             gradient = gradient * weight  # not in place: autograd or a user's hook may hold it
-        if slot in collecting.squares and self._stores_wider(unit):
-            # Another gradient of the parameter in this backward: their sum would round to the dtype collected.
+        in_pieces = self._held is not None and index in self._store.units
+        if slot in collecting.squares and (in_pieces or self._stores_wider(unit)):
+            # Another gradient of the parameter: their sum would round to the dtype collected. In pieces it belongs to
+            # another micro-batch, and the sum of the former ones is stored: it takes them in their order.
             self._send(unit, complete=False)
             collecting = self._begin(unit)
         if gradient.itemsize > collecting.flat.itemsize and self._stores_wider(unit):
@@ -221,8 +223,13 @@ class GradCollector:
 
     @property
     def _sends(self) -> bool:
-        """Return whether gradients are reduced in this micro-batch, instead of summed whole until the last one."""
-        return self._step.is_last_micro_step or not self._places.whole
+        """Return whether gradients are reduced in this micro-batch, instead of summed whole until the last one.
+
+        In pieces a unit's next gradients follow at once, so on one rank they are added where they are collected.
+        """
+        if self._step.is_last_micro_step:
+            return True
+        return not self._places.whole and (self._held is None or not self._ranks.is_single)
 
     def _put(self, flat: torch.Tensor, place: Slot, gradient: torch.Tensor, *, add: bool) -> float | None:
         """Copy a gradient to its slot, or add it. Returns its sum of squares, from the same pass, if it is final and
