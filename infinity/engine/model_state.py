@@ -21,7 +21,10 @@ _DEPTH = 4
 _ENGINES = frozenset({"forward", "_apply", "__prepare_scriptable__", "_parameters"})
 """Attributes of modules that an engine replaces."""
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
-_OPAQUE = (*_PLAIN, nn.Module, torch.dtype, torch.device, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_OPAQUE: tuple[type, ...] = (
+    *(int, float, complex, str, bytes, nn.Module, torch.dtype, torch.device),
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+)
 _Contents = dict[int, tuple[Any, Any]]
 
 
