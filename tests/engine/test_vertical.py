@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +24,7 @@ from support.loops import open_engine, parameters_of
 from support.models import VOCABULARY, Block, Linears, Stack, seeded, token_batches, vector_batches
 from support.states import states_of
 
-STEPS = 4
+STEPS = 3
 ORDINARY = "micro-batches run one after the other, since "
 
 
@@ -709,3 +712,37 @@ def test_models_of_transformers(name: str, checkpointed: bool, options: dict[str
     batches = [{"input_ids": (ids + n) % 67, "labels": ids} for n in range(3) for (ids,) in hugging_face.BATCHES[:4]]
     config = config_of(unit_size=4000, **options)
     check(make, config, batches=batches, loss_of=lambda model, batch: model(**batch).loss)
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Stack):
+    """Ctrl-C in the third block of the micro-batch that begins with the last token."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number == 3 and tokens[0, 0] == VOCABULARY - 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def test_an_interrupt_drops_the_step() -> None:
+    """The step can be repeated with the same bits, and no thread is left."""
+    batches = [(tokens.clamp(max=VOCABULARY - 2), targets) for tokens, targets in token_batches(9)]
+    bad = [(tokens.clone(), targets) for tokens, targets in batches[3:6]]
+    bad[1][0][0, 0] = VOCABULARY - 1
+    expected = loop(Interrupted, config_of(), batches, plainly)
+    expected.pop("norms")
+    with open_engine(seeded(Interrupted), config_of()) as engine:
+        iterator = iter(batches)
+        losses = [engine.train_batch(iterator)]
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_batch(iter(bad))
+        assert not any(thread.name == "infinity-batch" for thread in threading.enumerate())
+        losses += [engine.train_batch(iterator) for _ in range(2)]
+        assert is_vertical(engine)
+        found = outcome(engine, losses)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
