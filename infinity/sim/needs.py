@@ -68,24 +68,45 @@ def needs_of(plan: Plan, machine: Machine, *, activations: int, baseline_rss: in
 
 
 def advice(plan: Plan, needs: Needs) -> Iterator[str]:
-    """Yield the changes with which the plan would fit, the smallest first."""
+    """Yield, for each tier that is exceeded, the bytes it lacks and the changes with which the plan would fit."""
     for tier in needs.limits:
-        missing = show_bytes(needs.missing(tier))
-        extents = {kind: needs.tiers[tier][kind] for kind in KINDS}
-        if tier == "nvme":
-            yield f"nvme lacks {missing}: use a larger drive or more nodes{_smaller_moments(plan)}"
-        elif tier == "host" and plan.budget.host is not None:
-            yield f"host memory lacks {missing}: lower infinity.memory.host, which states and buffers fill"
-        elif tier == "host" and (extents["params"] or extents["optimizer"]):
-            yield f"host memory lacks {missing}: give offload_param and offload_optimizer the device nvme"
-        elif tier == "device" and _held_by_budget(plan):
-            yield f"device memory lacks {missing}: lower infinity.memory.device_optimizer, to 0 if it is not set"
-        elif tier == "device" and (extents["params"] or extents["optimizer"]):
-            yield f"device memory lacks {missing}: give offload_param and offload_optimizer the device cpu or nvme"
-        elif extents["activations"] > extents["buffers"]:
-            yield f"{tier} memory lacks {missing}: checkpoint activations, or use a smaller micro-batch"
-        else:
-            yield f"{tier} memory lacks {missing}: lower infinity.prefetch_bytes or infinity.unit_size"
+        missing = needs.missing(tier)
+        memory = tier if tier == "nvme" else f"{tier} memory"
+        yield f"{memory} lacks {show_bytes(missing)}: {', and '.join(_enough(_changes(plan, needs, tier), missing))}"
+
+
+def _enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
+    """Return the first change that frees `missing` bytes; else the largest ones that do together, or all."""
+    for freed, change in changes:
+        if freed >= missing:
+            return [change]
+    chosen: list[str] = []
+    for freed, change in sorted(changes, key=lambda item: -item[0]):
+        if missing > 0 and freed > 0:
+            chosen.append(change)
+            missing -= freed
+    return chosen or [changes[-1][1]]
+
+
+def _changes(plan: Plan, needs: Needs, tier: str) -> list[tuple[int, str]]:
+    """Return (the most bytes that it frees, change), the smallest change first."""
+    held = needs.tiers[tier]
+    states = held["params"] + held["gradients"] + held["optimizer"]
+    if tier == "nvme":
+        return [(states, f"use a larger drive or more nodes{_smaller_moments(plan)}")]
+    if tier == "host" and plan.budget.host is not None:
+        place = "lower infinity.memory.host, which states and buffers fill"
+    elif tier == "host":
+        place = "give offload_param and offload_optimizer the device nvme"
+    elif _held_by_budget(plan):
+        place = "lower infinity.memory.device_optimizer, to 0 if it is not set"
+    else:
+        place = "give offload_param and offload_optimizer the device cpu or nvme"
+    return [
+        (states, place),
+        (held["activations"], "checkpoint activations, or use a smaller micro-batch"),
+        (held["buffers"], "lower infinity.prefetch_bytes or infinity.unit_size"),
+    ]
 
 
 def _held_by_budget(plan: Plan) -> bool:
