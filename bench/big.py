@@ -184,7 +184,7 @@ def drive_rates(args: argparse.Namespace) -> dict[str, float]:
             "--json",
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rates[op] = json.loads(done.stdout)["gb_per_s"] * 1e9
+        rates[op] = json.loads(done.stdout)["gb_per_s"]["median"] * 1e9
     return rates
 
 

@@ -155,15 +155,27 @@ def gradient_pools(
     few = _in_flight(_GRADIENTS_AT_ONCE, max(collected), debug=debug)
     at_once = len(layouts) if policy.grads_whole else few
     if any(kept.collected != kept.reduced for kept in dtypes):
-        yield PoolSpec(GRADIENTS_TO_REDUCE, "device", size_classes(reduced, few))
+        yield PoolSpec(GRADIENTS_TO_REDUCE, "device", _of_neighbours(reduced, few))
     leaving = [nbytes // ranks.shards for nbytes, tier in zip(reduced, tiers, strict=True) if tier != "device"]
     if leaving and not device.host_addressable:
-        yield PoolSpec(GRADIENT_SHARDS, "host", size_classes(leaving, few))
-    yield PoolSpec(GRADIENTS, "device", size_classes(collected, at_once))
+        yield PoolSpec(GRADIENT_SHARDS, "host", _of_neighbours(leaving, few))
+    yield PoolSpec(GRADIENTS, "device", _of_neighbours(collected, at_once))
     elsewhere = [nbytes for nbytes, tier in zip(stored, tiers, strict=True) if not _adds_in_place(policy, tier)]
     if elsewhere:
         sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
         yield PoolSpec(STORED_GRADIENTS, "device" if policy.grad_tier == "device" else "host", {max(elsewhere): sums})
+
+
+def _of_neighbours(sizes: Sequence[int], at_once: int) -> dict[int, int]:
+    """Return the classes with which any `at_once` consecutive units have a gradient in transit at once.
+
+    Backward reaches units in order, so an embedding and a head, the largest and the farthest apart, share a buffer. In
+    another order gradients wait for one another. Small buffers are there for any `at_once` units.
+    """
+    neighbours = size_classes(sizes, 1, ahead=[sizes[start : start + at_once] for start in range(len(sizes))])
+    small = [size for size in sizes if size <= _SMALL]
+    kept = {size: count for size, count in neighbours.items() if size > _SMALL}
+    return kept | (size_classes(small, at_once) if small else {})
 
 
 def _adds_in_place(policy: Policy, tier: str) -> bool:

@@ -30,6 +30,7 @@ _NO_LOCK = '__import__("contextlib").nullcontext()'
 _WAITS = {
     "wait": "wait",
     "await_copy": "wait",
+    "_await_update": "wait",
     "synchronize": "wait",
     "wait_event": "wait",
     "wait_stream": "wait",
