@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shlex
 import statistics
 import subprocess
@@ -73,8 +72,12 @@ def machine(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def peak_rss() -> int:
-    """Bytes of this process's largest resident set so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes of this process's largest resident set so far.
+
+    Not `ru_maxrss`, which counts the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 # -- kinds that take turns ---------------------------------------------------------------------------------------------

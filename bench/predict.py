@@ -180,7 +180,7 @@ def medians(links: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in links[0].items():
         if isinstance(value, dict):
-            found[name] = medians([one[name] for one in links]) if name == "flops" else value
+            found[name] = medians([one[name] for one in links]) if name in ("flops", "weights") else value
         else:
             values = [one[name] for one in links]
             found[name] = None if None in values else round(harness.spread(values).median)

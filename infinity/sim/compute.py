@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from infinity.sim.clock import Clock
 from infinity.sim.device import META, SimulatedDevice
+from infinity.sim.links import Links
 
 aten = torch.ops.aten
 
@@ -48,11 +49,12 @@ _attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 class Compute(TorchDispatchMode):
     """Charges each operation to the calling thread, and counts the bytes of results that are alive.
 
-    A matrix product takes its operations ÷ FLOP/s or its bytes ÷ bandwidth, the longer of the two; others their bytes.
+    A matrix product takes its operations ÷ FLOP/s, its largest operand ÷ the rate of weights, or its bytes ÷ bandwidth,
+    the longest of the three; others their bytes.
     """
 
-    def __init__(self, clock: Clock, device: SimulatedDevice, flops: Mapping[str, float | None]) -> None:
-        """flops: torch's name of a dtype → FLOP/s."""
+    def __init__(self, clock: Clock, device: SimulatedDevice, links: Links) -> None:
+        """links: `flops` and `weights` are those of the device."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
         self._device = device
@@ -60,7 +62,8 @@ class Compute(TorchDispatchMode):
         """Operation and its arguments, with tensors as shapes, strides and dtypes → its result and cost. Meta kernels
         take longer than a look-up.
         """
-        self._rates = {getattr(torch, name): rate for name, rate in flops.items()}
+        self._rates = {getattr(torch, name): rate for name, rate in links.flops.items()}
+        self._weights = {getattr(torch, name): rate for name, rate in links.weights.items()}
         self.flops = 0.0
         self.live = 0
         """Bytes of results of the model's operations that are alive."""
@@ -121,7 +124,10 @@ class Compute(TorchDispatchMode):
             flops = count(*args, **kwargs, out_val=result)
         dtype = next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
         rate = self._rates.get(dtype) or self._rates.get(torch.float32)
-        return flops, 0.0 if rate is None else flops / rate
+        seconds = 0.0 if rate is None else flops / rate
+        if weights := self._weights.get(dtype):
+            seconds = max(seconds, max(map(_nbytes, tensors)) / weights)
+        return flops, seconds
 
     def _count(self, tensor: Any) -> None:
         """Count the memory of a result until it is freed."""

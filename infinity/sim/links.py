@@ -36,6 +36,10 @@ class Links:
     """torch's name of each dtype in `DTYPES` → FLOP/s of a matmul on the device that the engine computes on."""
     baseline_rss: int
     """Resident bytes of a process that has imported torch and the engine."""
+    weights: Mapping[str, float | None] = field(default_factory=dict)
+    """torch's name of a dtype → bytes of a weight per second in a matmul of few rows. Without it, only `flops` bounds a
+    matmul.
+    """
     facts: Mapping[str, Any] = field(default_factory=dict)
     """All other keys of the JSON, such as `machine`. Nothing is derived from them."""
 
@@ -56,17 +60,23 @@ class Links:
         if problems:
             raise ConfigError([f"{name}: {problem}" for problem in problems])
         given = {key: content.pop(key) for key in _KEYS}
-        flops = {dtype: given["flops"].get(dtype, given["flops"].get(short)) for dtype, short in DTYPES.items()}
-        return cls(**{**given, "flops": flops}, facts=content)
+        flops, weights = _by_dtype(given.pop("flops")), _by_dtype(content.pop("weights", {}))
+        return cls(**given, flops=flops, weights=weights, facts=content)
 
     def to_json(self) -> str:
         """Return the object that `from_json` parses, on several lines."""
-        content = {key: getattr(self, key) for key in _KEYS}
-        return json.dumps({**content, "flops": dict(self.flops), **self.facts}, indent=2) + "\n"
+        content = {key: getattr(self, key) for key in _KEYS} | {"flops": dict(self.flops)}
+        weights = {"weights": dict(self.weights)} if self.weights else {}
+        return json.dumps({**content, **weights, **self.facts}, indent=2) + "\n"
 
 
 _KEYS = (*BANDWIDTHS, "flops", "baseline_rss")
 _ALWAYS_THERE = ("memory",)
+
+
+def _by_dtype(rates: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return torch's name of each dtype → its rate, from rates by either name; no dtype at all stays so."""
+    return {dtype: rates.get(dtype, rates.get(short)) for dtype, short in DTYPES.items()} if rates else {}
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
@@ -74,26 +84,27 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
         if key not in content:
             yield f"{key} is missing: measure it with infinity bench-links, or add it"
         elif key == "flops":
-            yield from _flops_problems(content[key])
+            yield from _rates_problems("flops", content[key], "FLOP/s")
         elif key == "baseline_rss":
             if not _is_number(content[key], int) or content[key] < 0:
                 yield f"baseline_rss is {_show(content[key])}: give a whole number of bytes, 0 or more"
         elif not _is_rate(content[key], null=key not in _ALWAYS_THERE):
             instead = "" if key in _ALWAYS_THERE else ", or null if the hardware is absent"
             yield f"{key} is {_show(content[key])}: give bytes per second, more than 0{instead}"
+    yield from _rates_problems("weights", content.get("weights", {}), "bytes per second")
 
 
-def _flops_problems(flops: Any) -> Iterator[str]:
-    if not isinstance(flops, dict):
-        yield f'flops is {_show(flops)}: give an object such as {{"bfloat16": 1e12}}'
+def _rates_problems(key: str, rates: Any, unit: str) -> Iterator[str]:
+    if not isinstance(rates, dict):
+        yield f'{key} is {_show(rates)}: give an object such as {{"bfloat16": 1e12}}'
         return
-    for dtype, rate in flops.items():
+    for dtype, rate in rates.items():
         if dtype not in (*DTYPES, *DTYPES.values()):
-            yield f"flops.{dtype} is not known: give {', '.join(DTYPES)}"
-        elif DTYPES.get(dtype) in flops:
-            yield f"flops has {dtype} and {DTYPES[dtype]}, which are one dtype: remove one of them"
+            yield f"{key}.{dtype} is not known: give {', '.join(DTYPES)}"
+        elif DTYPES.get(dtype) in rates:
+            yield f"{key} has {dtype} and {DTYPES[dtype]}, which are one dtype: remove one of them"
         elif not _is_rate(rate):
-            yield f"flops.{dtype} is {_show(rate)}: give FLOP/s, more than 0, or null if the device lacks the dtype"
+            yield f"{key}.{dtype} is {_show(rate)}: give {unit}, more than 0, or null if the device lacks the dtype"
 
 
 def _is_rate(value: Any, *, null: bool = True) -> bool:

@@ -105,8 +105,8 @@ def simulate(
         )
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
     place = _device(clock, facts, links, ranks)
-    compute = Compute(clock, place, links.flops)
-    primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links.flops))
+    compute = Compute(clock, place, links)
+    primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links))
     args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
     with ExitStack() as undo:
         undo.enter_context(concurrency.using(primitives))

@@ -57,6 +57,7 @@ def test_the_json_is_what_links_reads(folder: Path, tmp_path: Path) -> None:
     assert all(getattr(links, name) > 0 for name in ON_DRIVE)
     assert all(getattr(links, name) is None for name in BANDWIDTHS if name not in ON_DRIVE)
     assert list(links.flops) == list(DTYPES) and all(rate is not None and rate > 0 for rate in links.flops.values())
+    assert list(links.weights) == list(DTYPES) and all(rate is not None and rate > 0 for rate in links.weights.values())
     assert links.baseline_rss == 123_456_789
     machine, measurement = links.facts["machine"], links.facts["measurement"]
     assert machine["torch"] == torch.__version__ and machine["device"] == "cpu" and machine["ranks"] == 1

@@ -34,7 +34,7 @@ def problems(text: str | bytes) -> tuple[str, ...]:
 
 
 def test_links_are_read_and_written_without_a_loss() -> None:
-    text = changed(machine={"torch": "2.6"})
+    text = changed(machine={"torch": "2.6"}, weights={"float32": 2e9, "bfloat16": None, "float16": None})
     links = Links.from_json(text)
     assert (links.nvme_write, links.collective, links.baseline_rss) == (1.6e9, None, 240_000_000)
     assert links.flops == MACHINE["flops"] and links.facts == {"machine": {"torch": "2.6"}}
@@ -69,6 +69,8 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("baseline_rss", None, "baseline_rss is null"),
         ("flops", 1e12, 'flops is 1000000000000.0: give an object such as {"bfloat16": 1e12}'),
         ("flops", {"float32": 0}, "flops.float32 is 0: give FLOP/s, more than 0, or null if the device lacks"),
+        ("weights", {"float32": 0}, "weights.float32 is 0: give bytes per second, more than 0, or null"),
+        ("weights", 3, "weights is 3: give an object"),
         ("flops", {"int8": 1}, "flops.int8 is not known: give float32, bfloat16, float16"),
     ],
 )

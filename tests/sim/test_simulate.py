@@ -50,6 +50,14 @@ def run(
     return simulate(model, config, links, batch=BATCH, device=device, ranks=ranks)
 
 
+def test_reading_its_weight_bounds_a_matmul_of_few_rows(tmp_path: Path) -> None:
+    fast, slow = (run(tmp_path, replace(LINKS, weights={"float32": rate})).compute_seconds for rate in (1e15, 1e5))
+    assert fast == run(tmp_path).compute_seconds
+    with torch.device("meta"):
+        matrices = [p.nbytes for p in GPT2(SHAPE).parameters() if p.ndim == 2]
+    assert slow > 3 * sum(matrices[2:]) / 1e5  # forward and backward of all linears; the embeddings multiply nothing
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [Ranks(), Ranks(4, 2)])
 def test_computing_and_waiting_add_up_to_the_step(tmp_path: Path, device: DeviceFacts, ranks: Ranks) -> None:

@@ -31,7 +31,7 @@ from infinity.cli.drive.bench import granted
 from infinity.cli.drive.measure import OPS, Bench, Workload
 from infinity.cli.links.gathers import Gathers
 from infinity.cli.links.machine import baseline_rss, machine
-from infinity.cli.links.rates import Copies, adam, matmul
+from infinity.cli.links.rates import Copies, adam, few_rows, matmul
 from infinity.cli.links.table import shown
 from infinity.cli.links.turns import Calls, Rate, measure, unsteady
 from infinity.cli.paths import check_folders, check_output, file_system, note_memory_folders, write_output
@@ -118,7 +118,9 @@ def measured(task: Task, step: Step) -> Links:
             "again while nothing does, or with more --seconds"
         )
     medians = {name: round(median(values)) for name, values in samples.items()}
-    flops = {dtype: medians.pop(f"flops.{dtype}", None) for dtype in DTYPES}
+    of_dtypes: dict[str, Any] = {
+        key: {dtype: medians.pop(f"{key}.{dtype}", None) for dtype in DTYPES} for key in ("flops", "weights")
+    }
     bandwidths: dict[str, Any] = {kind.name: medians.get(kind.name) for kind in kinds if "." not in kind.name}
     measurement = {
         "rounds": min(map(len, samples.values())),
@@ -127,7 +129,7 @@ def measured(task: Task, step: Step) -> Links:
         "highest": {name: round(max(values)) for name, values in samples.items()},
         "how": {kind.name: kind.how for kind in kinds},
     }
-    return Links(**bandwidths, flops=flops, baseline_rss=baseline, facts={"machine": facts, "measurement": measurement})
+    return Links(**bandwidths, **of_dtypes, baseline_rss=baseline, facts={"machine": facts, "measurement": measurement})
 
 
 def _drive_kinds(drive: Bench, works: Sequence[Workload]) -> Iterator[_Kind]:
@@ -158,9 +160,13 @@ def _other_kinds(task: Task) -> Iterator[_Kind]:
     for dtype in DTYPES:
         found = matmul(device, getattr(torch, dtype), task.seconds * _LONGEST_MATMUL)
         if found is None:
-            yield _Kind(f"flops.{dtype}", None, f"the device has no {dtype}")
+            for key in ("flops", "weights"):
+                yield _Kind(f"{key}.{dtype}", None, f"the device has no {dtype}")
         else:
-            yield _Kind(f"flops.{dtype}", found[0], f"({found[1]}, {found[1]}) x ({found[1]}, {4 * found[1]})")
+            calls, width = found
+            yield _Kind(f"flops.{dtype}", calls, f"({width}, {width}) x ({width}, {4 * width})")
+            few = few_rows(device, getattr(torch, dtype), width)
+            yield _Kind(f"weights.{dtype}", few, f"the weight of (16, {width}) x ({width}, {4 * width})")
 
 
 def _checked(task: Task, size: str, out: Path | None) -> Task:

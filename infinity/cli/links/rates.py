@@ -21,6 +21,8 @@ from infinity.update.kernels import update_run
 
 WIDTHS = (512, 1024, 2048, 4096)
 """Widths of a transformer block, ascending."""
+_FEW_ROWS = 16
+"""Rows of a matmul that the reading of its weight bounds."""
 _COPY = 256 << 20
 _LEAST_STATES = 512 << 20
 _TIMES_CACHES = 4
@@ -111,9 +113,19 @@ def matmul(device: Device, dtype: torch.dtype, longest: float) -> tuple[Calls, i
     return found
 
 
-def first_matmul(device: Device, dtype: torch.dtype, width: int) -> Callable[[int], None]:
-    """Return a function that performs a number of matmuls of a block: (width, width) by (width, 4 width)."""
-    values, weight = (torch.randn(rows, width, device=device.torch_device).to(dtype) for rows in (width, 4 * width))
+def few_rows(device: Device, dtype: torch.dtype, width: int) -> Calls:
+    """Return the rate in bytes of the weight per second of a matmul of few rows: (16, width) by (width, 4 width)."""
+    weight = torch.empty(0, dtype=dtype).itemsize * 4 * width**2
+    return Calls(first_matmul(device, dtype, width, rows=_FEW_ROWS), weight)
+
+
+def first_matmul(device: Device, dtype: torch.dtype, width: int, rows: int | None = None) -> Callable[[int], None]:
+    """Return a function that performs a number of matmuls of a block: (rows, width) by (width, 4 width).
+
+    rows: by default `width`.
+    """
+    shapes = ((rows or width, width), (4 * width, width))
+    values, weight = (torch.randn(shape, device=device.torch_device).to(dtype) for shape in shapes)
 
     def run(calls: int) -> None:
         for _ in range(calls):

@@ -43,6 +43,8 @@ def _rates(links: Links) -> Iterator[tuple[str, float | None, Callable[[float], 
         yield name, getattr(links, name), lambda rate: f"{show_bytes(rate)}/s"
     for dtype, flops in links.flops.items():
         yield f"flops.{dtype}", flops, lambda rate: f"{show_flops(rate)}/s"
+    for dtype, weights in links.weights.items():
+        yield f"weights.{dtype}", weights, lambda rate: f"{show_bytes(rate)}/s"
 
 
 def _range(low: str, high: str) -> str:
