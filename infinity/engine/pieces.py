@@ -39,10 +39,11 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor, cut: _Cut) -> torch.Tensor:
         ctx.cut = cut
+        ctx.set_materialize_grads(False)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
         ctx.cut.gradient = gradient
         return None, None, None
 
@@ -53,7 +54,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, cut: _Cut) -> torch.Tensor:
         ctx.cut = cut
-        return tensor.new_zeros(())
+        return tensor.new_zeros((), dtype=torch.float32)  # a complex scalar starts no backward
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
