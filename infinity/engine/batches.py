@@ -68,6 +68,8 @@ class Trainer(Protocol):
     def _check_readable(self, what: str) -> None: ...
     def _check_loss(self, loss: torch.Tensor, bad: float, refused: float) -> None: ...
     def _abandon_step(self) -> None: ...
+    def _on_backward(self) -> None: ...
+    def _on_backward_end(self) -> None: ...
     def _failing(self) -> AbstractContextManager[None]: ...
 
 
@@ -87,6 +89,7 @@ class BatchTrainer:
         engine._conclude_backward()
         engine.updates.step.check(Call.TRAIN_BATCH)
         drawn, before = draw(batches, engine.batch.accumulation), engine.global_steps
+        engine.updates.step.check(Call.TRAIN_BATCH)  # the iterator may have used the engine
         try:
             losses = self._run(drawn, loss_fn)
         except BaseException:
@@ -155,10 +158,11 @@ class BatchTrainer:
             for batch in batches:
                 loss = loss_of(engine, batch, loss_fn)
                 if state is None:
-                    state = ModelState(engine.module)  # after the first forward, which may fill caches
+                    # after the first forward, which may fill caches
+                    state = ModelState(engine.module, loss_fn, batches, by_value=True)
                 changed = changed or state.changed()
-                engine.backward(loss)
                 calls.end()
+                engine.backward(loss)
                 losses.append(loss.detach())
                 engine.step()
         blocks, reason = calls.sequence(), None
@@ -166,6 +170,8 @@ class BatchTrainer:
             reason = "it draws random numbers, as for dropout, in the order of micro-batches"
         elif changed is not None:
             reason = f"its forward changes attributes (of a {changed}), which micro-batches would share"
+        elif calls.differentiated:
+            reason = "its forward differentiates through its blocks"
         elif blocks is None:
             reason = "it calls no list of blocks one after the other"
         found = None if reason is not None or blocks is None else [calls.numbers[block] for block in blocks]
@@ -185,7 +191,7 @@ class BatchTrainer:
     ) -> list[torch.Tensor] | None:
         """Run a step block by block. Returns None, without a change of any state, if the model does not fit."""
         engine = self._engine
-        random, state = RandomState(engine.device), ModelState(engine.module)
+        random, state = RandomState(engine.device), ModelState(engine.module, loss_fn, batches)
         reason: str | None = None
         forwards: list[Forward] = []
         with self._open_scope():
@@ -204,8 +210,8 @@ class BatchTrainer:
             if not state.restore():
                 raise ModelError(
                     "engine.train_batch() ran the micro-batches of a step together, and the model's forward edited a "
-                    "tensor that the model keeps, which it had not done before. Nothing was updated. Call "
-                    "engine.backward() and engine.step() for each micro-batch instead."
+                    "tensor that the model keeps, or its input, which it had not done before. Nothing was updated. "
+                    "Call engine.backward() and engine.step() for each micro-batch instead."
                 )
             self._say(reason or "another rank found so")
             return None
@@ -219,7 +225,12 @@ class BatchTrainer:
                 piece.close()
                 piece.enter_context(step.in_pieces(micro_batch))
 
-            backward(forwards, scaled, begin)
+            def end() -> None:
+                if held.is_due:  # no gradient arrived in this piece
+                    engine._on_backward()
+                    engine._on_backward_end()
+
+            backward(forwards, scaled, begin, end)
         if random.moved():
             raise ModelError(
                 "the backward of engine.train_batch() drew random numbers, which it had not done before: micro-batches "

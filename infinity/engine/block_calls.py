@@ -41,6 +41,8 @@ class BlockCalls:
         self._present: list[nn.Module] = []
         self._calls: list[list[nn.Module]] = []
         self._edited: set[nn.Module] = set()
+        self.differentiated = False
+        """True if a gradient was computed inside of a forward."""
         self._undo = ExitStack()
 
     def __enter__(self) -> None:
@@ -57,6 +59,9 @@ class BlockCalls:
             self._present.append(block)
             taken = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             versions = [value._version for value in taken if not value.is_inference()]
+            for value in taken:
+                if value.grad_fn is not None and torch.is_grad_enabled():
+                    value.register_hook(partial(self._differentiated, len(self._calls)))
             output = call(*args, **kwargs)
             if versions != [value._version for value in taken if not value.is_inference()]:
                 self._edited.add(block)
@@ -64,8 +69,11 @@ class BlockCalls:
 
         return forward
 
+    def _differentiated(self, micro_batch: int, _: torch.Tensor) -> None:
+        self.differentiated = self.differentiated or micro_batch == len(self._calls)
+
     def end(self) -> None:
-        """End a micro-batch."""
+        """End the forward of a micro-batch."""
         self._calls.append(self._present)
         self._present = []
 

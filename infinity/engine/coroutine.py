@@ -22,8 +22,14 @@ class Coroutine:
         self._error: BaseException | None = None
         self._is_cancelled = False
         self._is_started = self._is_ended = False
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="infinity-batch", daemon=True)
+        self._before, self._context = contextvars.copy_context(), contextvars.copy_context()
+        self._thread = threading.Thread(target=self._context.run, args=(self._run,), name="infinity-batch", daemon=True)
+
+    @property
+    def has_set_context(self) -> bool:
+        """Return whether the body has set context variables, which its caller does not see."""
+        values = self._before
+        return len(values) != len(self._context) or any(values.get(v) is not x for v, x in self._context.items())
 
     @uninterrupted()  # Ctrl-C is for the caller, and the body may be moving states
     def resume(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from infinity.engine.model_state import ModelState
 from infinity.errors import UsageError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -21,10 +22,17 @@ def draw(batches: Iterator[Any], count: int) -> list[Any]:
             f"{type(batches).__name__}: pass iter(loader), made once"
         )
     drawn: list[Any] = []
+    states: list[ModelState] = []
     for batch in batches:
+        if any(state.changed() for state in states):
+            raise UsageError(
+                "the iterator of engine.train_batch() wrote a micro-batch over an earlier one of the same step. All of "
+                "them are drawn before the first one runs: yield new tensors and containers, or copies (clone())."
+            )
         drawn.append(batch)
         if len(drawn) == count:
             return drawn
+        states.append(ModelState(batch))
     raise UsageError(
         f"the iterator of engine.train_batch() ended after {len(drawn)} of {count} micro-batches "
         "(gradient_accumulation_steps). Nothing was run: make a new iterator for the next epoch, or repeat the data."

@@ -1,53 +1,86 @@
-"""Values that a forward may change besides gradients: attributes of modules, and generators of random numbers.
+"""Values that a forward may change besides gradients: attributes, variables of its code, and generators of random
+numbers.
 
 A snapshot compares attributes by identity, containers and plain objects in them by their contents, and tensors by their
-version. It cannot see variables of Python modules and closures.
+version. It follows the globals and closures of the functions of a model's classes. It cannot see variables of functions
+that belong to torch, and states of extensions.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import operator
+import pickle
 import random
+import re
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from contextlib import suppress
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    UnionType,
+)
 from typing import Any
 
 import torch
 from torch import nn
 
-_DEPTH = 4
+_DEPTH = 12
 """Largest depth of containers and objects below a module."""
 _ENGINES = frozenset({"forward", "_apply", "__prepare_scriptable__", "_parameters"})
 """Attributes of modules that an engine replaces."""
+_LIBRARIES = frozenset({"torch", "infinity", "numpy", "builtins", "typing", "logging", "threading", "functools"})
+"""Packages whose functions, classes and objects are not followed."""
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 _OPAQUE: tuple[type, ...] = (
-    *(int, float, complex, str, bytes, nn.Module, torch.dtype, torch.device),
-    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+    *(int, float, complex, str, bytes, torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType),
+    *(GetSetDescriptorType, MemberDescriptorType, UnionType, logging.Logger, re.Pattern),
 )
+_COMPARED_BYTES = 64 << 20
+"""Size in bytes up to which the contents of a tensor are compared."""
 _Contents = dict[int, tuple[Any, Any]]
 
 
 class ModelState:
-    """The present attributes of all modules of `model`."""
+    """The present attributes of all modules of a model, and everything that they and other objects reach."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._contents = _read(model)
+    def __init__(self, *roots: Any, by_value: bool = False) -> None:
+        """roots: the model, a loss function, batches. by_value: compare the contents of tensors, too, which code may
+        edit through `.data` without a new version.
+        """
+        self._contents: _Contents = {}
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for root in roots:
+            _visit(root, self._contents, _DEPTH)
+        for owner, _ in self._contents.values():
+            if not isinstance(owner, torch.Tensor) or isinstance(owner, nn.Parameter):
+                continue
+            if (by_value or _is_foreign(owner)) and _is_comparable(owner):
+                self._tensors.append((owner, owner.detach().clone()))
 
     def changed(self) -> str | None:
         """Return the class of an object whose contents changed since; None if none did."""
-        present = _read(self._model)
-        for key, (owner, before) in self._contents.items():
-            if key not in present or not _same(present[key][1], before):
-                return type(owner).__name__
-        return None if len(present) == len(self._contents) else type(self._model).__name__
+        for owner, before in self._contents.values():
+            if not _same(_contents_of(owner), before):
+                return owner.__name__ if isinstance(owner, (type, FunctionType)) else type(owner).__name__
+        for tensor, before in self._tensors:
+            if tensor.shape != before.shape or not torch.equal(_bits(tensor), _bits(before)):
+                return type(tensor).__name__
+        return None
 
     def restore(self) -> bool:
-        """Set attributes and containers to their former values. Returns False if the contents of a tensor changed."""
+        """Set attributes and containers to their former values. Returns False if other contents changed."""
         for owner, before in self._contents.values():
-            if isinstance(owner, torch.Tensor):
-                continue
             if isinstance(owner, list):
                 owner[:] = before
             elif isinstance(owner, deque):
@@ -56,9 +89,16 @@ class ModelState:
             elif isinstance(owner, set):
                 owner.clear()
                 owner.update(before)
-            elif isinstance(before, dict):
-                _restore(owner if isinstance(owner, dict) else owner.__dict__, before)
+            elif isinstance(before, dict) and isinstance(owner, dict):
+                _restore(owner, before)
+            elif isinstance(before, dict) and _is_plain_object(owner):
+                _restore(owner.__dict__, before)
         return self.changed() is None
+
+
+def _is_plain_object(value: Any) -> bool:
+    is_object = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, FunctionType)
+    return is_object and not _slots(value)
 
 
 def _restore(present: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -69,47 +109,144 @@ def _restore(present: dict[Any, Any], before: dict[Any, Any]) -> None:
             present[name] = value
 
 
-def _read(model: nn.Module) -> _Contents:
-    """Return id → object and its contents, for each module and everything that its attributes reach."""
-    found: _Contents = {}
-    for module in model.modules():
-        attributes = {name: value for name, value in module.__dict__.items() if name not in _ENGINES}
-        found[id(module)] = module, attributes
-        for value in attributes.values():
-            if type(value) not in _PLAIN:
-                _visit(value, found, _DEPTH)
+def _visit(value: Any, found: _Contents, depth: int) -> None:
+    """Add everything that `value` reaches: id → object and its contents."""
+    if type(value) in _PLAIN or not depth or id(value) in found:
+        return
+    if isinstance(value, nn.Module):
+        for module in value.modules():
+            if id(module) not in found:
+                _visit_parts(module, found, depth)
+                for parameter in module.parameters(recurse=False):
+                    _visit(parameter, found, depth)
+                for kind in type(module).__mro__:
+                    if id(kind) not in found and not _is_library(kind):
+                        _visit_parts(kind, found, depth)
+        return
+    if isinstance(value, _OPAQUE) or (callable(value) and _is_library(value)):
+        return
+    _visit_parts(value, found, depth)
+
+
+def _visit_parts(owner: Any, found: _Contents, depth: int) -> None:
+    contents = _contents_of(owner)
+    if contents is None:
+        return
+    found[id(owner)] = owner, contents
+    parts = contents.values() if isinstance(contents, dict) else contents if isinstance(contents, list) else ()
+    for part in parts:
+        if type(part) not in _PLAIN:
+            _visit(part, found, depth - 1)
+
+
+def _contents_of(value: Any) -> Any:
+    """Return the present contents: a dict or list of parts, another value to compare, or None if it has none."""
+    if isinstance(value, nn.Module):
+        return {name: part for name, part in value.__dict__.items() if name not in _ENGINES}
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, nn.Parameter):
+            return dict(value.__dict__)
+        return None if value.is_inference() else value._version
+    if isinstance(value, dict):
+        return dict(dict.items(value))  # subclasses may compute values
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    if isinstance(value, type):
+        return dict(vars(value))
+    if isinstance(value, FunctionType):
+        return _variables(value)
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, threading.local):
+        return _Unreadable()
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        return None if frame is None else {"instruction": frame.f_lasti, **frame.f_locals}
+    slots = _slots(value)
+    if isinstance(getattr(value, "__dict__", None), dict):
+        return {**value.__dict__, **slots}
+    return slots or _pickled(value)
+
+
+class _Unreadable:
+    """Contents that differ from everything, since they are unknown."""
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    names = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
+    return {name: getattr(value, name) for name in names if name[:2] != "__" and hasattr(value, name)}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _pickled(value: Any) -> Any:
+    """Return the state of an object of an extension, such as a numpy array or generator."""
+    with suppress(Exception):
+        return pickle.dumps(value)
+    return _Unreadable() if hasattr(value, "__next__") else None
+
+
+def _variables(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of other scopes that a function uses, and its defaults."""
+    found = dict(function.__dict__)
+    for number, value in enumerate(function.__defaults__ or ()):
+        found[f"default {number}"] = value
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            found[f"cell {name}"] = cell.cell_contents
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            found[f"global {name}"] = function.__globals__[name]
     return found
 
 
-def _visit(value: Any, found: _Contents, depth: int) -> None:
-    if type(value) in _PLAIN or not depth or id(value) in found or isinstance(value, _OPAQUE):
-        return
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, nn.Parameter):
-            found[id(value)] = value, None if value.is_inference() else value._version
-        return
-    contents: Any
-    if isinstance(value, torch.Generator):
-        found[id(value)] = value, value.get_state().numpy().tobytes()
-        return
-    if isinstance(value, dict):
-        contents = dict(value)
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        contents = list(value)
-    elif isinstance(getattr(value, "__dict__", None), dict):
-        contents = dict(value.__dict__)
-    else:
-        return
-    found[id(value)] = value, contents
-    for part in contents.values() if isinstance(contents, dict) else contents:
-        if type(part) not in _PLAIN:
-            _visit(part, found, depth - 1)
+@functools.lru_cache(4096)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names += _global_names(constant)
+    return tuple(dict.fromkeys(names))
+
+
+def _is_library(value: Any) -> bool:
+    return str(getattr(value, "__module__", None)).partition(".")[0] in _LIBRARIES
+
+
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    """Return whether another library may write the memory of a tensor, as numpy."""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_meta and type(tensor) is torch.Tensor
+    return is_dense and tensor.nbytes <= _COMPARED_BYTES
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _same(present: Any, before: Any) -> bool:
     """Compare contents: parts by identity, and numbers by value."""
     if isinstance(before, dict):
-        return list(present) == list(before) and all(map(_is, present.values(), before.values()))
+        if len(present) != len(before):
+            return False
+        if all(map(operator.is_, present.values(), before.values())) and all(map(_is, present, before)):
+            return True
+        return all(map(_is, present, before)) and all(map(_is, present.values(), before.values()))
     if isinstance(before, list):
         return len(present) == len(before) and all(map(_is, present, before))
     return bool(present == before)

@@ -75,6 +75,11 @@ class Forward:
         return values
 
     @property
+    def has_set_context(self) -> bool:
+        """Return whether the forward has ended with other context variables, which the next one would inherit."""
+        return self.loss is not None and self._coroutine.has_set_context
+
+    @property
     def pieces(self) -> list[Sequence[torch.Tensor]]:
         """The roots of the pieces of backward, in its order."""
         assert self.loss is not None
@@ -103,13 +108,16 @@ class VerticalOrder:
                 undo.enter_context(calling(block, partial(self._pausing, number)))
             try:
                 for stage in range(stages):
+                    is_edge = not self._has_run or stage in (0, stages - 1)
                     for forward in forwards:
                         self._running = forward
                         forward.advance()
                         if (forward.loss is None) != (stage < stages - 1):
                             raise NotInPieces("the model does not call all its blocks")
-                    if not self._has_run or stage in (0, stages - 1):
-                        _check_unchanged(state)
+                        if forward.has_set_context:
+                            raise NotInPieces("its forward sets context variables")
+                        if is_edge or forward is forwards[-1]:
+                            _check_unchanged(state)
             except BaseException:
                 for forward in forwards:
                     forward.cancel()
@@ -135,6 +143,7 @@ class VerticalOrder:
         """Return the holder of gradients for the backward of `forwards`. Raises NotInPieces if it would change bits."""
         pieces: dict[int, set[int]] = {}
         last: dict[int, int] = {}
+        outside: dict[int, set[int]] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for forward in forwards:
                 of_unit: dict[int, set[int]] = {}
@@ -144,7 +153,8 @@ class VerticalOrder:
                 for key, leaf in graph.leaves.items():
                     unit = self._parts.unit_of.get(key)
                     if unit is None:
-                        if leaf.requires_grad and len(graph.edges[key]) > 1:
+                        used = set(graph.edges[key])
+                        if leaf.requires_grad and (len(used) > 1 or outside.setdefault(key, used) != used):
                             raise NotInPieces("a leaf outside of the model is used by several blocks")
                         continue
                     of_unit.setdefault(unit.index, set()).update(graph.edges[key])
@@ -156,9 +166,14 @@ class VerticalOrder:
         return HeldGradients({index: sorted(numbers) for index, numbers in pieces.items()})
 
 
-def backward(forwards: Sequence[Forward], losses: Sequence[torch.Tensor], begin: Callable[[int, int], None]) -> None:
+def backward(
+    forwards: Sequence[Forward],
+    losses: Sequence[torch.Tensor],
+    begin: Callable[[int, int], None],
+    end: Callable[[], None],
+) -> None:
     """Run the backward of all micro-batches, piece by piece. losses: what each starts from. begin: called with the
-    numbers of a micro-batch and of a piece, before its backward.
+    numbers of a micro-batch and of a piece, before its backward. end: called after it, even if no gradient arrived.
     """
     pending = list(losses)
     for number in range(len(forwards)):
@@ -166,10 +181,12 @@ def backward(forwards: Sequence[Forward], losses: Sequence[torch.Tensor], begin:
         loss, pending[number] = pending[number], pending[number].detach()
         torch.autograd.backward(loss)
         del loss
+        end()
     for piece in range(1, len(forwards[0].boundaries) + 1):
         for number, forward in enumerate(forwards):
             begin(number, piece)
             forward.boundaries.pop().run()
+            end()
 
 
 def _pause_after(forward: Forward, output: Any) -> Any:
@@ -192,8 +209,6 @@ def _check_sum(leaf: torch.Tensor, edges: Sequence[tuple[int, int]]) -> None:
         return
     if any(number > 1 for _, number in edges[1:]):
         raise NotInPieces("a parameter of several blocks is used more than once in one of them")
-    if leaf._backward_hooks or len(leaf._post_accumulate_grad_hooks or ()) > 1:
-        raise NotInPieces("a parameter of several blocks has hooks")
 
 
 def _thread_like_this(device: torch.device) -> Callable[[], None]:
@@ -210,9 +225,13 @@ _STATELESS = frozenset({"transformers.modeling_utils"})
 
 
 def hooked(model: nn.Module) -> str | None:
-    """Return the name of a module whose calls run hooks that may have a state; "" for all modules, None if there are
+    """Return the name of a module or parameter with hooks that may have a state; "" for all modules, None if there are
     none.
     """
+    with torch._C.DisableTorchFunctionSubclass():  # which would fetch parameters
+        for name, parameter in model.named_parameters():
+            if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is the engine's
+                return name
     if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
         return ""
     for name, module in model.named_modules():

@@ -45,6 +45,12 @@ class HeldGradients:
         slots[slot] = gradient if before is None else _sum(before, gradient)
         return True
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether gradients wait for the end of the present piece."""
+        micro_batch, piece = self._present
+        return any(self._last[unit] == piece for unit in self._held.get(micro_batch, ()))
+
     def due(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Remove and yield (unit, slot, gradient) of the units whose last piece is the present one."""
         micro_batch, piece = self._present
