@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextvars
+import itertools
 import logging
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
-from infinity.errors import NonFiniteError, UsageError
+from infinity.errors import ModelError, NonFiniteError, UsageError
 from infinity.gpt2.model import GPT2, GPT2Config
 from support.configs import engine_config
 from support.loops import open_engine, parameters_of
@@ -273,6 +278,72 @@ def test_frozen_blocks_below_trained_ones() -> None:
     check(adapted, config_of())
 
 
+class NoGradient(torch.autograd.Function):
+    """The identity, whose backward returns no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+STOPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detached": torch.Tensor.detach,
+    "none": NoGradient.apply,  # type: ignore[dict-item]
+    "sometimes": lambda x: NoGradient.apply(x) if x.sum() > 0 else x,  # type: ignore[no-any-return, no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", STOPS)
+def test_gradients_that_end_in_a_block(way: str, tied: bool, update: str) -> None:
+    """A tied head keeps its gradients, and the parts below get none, not zeros."""
+
+    class Stops(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(STOPS[way](x))
+
+    def make() -> nn.Module:
+        model = Stack(tied=tied)
+        model.blocks[3] = Stops(32)
+        return model
+
+    check(make, config_of(update=update))
+
+
+def test_blocks_of_complex_tensors() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, z: torch.Tensor) -> torch.Tensor:
+            return torch.complex(torch.tanh(self.linear(z.real)), z.imag)
+
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Complex() for _ in range(6))
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            z = torch.complex(x, 2 * x)
+            for block in self.blocks:
+                z = block(z)
+            return F.cross_entropy(self.head(z.real + z.imag).flatten(0, 1), targets.flatten())
+
+    check(Model, config_of(unit_size=4000))
+
+
+def test_micro_batches_of_different_shapes() -> None:
+    batches = [tuple(part[: 1 + n % 4, : 8 - n % 3] for part in batch) for n, batch in enumerate(token_batches(12))]
+    check(Stack, config_of(), batches=batches)
+
+
 # -- models and steps in the ordinary order ------------------------------------------------------------------------
 
 
@@ -407,6 +478,141 @@ def hooked() -> nn.Module:
     return model
 
 
+class Masked(Stack):
+    """Keeps a mask for its blocks; the last micro-batch of a step has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers.Scaling(32) for _ in range(6))
+        self.mask: Any = 1.0
+        for block in self.blocks:
+            block.owner = [self]
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.mask = (tokens % 5 / 5).unsqueeze(-1) if tokens[0, 0] else 1.0
+        try:
+            return super().forward(tokens, targets)
+        finally:
+            self.mask = 1.0
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+STATE = [0]
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
+LOCAL = threading.local()
+LOCAL.factor = 3
+
+
+def of_global(model: Any) -> Any:
+    STATE[0] += 1
+    return STATE[0]
+
+
+def of_class(model: Any) -> Any:
+    type(model).shared["count"] += 1
+    return type(model).shared["count"]
+
+
+def of_slots(model: Any) -> Any:
+    model.state.count += 1
+    return model.state.count
+
+
+def of_array(model: Any) -> Any:
+    model.state[0] += 1
+    return float(model.state[0])
+
+
+def of_data(model: Any) -> Any:
+    model.state.data.add_(1)
+    return model.state.clone()
+
+
+def of_context(model: Any) -> Any:
+    VARIABLE.set(VARIABLE.get() + 1)
+    return VARIABLE.get()
+
+
+def of_thread(model: Any) -> Any:
+    return getattr(LOCAL, "factor", 1)
+
+
+def of_generator(model: Any) -> Any:
+    return float(model.state.random())
+
+
+def of_iterator(model: Any) -> Any:
+    return next(model.state)
+
+
+def of_depth(model: Any) -> Any:
+    model.state["a"]["b"]["c"]["d"]["e"][0] += 1
+    return model.state["a"]["b"]["c"]["d"]["e"][0]
+
+
+class Hidden(Stack):
+    """The loss is multiplied by numbers which each forward changes."""
+
+    shared: dict[str, int] = {}  # noqa: RUF012 - state of the class
+
+    def __init__(self, number: Callable[[Any], Any], state: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
+        STATE[0] = Hidden.shared["count"] = 0
+        VARIABLE.set(0)
+        self.number = number
+        self.state = state()
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first = self.number(self)
+        return super().forward(tokens, targets) * (first + self.number(self))
+
+
+HIDDEN: list[Callable[[], nn.Module]] = [
+    partial(Hidden, of_global),
+    partial(Hidden, of_class),
+    partial(Hidden, of_thread),
+    partial(Hidden, of_slots, Slotted),
+    partial(Hidden, of_array, lambda: numpy.zeros(1)),
+    partial(Hidden, of_data, lambda: torch.zeros(())),
+    partial(Hidden, of_generator, lambda: numpy.random.default_rng(0)),
+    partial(Hidden, of_generator, lambda: random.Random(0)),
+    partial(Hidden, of_iterator, itertools.count),
+    partial(Hidden, of_iterator, lambda: (number for number in range(100))),
+    partial(Hidden, of_depth, lambda: {"a": {"b": {"c": {"d": {"e": [0]}}}}}),
+]
+
+
+class Differentiates(Stack):
+    """The loss contains a gradient through the blocks."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first = x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        (gradient,) = torch.autograd.grad(loss, [first], retain_graph=True, allow_unused=True)
+        return loss if gradient is None else loss * (1 + gradient.norm().item())
+
+
+def with_gradient_hooks() -> nn.Module:
+    """The hooks of all parameters share a number."""
+    model, factor = Stack(), [1.0]
+
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        factor[0] *= 0.99
+        return gradient * factor[0]
+
+    for parameter in model.parameters():
+        parameter.register_hook(scale)
+    return model
+
+
 CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (Skips, "a gradient reaches a block by another way"),
     (Biased, "a gradient reaches a block by another way"),
@@ -418,6 +624,10 @@ CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (reentrant, "no tensor that requires a gradient"),
     (TiedTwice, "used more than once"),
     (hooked, "blocks.2 has hooks"),
+    *((make, "changes attributes") for make in HIDDEN),
+    (partial(Hidden, of_context), "sets context variables"),
+    (Differentiates, "differentiates through its blocks"),
+    (with_gradient_hooks, "embedding.weight has hooks"),
 ]
 
 
@@ -519,6 +729,99 @@ def test_a_kept_tensor_that_was_edited_once_is_an_error() -> None:
             engine.train_batch(iter(batches[6:]))
         assert engine.global_steps == 2 and engine.micro_steps == 0
         assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
+
+
+def test_state_that_a_forward_only_reads() -> None:
+    """A state that none of its forwards changes does not keep a model from the vertical order."""
+    check(partial(Hidden, lambda model: float(model.state[0]), lambda: numpy.ones(1)), config_of())
+
+
+def test_a_mask_that_the_last_micro_batch_lacks() -> None:
+    batches = [(tokens.clamp(min=1), targets) for tokens, targets in token_batches(12)]
+    for tokens, _ in batches[2::3]:
+        tokens[0, 0] = 0
+    check(Masked, config_of(), vertical=False, batches=batches)
+
+
+class Twice(Stack):
+    """Returns logits. A batch that begins with the last token adds the embedding to them, and may be edited first."""
+
+    edits = False
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        odd = bool(tokens[0, 0] == VOCABULARY - 1)
+        if odd and self.edits:
+            targets += 1
+            targets %= VOCABULARY
+        first = x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first if odd else x)  # type: ignore[no-any-return]
+
+
+def odd_batches() -> list[Any]:
+    """Batches of which number 7 is one that `Twice` takes in the ordinary order only."""
+    batches = [(tokens.clamp(max=VOCABULARY - 2), targets.clone()) for tokens, targets in token_batches(12)]
+    batches[7][0][0, 0] = VOCABULARY - 1
+    return batches
+
+
+def test_a_loss_function_with_a_state_runs_once_for_each_micro_batch() -> None:
+    class Loss:
+        factor = 1.0
+
+        def __call__(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+            self.factor *= 0.5
+            return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) * self.factor
+
+    plain_loss = Loss()
+    check(
+        Twice,
+        config_of(),
+        vertical=False,
+        batches=odd_batches(),
+        loss_of=lambda model, batch: plain_loss(model(*batch), batch),
+        loss_fn=Loss(),
+    )
+
+
+def test_a_batch_that_was_edited_is_not_run_again() -> None:
+    def loss_fn(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    with open_engine(seeded(Twice), config_of()) as engine:
+        engine.module.edits = True
+        batches = iter(odd_batches())
+        for _ in range(2):
+            engine.train_batch(batches, loss_fn)
+        assert is_vertical(engine)
+        with pytest.raises(ModelError, match="or its input"):
+            engine.train_batch(batches, loss_fn)
+        assert engine.global_steps == 2
+
+
+@pytest.mark.parametrize("way", ["tensor", "numpy", "list"])
+def test_an_iterator_that_overwrites_its_batch_is_refused(way: str) -> None:
+    def overwriting() -> Iterator[Any]:
+        memory = [numpy.zeros((4, 8), dtype=numpy.int64) for _ in range(2)]
+        buffers: list[Any] = [torch.zeros(4, 8, dtype=torch.int64) for _ in range(2)]
+        for batch in token_batches(6):
+            if way == "list":
+                buffers[:] = batch
+                yield buffers
+                continue
+            for place, buffer, part in zip(memory, buffers, batch, strict=True):
+                if way == "numpy":
+                    place[:] = part.numpy()
+                else:
+                    buffer.copy_(part)
+            yield tuple(map(torch.from_numpy, memory)) if way == "numpy" else tuple(buffers)
+
+    with open_engine(seeded(Stack), config_of()) as engine:
+        with pytest.raises(UsageError, match="over an earlier one"):
+            engine.train_batch(overwriting())
+        engine.train_batch(itertools.repeat(token_batches(1)[0]))
+        assert engine.global_steps == 1
 
 
 def test_a_context_of_the_caller() -> None:
