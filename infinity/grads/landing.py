@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -50,6 +51,9 @@ class Landing:
         gradient, in_extent = self._arrive(sent, add=add, stays=False)
         if in_extent:
             self._in_extent[sent.unit.index] = gradient
+        elif add:
+            tier, extent = self._places.tier_of(sent.unit), self._places.extent_of(sent.unit)
+            gradient.on_release = partial(tier.discard, extent)  # later than the device's read of the stored part
         return gradient
 
     def store(self, sent: Sent, *, add: bool) -> tuple[Gradient, Transfer]:

@@ -219,7 +219,10 @@ class GradStore:
         return units
 
     def forget(self) -> None:
-        """Reset the step, after its gradients were dropped or passed to the update. Moves under way continue."""
+        """Reset the step, and drop gradients that were not passed to the update. Moves of the others continue."""
+        for index in self.units:
+            extent = self._places.placement.of(index, State.GRAD)
+            self._places.tiers[extent.tier].discard(extent)
         for tier in self._places.tiers.values():
             tier.trim()
         self.units = set()
@@ -234,9 +237,6 @@ class GradStore:
             if move.exception() is None and (written := move.result()) is not None:
                 written.exception()
         self._moves = []
-        for index in self.units:
-            extent = self._places.placement.of(index, State.GRAD)
-            self._places.tiers[extent.tier].discard(extent)
         self.forget()
 
     def close(self) -> None:

@@ -30,6 +30,8 @@ class Gradient:
         self.shard = shard
         self.squares = squares
         self.reached = reached
+        self.on_release: Callable[[], None] | None = None
+        """Called once nothing reads the gradient."""
         self._lease = lease
         self._released = Promise()
 
@@ -37,6 +39,8 @@ class Gradient:
         del self.shard
         if self._lease is not None:
             self._lease.release()
+        if self.on_release is not None:
+            self.on_release()
         self._released.keep()
 
     def wait_until_released(self) -> None:

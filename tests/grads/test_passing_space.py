@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import OutOfSpaceError, UsageError
+from infinity.errors import NonFiniteError, OutOfSpaceError, UsageError
 from infinity.plan.placement import Extent, State
 from infinity.tiers import space as space_of_files
 from infinity.tiers.device import CpuDevice, Device
@@ -330,6 +330,45 @@ def test_an_engine_stops_if_a_full_disk_ends_a_step_that_has_updated_units(
             engine.backward(engine(*batches[4]))
         with pytest.raises(UsageError, match="a backward failed after some units had been updated"):
             engine(*batches[4])
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_gradients_that_are_dropped_as_not_finite_give_their_memory_back(tier: str, tmp_path: Path) -> None:
+    with open_engine(seeded(Turned), engine_config(tier, tier, folder=tmp_path)) as engine:
+        batches = token_batches(9)
+        train(engine, batches[:4])
+        passing = engine.parts.training.passing
+        before = passing.nbytes
+        with engine.no_sync():  # gradients have to wait
+            loss = engine(*batches[4])
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+            engine.backward(loss)
+        assert passing.nbytes > before
+        with pytest.raises(NonFiniteError, match="updated nothing"):
+            engine.step()
+        train(engine, batches[5:])
+        assert passing.nbytes == before
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_stored_part_that_backward_adds_gives_its_memory_back(tier: str, late: bool, tmp_path: Path) -> None:
+    """The last micro-batch updates units with its gradients plus those that were stored before."""
+    device: Device = LateDevice(delay=0.005) if late else CpuDevice()
+    with open_engine(seeded(Turned), engine_config(tier, tier, folder=tmp_path), device) as engine:
+        batches = token_batches(9)
+        train(engine, batches[:4])
+        passing = engine.parts.training.passing
+        before = passing.nbytes
+        with engine.no_sync():
+            engine.backward(engine(*batches[4]))
+        assert passing.nbytes > before
+        train(engine, batches[5:])
+        assert passing.nbytes == before
+        engine.offload_states()
+        assert passing.nbytes == 0
+        engine.reload_states()
+        train(engine, batches[:1])
 
 
 def fill(folder: Path) -> None:
