@@ -84,9 +84,10 @@ class ClockLog:
         self.expect(1)
 
     def expect(self, number: int) -> None:
-        """Record step `number`, which begins, if it will log."""
-        if self.is_due(number):
-            self._recording = self._recorder.start()
+        """Record step `number`, which begins, if it will log. Ends the recording of another step."""
+        if self._recording is not None:
+            self._recorder.stop(self._recording)
+        self._recording = self._recorder.start(steps=1) if self.is_due(number) else None
 
     def is_due(self, number: int) -> bool:
         """Return whether step `number` logs the line."""
@@ -103,23 +104,25 @@ class ClockLog:
         means = {phase: seconds / steps for phase, seconds in self._spent.items()}
         whole = since.seconds / steps
         logger.info(
-            "wall clock, step %d: %.3g s a step: %s, outside %.3g; waited %.3g for units and gradients; "
-            "exposed in this step: %s",
+            "wall clock, step %d: %.3g s a step: %s, outside %.3g; waited %.3g for units and gradients%s",
             number,
             whole,
             ", ".join(f"{phase.value} {seconds:.3g}" for phase, seconds in means.items()),
             max(0.0, whole - sum(means.values())),
             since.wait_seconds / steps,
-            self._exposed() or "nothing",
+            self._exposed(),
         )
         self._last, self._steps = present, number
         self._spent = dict.fromkeys(Phase, 0.0)
 
     def _exposed(self) -> str:
-        """Return the lanes that the model waited for in the recorded step, with seconds."""
+        """Return the text about the lanes that the model waited for in the step; "" if it was not recorded, as after
+        a checkpoint of another step was loaded.
+        """
         recording, self._recording = self._recording, None
         if recording is None:
             return ""
         self._recorder.stop(recording)
-        exposed = recording.timeline(now()).steps[-1].exposed
-        return ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in exposed.items())
+        exposed = recording.timeline(now()).steps[0].exposed
+        lanes = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in exposed.items())
+        return f"; exposed in this step: {lanes or 'nothing'}"

@@ -47,11 +47,11 @@ class Recorder:
 
     # -- for those who ask -------------------------------------------------------------------------------------------
 
-    def start(self) -> Recording:
-        """Begin to record. Call `stop` with the result."""
+    def start(self, steps: int | None = None) -> Recording:
+        """Begin to record. Call `stop` with the result; it ends by itself after `steps` steps."""
         if self._calibrate is not None:
             self._calibrate()
-        recording = Recording(self._stamp(), self._on_host)
+        recording = Recording(self._stamp(), self._on_host, steps)
         with self._access:
             self._recordings += (recording,)
             self.is_on = True
@@ -74,6 +74,8 @@ class Recorder:
             stamp = self._stamp()
             for recording in self._recordings:
                 recording.boundaries.append(stamp)
+                if len(recording.boundaries) == recording.limit:
+                    self.stop(recording)
 
     # -- for the engine's threads ------------------------------------------------------------------------------------
 

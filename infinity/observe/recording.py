@@ -90,6 +90,8 @@ class Recording:
     began: Stamp
     on_host: bool
     """True if the model computes in its own thread, which cannot compute while it does other work."""
+    limit: int | None = None
+    """Number of steps after which it ends; None: unlimited."""
     work: list[Stamped] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)

@@ -185,6 +185,53 @@ def test_only_steps_that_log_their_exposed_time_are_recorded(every: int) -> None
         assert recorded == [breakdown and number % (every or 1) == 0 for number in range(1, 5)]
 
 
+def test_recordings_of_steps_that_never_log_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loaded checkpoint may skip the step that would log, and a loop may call the optimizer itself."""
+    engine = opened(wall_clock_breakdown=True, steps_per_print=4)
+    recorder = engine.parts.device.recorder
+
+    def train(steps: int) -> None:
+        for batch in BATCHES[:steps]:
+            engine.backward(engine(*batch))
+            engine.step()
+
+    train(2)
+    engine.save_checkpoint(tmp_path, tag="second")
+    train(1)
+    assert recorder.is_on  # the fourth step would log
+    engine.load_checkpoint(tmp_path, tag="second")
+    train(1)
+    with caplog.at_level(logging.INFO, "infinity"):
+        train(1)
+    assert "exposed in this step: " in caplog.text
+    assert not recorder.is_on
+    train(3)
+    assert recorder.is_on
+    for _ in range(2):
+        engine.backward(engine(*BATCHES[0]))
+        engine.optimizer.step()
+        assert not recorder.is_on
+    engine.close()
+
+
+def test_a_step_that_was_not_recorded_logs_no_exposed_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint's next step logs, and the one that was expected does not."""
+    with caplog.at_level(logging.INFO, "infinity"):
+        engine = opened(wall_clock_breakdown=True, steps_per_print=4)
+        for number in range(6):
+            if number == 3:
+                engine.save_checkpoint(tmp_path, tag="third")
+            engine.backward(engine(*BATCHES[number % 2]))
+            engine.step()
+        caplog.clear()
+        engine.load_checkpoint(tmp_path, tag="third")
+        engine.backward(engine(*BATCHES[0]))
+        engine.step()
+        engine.close()
+    (line,) = [record.message for record in caplog.records if record.message.startswith("wall clock")]
+    assert line.startswith("wall clock, step 4: ") and "exposed" not in line
+
+
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
