@@ -23,7 +23,8 @@ class Coroutine:
         self._is_cancelled = False
         self._is_started = self._is_ended = False
         self._before, self._context = contextvars.copy_context(), contextvars.copy_context()
-        self._thread = threading.Thread(target=self._context.run, args=(self._run,), name="infinity-batch", daemon=True)
+        # The model's code runs in it, so its name is none of the engine's own threads (`infinity.observe.recorder`).
+        self._thread = threading.Thread(target=self._context.run, args=(self._run,), name="micro-batch", daemon=True)
 
     @property
     def has_set_context(self) -> bool:

@@ -42,7 +42,7 @@ class Profiler:
             raise UsageError(f"engine.profile(steps={steps!r}) records nothing: pass a number of steps from 1")
         if not isinstance(out, str | os.PathLike) or not os.fspath(out):
             raise UsageError(f"engine.profile(out={out!r}) names no file: pass a path such as trace.json")
-        path = _of_rank(Path(out).absolute())
+        path = _of_rank(Path(out).resolve())  # a link stays one
         _check_writable(path)
         self._steps = self._left = steps
         self._out = path
@@ -98,7 +98,7 @@ def _of_rank(path: Path) -> Path:
 
 def _check_writable(path: Path) -> None:
     """Raise UsageError if `path` cannot be written."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"engine.profile() cannot write {path}: pass a file in an existing, writable folder")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -140,6 +141,25 @@ def test_a_profile_changes_no_result(tmp_path: Path) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+def test_micro_batches_that_run_together_are_the_models(tmp_path: Path) -> None:
+    """Their reads are requested, and waited for, in the thread of the model, although each has one of its own."""
+    file = tmp_path / "trace.json"
+    with opened(accumulation=3) as engine:
+        batches = iter(BATCHES * 2)
+        for _ in range(2):
+            engine.train_batch(batches)
+        engine.profile(1, file)
+        recording = engine.updates.profiler._recording
+        assert recording is not None
+        engine.train_batch(iter(BATCHES))
+    forward = [event for event in events_of(file) if names_of(file)[event["tid"]] == "compute"]
+    begin, end = (next(e["ts"] for e in forward if e["name"].startswith(phase)) for phase in ("forward", "backward"))
+    reads = [e for e in events_of(file) if names_of(file)[e["tid"]] == "nvme_read" and begin <= e["ts"] < end]
+    assert {event["args"]["thread"] for event in reads} == {"model"}
+    marks = [mark.at for mark in recording.marks if mark.name.startswith("backward")]
+    assert any(isinstance(wait.start, float) and wait.start < marks[0] for wait in recording.waits)  # type: ignore[operator]
+
+
 def test_a_profile_within_a_step_begins_with_the_next(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     with opened(accumulation=2) as engine:
@@ -254,6 +274,24 @@ def test_files_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> Non
             with pytest.raises(UsageError, match="names no file"):
                 engine.profile(1, nothing)  # type: ignore[arg-type]
         engine.profile(1, tmp_path / "trace.json")
+
+
+def test_files_that_are_no_regular_ones_are_refused(tmp_path: Path) -> None:
+    """They would be replaced: /dev/null, by a process that may, for all others."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with opened() as engine, pytest.raises(UsageError, match="existing, writable folder"):
+        engine.profile(1, pipe)
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to("trace.json")
+    with opened() as engine:
+        engine.profile(1, link)
+        train(engine)
+    assert link.is_symlink() and json.loads((tmp_path / "trace.json").read_text())
 
 
 def test_a_second_profile_at_a_time_is_refused(tmp_path: Path) -> None:

@@ -1044,7 +1044,7 @@ def test_an_interrupt_drops_the_step() -> None:
         losses = [engine.train_batch(iterator)]
         with pytest.raises(KeyboardInterrupt):
             engine.train_batch(iter(bad))
-        assert not any(thread.name == "infinity-batch" for thread in threading.enumerate())
+        assert not any(thread.name == "micro-batch" for thread in threading.enumerate())
         losses += [engine.train_batch(iterator) for _ in range(2)]
         assert is_vertical(engine)
         found = outcome(engine, losses)
