@@ -16,6 +16,8 @@ _LARGEST_FILE = 1 << 30
 _LARGEST_TIME = 1e15
 """Microseconds: 30 years."""
 _LARGEST_COUNT = 1 << 63
+_ROUNDING = 1e-6
+"""Seconds."""
 
 
 @dataclass
@@ -83,7 +85,8 @@ def _parsed(content: Any) -> Trace:
     steps = _of(dict, content.get("otherData"), "otherData").get("steps")
     if not isinstance(steps, list) or not steps:
         raise ValueError("otherData.steps, a list of steps, is missing")
-    trace.steps = [_step(step, f"step {number}") for number, step in enumerate(steps)]
+    for number, step in enumerate(steps):
+        trace.steps.append(_step(step, f"step {number}", trace.steps[-1].end if trace.steps else 0.0))
     return trace
 
 
@@ -117,12 +120,15 @@ def _read_counter(trace: Trace, event: Mapping[str, Any], where: str) -> None:
     trace.samples.append(Sample(time, {tier: _count(args, "bytes", where)}))
 
 
-def _step(step: Any, where: str) -> StepSpan:
+def _step(step: Any, where: str, before: float) -> StepSpan:
+    """before: end of the step before."""
     values = _of(dict, step, where)
     start, seconds = (_number(values, key, where, _LARGEST_TIME / 1e6) for key in ("start", "seconds"))
     exposed = _of(dict, values.get("exposed"), f"exposed of {where}")
     if exposed.keys() - set(LANES):
         raise ValueError(f"exposed of {where} has a lane that is none of {', '.join(LANES)}")
+    if start < before - _ROUNDING:
+        raise ValueError(f"{where} starts before the end of the one before it")
     waited = {lane: _number(exposed, lane, where, _LARGEST_TIME / 1e6) for lane in exposed}
     return StepSpan(start, start + seconds, waited, is_complete=values.get("complete") is not False)
 

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.console import printable
 from infinity.cli.trace_file import Trace
 from infinity.gpt2.plots import GRID, INK, MUTED
 from infinity.observe.intervals import Interval, seconds, union
@@ -43,7 +44,7 @@ def draw(path: Path, trace: Trace, *, title: str) -> None:
     whole = trace.steps[-1].end
     rows.set_xlim(0, whole or 1.0)
     figure.text(0.115, 0.945, title, color=INK, fontsize=13, weight="bold", parse_math=False)
-    text = f"{trace.describe()}; lighter compute is forward"
+    text = f"{printable(trace.describe())}; lighter compute is forward"
     figure.text(0.115, 0.91, text, color=MUTED, fontsize=9.5, parse_math=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # characters without a glyph are drawn as boxes

@@ -151,6 +151,23 @@ def test_traces_of_several_ranks_are_refused(tmp_path: Path, trace: dict[str, An
     refused(1, "several processes", "timeline", path)
 
 
+def test_steps_out_of_order_are_refused(tmp_path: Path, trace: dict[str, Any]) -> None:
+    """Their end would not be that of the last one, to which bars are drawn."""
+    steps = trace["otherData"]["steps"]
+    trace["otherData"]["steps"] = [{**steps[0], "start": 5.0}, *steps]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    refused(1, "step 1 starts before the end of the one before it", "timeline", path)
+
+
+def test_a_name_that_no_font_has_is_drawn(tmp_path: Path, trace: dict[str, Any]) -> None:
+    next(event for event in trace["traceEvents"] if event["name"] == "process_name")["args"]["name"] = "\ud800\n\0"
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    assert run("timeline", path, "--png", tmp_path / "lanes.png").exit_code == 0
+    assert (tmp_path / "lanes.png").exists()
+
+
 def test_no_damage_ends_in_a_traceback(tmp_path: Path, trace: dict[str, Any]) -> None:
     """A value anywhere in the file is replaced or removed."""
     choose = random.Random(0)
