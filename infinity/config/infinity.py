@@ -30,7 +30,7 @@ class Memory(Section):
     """Budgets of memory. A node's `host` and `nvme` are divided over its ranks.
 
     States fill `host` before nvme: `offload_param` and `offload_optimizer` with the device nvme name the slowest memory
-    that they may use. A placement never changes a result."""
+    that they may use. A placement changes no result, except as `device_optimizer` says."""
 
     device: Size | None = None
     """Bytes of device memory for this engine and the model's activations; by default all of it. On an accelerator,
@@ -46,7 +46,7 @@ class Memory(Section):
     """Share of the optimizer's states, with their gradients, that stays on an accelerator although `offload_optimizer`
     places them elsewhere, by elements and whole units; 0: none, and no parameters. By default, as many as `device`
     allows; without `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the
-    host's."""
+    host's. On a device without Infinity's kernels, the update's last bits are those of torch's operations there."""
 
     host: Literal["auto"] | Size | None = None
     """Bytes of a node's host memory for states and buffers. States that `offload_*` places on nvme stay in memory as
