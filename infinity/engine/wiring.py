@@ -226,9 +226,8 @@ def _passing_tier(name: str, plan: Plan, tiers: dict[str, Tier], device: Device)
         return PassingTier(name, device, on_device=name == "device")
     tier = tiers[name]
     assert isinstance(tier, NvmeTier)
-    return PassingSpace(
-        tier, [plan.placement.of(layout.index, State.GRAD) for layout in plan.units if layout.trainable]
-    )
+    extents = [plan.placement.of(layout.index, State.GRAD) for layout in plan.units if layout.trainable]
+    return PassingSpace(tier, [extent for extent in extents if extent.tier == name])
 
 
 def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, kernels: Kernels) -> GradBuffers:

@@ -371,6 +371,20 @@ def test_a_stored_part_that_backward_adds_gives_its_memory_back(tier: str, late:
         train(engine, batches[:1])
 
 
+def test_only_gradients_on_nvme_give_space_back(tmp_path: Path) -> None:
+    """Units whose gradients a budget keeps on the device have extents there, whose offsets are other states' here."""
+    results = []
+    for tier, memory in (("cpu", {}), ("nvme", {"device_optimizer": 0.5})):
+        config = engine_config("cpu", tier, folder=tmp_path, unit_size=4096, memory=memory)
+        with open_engine(seeded(Stack), config, LateDevice(delay=0.001)) as engine:
+            assert len(engine.parts.plan.placement.tiers(State.GRAD)) == 1 + len(memory)
+            train(engine, token_batches(6))
+            results.append(parameters_of(engine) | states_of(engine))
+            if memory:
+                assert engine.ledger.tier_bytes()["nvme"] <= on_disk(tmp_path)
+    assert_bits(*results)
+
+
 def fill(folder: Path) -> None:
     with (folder / "filler").open("wb") as filler, suppress(OSError):
         while True:
