@@ -67,6 +67,9 @@ class Tier(ABC):
         """
         return True  # memory has nothing to read
 
+    def drop_windows_ahead(self) -> None:  # noqa: B027 - memory has none
+        """Release the buffers of windows that were opened ahead and not taken. Waits for their reads."""
+
     @abstractmethod
     def store(self, window: Window) -> Transfer:
         """Write a changed window back. Its owner releases the window after the transfer."""

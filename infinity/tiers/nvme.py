@@ -133,6 +133,9 @@ class NvmeTier(Tier):
     def window_ahead(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> bool:
         return self._windows.open(extent, offset, nbytes, pool)
 
+    def drop_windows_ahead(self) -> None:
+        self._windows.drop_all()
+
     def _open(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         lease = pool.try_lease(nbytes)
         if lease is None:
@@ -163,7 +166,7 @@ class NvmeTier(Tier):
     def close(self) -> None:
         if self._staging is not None:
             self._staging.close()
-        self._windows.close()
+        self._windows.drop_all()
         self._engine.close()
         self._file.close()
 

@@ -86,7 +86,7 @@ class WindowsAhead:
                 return window
         return None
 
-    def close(self) -> None:
+    def drop_all(self) -> None:
         """Wait for all reads and release their buffers."""
         with self._access:
             windows = [window for window, _ in (*self._dropped, *self._windows.values())]

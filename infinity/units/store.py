@@ -412,6 +412,8 @@ class UnitStore:
             for unit in self.units:
                 if unit.job is not None:
                     self._await_update(unit.job)
+            if self._pipeline is not None:
+                self._pipeline.drop_ahead()
 
     def rewritten(self, unit: Unit, slots: Collection[int] | None = None) -> None:
         """Invalidate saved references and the fingerprint, because parameters have been or will be overwritten.

@@ -63,7 +63,8 @@ def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None
     why = cuda_adam.why_not() if device_type == "cuda" else f"there are none for {device_type}"
     raise ConfigError(
         f"states of {rule} with infinity.moments {moments!r} on a device need Infinity's CUDA kernels ({why}): give "
-        "offload_optimizer the device cpu or nvme, or take AdamW with moments in fp32"
+        "offload_optimizer the device cpu or nvme, without infinity.memory.device_optimizer and ratio, or take AdamW "
+        "with moments in fp32"
     )
 
 

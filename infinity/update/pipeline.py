@@ -85,6 +85,11 @@ class UpdatePipeline:
             if not self._stages.read_ahead(layout):
                 return
 
+    def drop_ahead(self) -> None:
+        """Release the buffers of states that were read ahead of jobs which never came. Waits for their reads."""
+        for tier in self._buffers.tiers.values():
+            tier.drop_windows_ahead()
+
     @property
     def seconds(self) -> float:
         """Time spent in the optimizer kernels."""

@@ -122,5 +122,5 @@ def test_close_releases_every_buffer(bench: Bench) -> None:
     bench.open(0)
     bench.open(1)
     bench.windows.forget(EXTENT, 0, TILE)
-    bench.windows.close()
+    bench.windows.drop_all()
     assert not bench.pool.leased

@@ -17,6 +17,7 @@ from infinity.errors import NonFiniteError, UsageError
 from infinity.tiers.windows_ahead import WindowsAhead
 from support.configs import engine_config
 from support.late_disk import use_late_disks
+from support.lifetime import assert_nothing_leaked
 from support.loops import open_engine, parameters_of
 from support.models import VOCABULARY, Stack, seeded, token_batches
 from support.states import states_of
@@ -188,6 +189,17 @@ def test_the_first_states_are_read_when_step_is_called(options: dict[str, Any], 
             count = sum(tiles._counts.values())
             assert tiles.leased == (count if number else 0), "every idle buffer is used once a trace is known"
             engine.step()
+
+
+def test_buffers_of_states_that_no_step_used_are_released_by_settle(tmp_path: Path) -> None:
+    with open_engine(seeded(Stack), engine_config(folder=tmp_path, update="next_forward", clip=0.3)) as engine:
+        for batch in BATCHES[:3]:
+            engine.backward(engine(*batch))
+            engine.step()
+        engine.backward(engine(*BATCHES[3]))
+        assert engine.parts.pools["tiles"].leased
+        engine.drop_gradients()
+        assert_nothing_leaked(engine)
 
 
 @pytest.mark.parametrize("update", ["next_forward", "after_backward"])
