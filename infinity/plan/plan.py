@@ -221,7 +221,7 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) 
         pool.nbytes for pool in pools if pool.tier == "device"
     )
     room = device.usable - taken if device.usable else None
-    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room)
+    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room, repeats=bare.update is None)
     return replace(bare, placement=placement, pools=(units, *pools), prefetch_bytes=prefetch_bytes, io=io)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,44 +90,67 @@ def unit_pool(
     layouts: Sequence[UnitLayout],
     policy: Policy,
     room: int | None = None,
+    *,
+    repeats: bool = False,
 ) -> tuple[PoolSpec, int]:
     """Return the pool of device buffers for units, and the bytes of units to prefetch.
 
     The buffers suffice for the units that nested modules hold at once, the next ones, those cached, and one whose
-    update is being written. room: bytes of the device for these buffers, the activations and everything else. By
+    update is being written, as long as units are used in their order or its reverse. repeats: the first units follow
+    the last, as in inference. room: bytes of the device for these buffers, the activations and everything else. By
     default, buffers take at most half of it, but at least one unit is prefetched.
     """
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:
-        return PoolSpec(UNITS, "device", size_classes(sizes, len(sizes))), sum(sizes)
+        return PoolSpec(UNITS, "device", size_classes(sizes, 0, [sizes])), sum(sizes)
     asked, largest = config.infinity.prefetch_bytes, max(sizes)
     beside = _cached_bytes(config, largest, len(sizes)) // largest + _UPDATED
-    held = [[sizes[unit] for unit in units] for units in discovered.held_together]
 
-    def pool(ahead: Sequence[Sequence[int]]) -> PoolSpec:
-        return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, held, ahead, beside))
+    def pool(ahead: Sequence[range]) -> PoolSpec:
+        together = _together(sizes, ahead, discovered.held_together, beside, repeats=repeats)
+        return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, together))
 
     if asked != "auto":
         prefetch = max(int(asked), largest) if asked else 0  # a smaller budget would hold a buffer and never fill it
         return pool(list(_runs(sizes, prefetch))), prefetch
     count = max([_AHEAD, *map(len, discovered.blocks)])
     while True:
-        ahead = [sizes[start : start + count] for start in range(len(sizes))]
+        ahead = [range(start, min(start + count, len(sizes))) for start in range(len(sizes))]
         found = pool(ahead)
         if count == 1 or room is None or found.nbytes <= room // _SHARE:
-            return found, max(map(sum, ahead))
+            return found, max(sum(sizes[run.start : run.stop]) for run in ahead)
         count -= 1
 
 
-def _runs(sizes: list[int], nbytes: int) -> Iterator[list[int]]:
-    """Yield the longest runs of consecutive units of at most `nbytes`, as their sizes."""
+def _runs(sizes: list[int], nbytes: int) -> Iterator[range]:
+    """Yield the longest runs of consecutive units of at most `nbytes`."""
     start = total = 0
     for end, size in enumerate(sizes):
         total += size
         while total > nbytes:
             total -= sizes[start]
             start += 1
-        yield sizes[start : end + 1]
+        yield range(start, end + 1)
+
+
+def _together(
+    sizes: Sequence[int], ahead: Iterable[range], held: Collection[frozenset[int]], beside: int, *, repeats: bool
+) -> Iterator[list[int]]:
+    """Yield sets of units, as sizes, that have a buffer at once: those that nested modules hold with the unit in use, a
+    run of units ahead, and the `beside` units used before. Forwards and in reverse.
+    """
+    count = len(sizes)
+    holding: dict[int, list[frozenset[int]]] = defaultdict(lambda: [frozenset()])
+    for units in held:
+        yield [sizes[unit] for unit in units]
+        for unit in units:
+            holding[unit].append(units)
+    for run in ahead:
+        before, after = range(run.start - 1 - beside, run.start), range(run.stop, run.stop + 1 + beside)
+        for used, behind in ((run.start - 1, before), (run.stop, after)):
+            near = {unit % count for unit in (*run, *behind) if repeats or 0 <= unit < count}
+            for units in holding[used % count if repeats else used]:
+                yield [sizes[unit] for unit in near | units]
 
 
 def _cached_bytes(config: Config, largest: int, units: int) -> int:
@@ -170,12 +194,9 @@ def _of_neighbours(sizes: Sequence[int], at_once: int) -> dict[int, int]:
     """Return the classes with which any `at_once` consecutive units have a gradient in transit at once.
 
     Backward reaches units in order, so an embedding and a head, the largest and the farthest apart, share a buffer. In
-    another order gradients wait for one another. Small buffers are there for any `at_once` units.
+    another order gradients wait for one another.
     """
-    neighbours = size_classes(sizes, 1, ahead=[sizes[start : start + at_once] for start in range(len(sizes))])
-    small = [size for size in sizes if size <= _SMALL]
-    kept = {size: count for size, count in neighbours.items() if size > _SMALL}
-    return kept | (size_classes(small, at_once) if small else {})
+    return size_classes(sizes, at_once, (sizes[start : start + at_once] for start in range(len(sizes))))
 
 
 def _adds_in_place(policy: Policy, tier: str) -> bool:
@@ -257,17 +278,11 @@ def exchange_pool(layouts: Sequence[UnitLayout], ranks: RankInfo) -> PoolSpec:
     return PoolSpec(COLLECTIVES, "host", {nbytes: 1})
 
 
-def size_classes(
-    sizes: Sequence[int],
-    depth: int,
-    held: Collection[Sequence[int]] = (),
-    ahead: Collection[Sequence[int]] = (),
-    beside: int = 0,
-) -> dict[int, int]:
-    """Return buffer size → count that lets any `depth` units of these sizes be in memory at once, in the fewest bytes.
+def size_classes(sizes: Sequence[int], depth: int, together: Iterable[Sequence[int]] = ()) -> dict[int, int]:
+    """Return buffer size → count for units of these sizes, in the fewest bytes.
 
-    sizes: bytes of each unit. held, ahead: sets of units (as sizes): those that nested modules hold at once, and those
-    fetched ahead. Any two of them fit at once, along with any `beside` others.
+    sizes: bytes of each unit. together: sets of units, as sizes, that have a buffer at once. Any `depth` units of at
+    most `_SMALL` bytes have one, too; of larger ones at least one does.
 
     A class that serves n units has at most n buffers of its largest unit's size, and none serves a unit of less than
     1/`_NARROW` of that size. Classes are contiguous ranges of the sorted sizes; dynamic programming finds the best
@@ -275,16 +290,17 @@ def size_classes(
     """
     distinct = sorted(set(sizes))
     counts = [sizes.count(size) for size in distinct]
-    of_held, of_ahead = _most(distinct, held), _most(distinct, ahead)
+    most_together = _most(distinct, together)
 
     best: list[tuple[int, int, int]] = [(0, 0, 0)]
     """For the first k distinct sizes: bytes, where the last class starts, and its buffers."""
     for end in range(1, len(distinct) + 1):
         largest = distinct[end - 1]
-        together = (of_held(end) + of_ahead(end) + beside).tolist()
+        least = depth if largest <= _SMALL else 1
+        most = most_together(end).tolist()
         options = []
         for start in range(bisect_left(distinct, -(-largest // _NARROW)), end):
-            buffers = min(sum(counts[start:end]), max(depth, together[start]))
+            buffers = min(sum(counts[start:end]), max(least, most[start]))
             options.append((best[start][0] + buffers * largest, start, buffers))
         best.append(min(options))
     classes: dict[int, int] = {}
@@ -295,7 +311,7 @@ def size_classes(
     return classes
 
 
-def _most(distinct: Sequence[int], sets: Collection[Sequence[int]]) -> Callable[[int], torch.Tensor]:
+def _most(distinct: Sequence[int], sets: Iterable[Sequence[int]]) -> Callable[[int], torch.Tensor]:
     """Return a function: end → (end,) the most units that a set has of the sizes `distinct[start:end]`, by start."""
     unlike = {tuple(sorted(one)) for one in sets} or {()}
     below = torch.tensor([[bisect_left(one, size) for size in (*distinct, math.inf)] for one in unlike])

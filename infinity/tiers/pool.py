@@ -137,6 +137,8 @@ class Pool:
         """Number of threads that wait for a buffer; if 0, `notify` is skipped."""
         self._free: dict[int, list[torch.Tensor]] = {n: [make(n) for _ in range(count)] for n, count in sizes.items()}
         self._counts = dict(sizes)
+        self._extra = dict.fromkeys(sizes, 0)
+        """Size → buffers made beyond the pool's own; as many of those that are released next are freed."""
         self._classes: dict[int, int] = {}
         """Cache of `size_class`: requested bytes → its result."""
         self._is_dismissed = False
@@ -147,13 +149,15 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        return sum(size * count for size, count in self._counts.items())
+        return sum(size * (count + self._extra[size]) for size, count in self._counts.items())
 
     @property
     def leased(self) -> int:
         """Number of buffers that are leased."""
         with self._access:
-            return 0 if self._is_dismissed else sum(self._counts.values()) - sum(map(len, self._free.values()))
+            if self._is_dismissed:
+                return 0
+            return sum(self._counts.values()) + sum(self._extra.values()) - sum(map(len, self._free.values()))
 
     def dismiss(self) -> None:
         """Free the memory of all buffers until `recall`; a lease raises UsageError meanwhile. None may be leased."""
@@ -200,6 +204,27 @@ class Pool:
             assert lease is not None
             return lease
 
+    def exceeds(self, nbytes: int) -> bool:
+        """Return whether there are extra buffers in the size class of `nbytes`."""
+        return self._extra[self.size_class(nbytes)] > 0
+
+    def lease_extra(self, nbytes: int, most: int) -> Lease | None:
+        """Lease a buffer that is made now, an extra one. The next release of a buffer of its size frees one.
+
+        Returns None if `most` extra buffers of this size exist. Raises OutOfMemoryError.
+        """
+        size = self.size_class(nbytes)
+        with self._access:
+            if self._is_dismissed or self._extra[size] >= most:
+                return self._take(size, nbytes)
+            self._extra[size] += 1
+        try:
+            return Lease(self, self._make(size), nbytes)
+        except BaseException:
+            with self._access:
+                self._extra[size] -= 1
+            raise
+
     def _wait(self, size: int, nbytes: int, timeout: float | None) -> None:
         self._waiting += 1
         try:
@@ -226,10 +251,22 @@ class Pool:
     def _give_back(self, buffer: torch.Tensor) -> None:
         if self._poison is not None:
             self._poison(buffer)
+        size = buffer.numel()
         with self._access:
-            self._free[buffer.numel()].append(buffer)
+            if self._freed(size):
+                return
+            self._free[size].append(buffer)
             if self._waiting:
                 self._given_back.notify_all()
 
     def _replace(self, buffer: torch.Tensor) -> None:
+        with self._access:
+            if self._freed(buffer.numel()):
+                return
         self._give_back(self._make(buffer.numel()))
+
+    def _freed(self, size: int) -> bool:
+        """Count one extra buffer less, if there is one. Under the lock."""
+        exceeds = self._extra[size] > 0
+        self._extra[size] -= exceeds
+        return exceeds

@@ -12,6 +12,9 @@ from infinity.tiers.pool import Lease, Pool
 from infinity.units.trace import Tracer
 from infinity.units.unit import Residency, Unit
 
+EXTRA = 2
+"""Buffers of a size that may be made while others hold those of the plan, which expects units in their order."""
+
 
 class UnitBuffers:
     """Leases of units from `pool`.
@@ -80,7 +83,8 @@ class UnitBuffers:
     def lease(self, unit: Unit) -> Lease:
         """Return a buffer for a unit that is needed now. Waits for updates and premature prefetches.
 
-        Raises InfinityError if running modules hold all buffers of its size.
+        If running modules hold all buffers of its size, up to `EXTRA` more are made, until as many units of that size
+        are no longer held. Raises InfinityError if those are held, too.
         """
         nbytes = unit.layout.nbytes
         lease = self._pool.try_lease(nbytes)
@@ -91,12 +95,19 @@ class UnitBuffers:
             lease = self._pool.try_lease(nbytes)
             if lease is not None:
                 return lease
+        lease = self._pool.lease_extra(nbytes, EXTRA)
+        if lease is not None:
+            return lease
         held = ", ".join(other.name for other in self._units if other.lease is not None and other.pin_count)
         raise InfinityError(
             f"unit {unit.name} needs a device buffer, and running modules or GatheredParameters hold all buffers of "
             f"its size ({held}). Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, "
             "so that fewer are held at once, or gather fewer parameters at a time."
         )
+
+    def exceed(self, unit: Unit) -> bool:
+        """Return whether the unit has a buffer, and there are more of its size than planned."""
+        return unit.lease is not None and self._pool.exceeds(unit.layout.nbytes)
 
     def leaves_first(self, unit: Unit) -> bool:
         """Return whether the trace evicts the unit before it uses it again, since as many others need its buffers.

@@ -114,6 +114,9 @@ class UnitStore:
 
     def unhold(self, unit: Unit) -> None:
         unit.pin_count -= 1
+        if not unit.pin_count and self.buffers.exceed(unit):
+            with self._moving():
+                self._evict(unit)
 
     def finished_with(self, unit: Unit) -> bool:
         """True if this step no longer needs the unit's parameters, so that its update may start.

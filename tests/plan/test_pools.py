@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -37,26 +37,30 @@ def test_any_units_fit_together(sizes: list[int], depth: int) -> None:
     assert sum(classes.values()) <= len(sizes)
 
 
-@given(SIZES, st.integers(1, 5), st.integers(0, 3), st.data())
-def test_what_is_held_and_fetched_ahead_fits(sizes: list[int], depth: int, beside: int, data: st.DataObject) -> None:
-    """Units held together fit along with those ahead and any `beside` others, and any `depth` units still fit."""
-    sets = st.lists(st.sets(st.integers(0, len(sizes) - 1), min_size=1), max_size=3)
-    held, ahead = data.draw(sets), data.draw(sets)
-    classes = size_classes(
-        sizes, depth, *([[sizes[unit] for unit in one] for one in each] for each in (held, ahead)), beside
-    )
-    for one, other in product(held or [set()], ahead or [set()]):
-        together = one | other
-        others = [unit for unit in range(len(sizes)) if unit not in together]
-        for added in combinations(others, min(beside, len(others))):
-            assert fits(classes, tuple(sizes[unit] for unit in (*together, *added)))
+@given(SIZES, st.integers(1, 5), st.data())
+def test_what_is_together_fits(sizes: list[int], depth: int, data: st.DataObject) -> None:
+    """Each set of units that have a buffer at once fits, and any `depth` units still fit."""
+    sets = data.draw(st.lists(st.sets(st.integers(0, len(sizes) - 1), min_size=1), max_size=3))
+    classes = size_classes(sizes, depth, [[sizes[unit] for unit in one] for one in sets])
+    assert all(fits(classes, tuple(sizes[unit] for unit in one)) for one in sets)
     assert all(fits(classes, together) for together in combinations(sizes, min(depth, len(sizes))))
     assert sum(classes.values()) <= len(sizes)
 
 
-def test_few_that_are_held_together_change_nothing() -> None:
-    """Sets of at most `depth` units with those beside them, as a block and its parent, change no count."""
-    assert size_classes([100] * 24 + [30] * 2, 5, [[30, 100], [30, 100]], [], 3) == {100: 5}
+@given(SIZES, st.data())
+def test_large_units_fit_where_they_are_together(sizes: list[int], data: st.DataObject) -> None:
+    """Each set of large units fits, and each unit alone; others take turns."""
+    sizes = [size << 20 for size in sizes]
+    sets = data.draw(st.lists(st.sets(st.integers(0, len(sizes) - 1), min_size=1), max_size=3))
+    classes = size_classes(sizes, 4, [[sizes[unit] for unit in one] for one in sets])
+    assert all(fits(classes, tuple(sizes[unit] for unit in one)) for one in sets)
+    assert all(fits(classes, (size,)) for size in sizes)
+    assert size_classes([100 << 20, *[90 << 20] * 8, 100 << 20], 4, [[90 << 20]]) == {100 << 20: 1}
+
+
+def test_few_that_are_together_change_nothing() -> None:
+    """Sets of at most `depth` small units change no count."""
+    assert size_classes([100] * 24 + [30] * 2, 5, [[30, 100], [30, 100]]) == {100: 5}
 
 
 def test_a_tiny_unit_takes_no_buffer_of_a_large_one() -> None:
