@@ -15,9 +15,11 @@ import torch
 
 from infinity.comm.communicator import Communicator
 from infinity.grads.buffers import GradBuffers, Sent
-from infinity.grads.pieces import PIECE_BYTES, Piece, cut
+from infinity.grads.pieces import Piece, cut
 from infinity.grads.squares import DeviceSquares, Squares
+from infinity.grads.stored import StoredPieces
 from infinity.plan.layout import UnitLayout
+from infinity.plan.pools import PIECE_BYTES
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.unit import Unit
@@ -162,7 +164,8 @@ class Landing:
         pool, shard = self._places.host_pool, sent.flat
         if pool is None:
             self._places.device.await_copy(sent.reduced)
-            squares, lease = self._combine(sent, shard, _whole(shard), add=add)
+            arrived = self._pieces_of(sent.unit, shard.itemsize) if add else _whole(shard)
+            squares, lease = self._combine(sent, shard, arrived, add=add)
         else:
             with pool.lease(shard.nbytes) as host:
                 with self._leaving(sent, host.flat(shard.dtype)) as arriving:
@@ -180,16 +183,23 @@ class Landing:
         """
         places, layout = self._places, sent.unit.layout
         dtype = places.dtypes_of(sent.unit).stored
-        if not add and dtype == shard.dtype:
+        if dtype == shard.dtype:
+            if add:
+                return self._add_pieces(sent.unit, shard, arriving), None
             return self._receive(layout, shard, shard, arriving) if sent.squares is None else sent.squares, None
         assert places.stored_pool is not None
         with places.stored_pool.lease(shard.numel() * dtype.itemsize) as lease:
             if add:
                 places.tier_of(sent.unit).read(places.extent_of(sent.unit), lease.tensor).wait()
-            stored = lease.flat(dtype)
-            if dtype == shard.dtype:
-                return self._receive(layout, shard, stored, arriving, add=True), None
-            return self._receive(layout, stored, shard, arriving, add=add), lease.detach()
+            return self._receive(layout, lease.flat(dtype), shard, arriving, add=add), lease.detach()
+
+    def _add_pieces(self, unit: Unit, shard: torch.Tensor, arriving: Iterable[Piece]) -> float:
+        """Add the stored part to `shard`, of its dtype, piece by piece. Returns the sum of squares."""
+        places, pieces = self._places, self._pieces_of(unit, shard.itemsize)
+        assert places.stored_pool is not None
+        stored = StoredPieces(places.tier_of(unit), places.extent_of(unit), shard.dtype, pieces, places.stored_pool)
+        with contextlib.closing(stored.along(arriving)) as arrived:
+            return self._receive(unit.layout, shard, stored, arrived, add=True)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +224,7 @@ class Landing:
         self,
         layout: UnitLayout,
         target: torch.Tensor,
-        source: torch.Tensor,
+        source: torch.Tensor | StoredPieces,
         arriving: Iterable[Piece],
         *,
         add: bool = False,

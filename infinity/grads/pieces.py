@@ -10,9 +10,6 @@ from infinity.update.kernels import SUM_TILE
 Piece = tuple[int, int]
 """Elements [start, stop) of a shard."""
 
-PIECE_BYTES = 4 << 20
-"""Bytes of a piece: its copy hides the latency of the next one's, and it stays in the cache for its sum."""
-
 
 def cut(parts: Sequence[Part], numel: int, most: int) -> tuple[Piece, ...]:
     """Cut a shard of `numel` elements into pieces of at most `most` elements.

@@ -16,7 +16,7 @@ import torch
 
 from infinity.plan.discovered import Discovered
 from infinity.plan.layout import UnitLayout
-from infinity.plan.placement import Placement, Policy, State
+from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, Policy, State, aligned
 from infinity.plan.policy import DeviceInfo, RankInfo, updated_in
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ _STAYS = 16 << 20
 _GRADIENTS_AT_ONCE = 4
 # If the stored dtype is not the reduced one: the update reads one sum while the next is computed.
 _SUMS_AT_ONCE = 2
+PIECE_BYTES = 4 << 20
+"""Bytes of a piece of a gradient, in which it leaves the device and is added: its copy hides the latency of the next
+one's, and it stays in the cache for its sum."""
+_PIECES_READ = 3
 # Half of them are read ahead, the other half are being written.
 _TILE_BUFFERS = 6
 
@@ -184,10 +188,18 @@ def gradient_pools(
     if leaving and not device.host_addressable:
         yield PoolSpec(GRADIENT_SHARDS, "host", _of_neighbours(leaving, few))
     yield PoolSpec(GRADIENTS, "device", _of_neighbours(collected, at_once))
-    elsewhere = [nbytes for nbytes, tier in zip(stored, tiers, strict=True) if not _adds_in_place(policy, tier)]
-    if elsewhere:
+    whole, read = [], []
+    for nbytes, tier, kept in zip(stored, tiers, dtypes, strict=True):
+        if _adds_in_place(policy, tier):
+            continue
+        if kept.reduced != kept.stored or (tier == "device" and not device.host_addressable):
+            whole.append(nbytes)
+        elif tier == "nvme":
+            read.append(min(aligned(nbytes), PIECE_BYTES + 2 * EXTENT_ALIGNMENT))
+    if not all(_adds_in_place(policy, tier) for tier in tiers):
         sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
-        yield PoolSpec(STORED_GRADIENTS, "device" if policy.grad_tier == "device" else "host", {max(elsewhere): sums})
+        sizes = ({max(read): _PIECES_READ} if read else {}) | ({max(whole): sums} if whole else {})
+        yield PoolSpec(STORED_GRADIENTS, "device" if policy.grad_tier == "device" else "host", sizes)
 
 
 def _of_neighbours(sizes: Sequence[int], at_once: int) -> dict[int, int]:
