@@ -4,9 +4,10 @@
     python bench/big.py --layers 2 --limit ""              # a short one, without a limit of memory
 
 Random weights, moments of 8 bits, batch 1, sequence 128, checkpointed blocks, all states on nvme, and buffers to fetch
-100 MB ahead (`infinity.prefetch_bytes`). The process runs in a control group with --limit bytes of memory where the machine allows that. Beside the step stand the two times that bound
-it: `compute`, the forward and backward of one block in memory × blocks, and the bytes of a step ÷ the drive's mixed
-bandwidth, both measured in the same run. Writes bench/results/big.json, then draws bench/results/big.md from it.
+100 MB ahead (`infinity.prefetch_bytes`). The process runs in a control group with --limit bytes of memory where the
+machine allows that. Beside the step stand the two times that bound it: `compute`, the forward and backward of one block
+in memory × blocks, and the bytes of a step ÷ the drive's mixed bandwidth, both measured in the same run. Writes
+bench/results/big.json, then draws bench/results/big.md from it.
 """
 
 from __future__ import annotations
@@ -98,20 +99,18 @@ def train(args: argparse.Namespace) -> harness.Result:
     steps = []
     for number in range(WARM_UP + args.steps):
         if number == WARM_UP:
-            engine.settle()
-            first = engine.ledger.snapshot()
+            first = harness.moved_so_far(engine)
         began = time.perf_counter()
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
-        steps.append({"seconds": time.perf_counter() - began, "loss": float(loss)})
+        steps.append({"seconds": time.perf_counter() - began, "loss": loss.item()})
         print(
             f"step {number + 1}: {steps[-1]['seconds']:.1f} s, loss {steps[-1]['loss']:.3f}",
             file=sys.stderr,
             flush=True,
         )
-    engine.settle()
-    moved = engine.ledger.snapshot() - first
+    moved = harness.moved_so_far(engine) - first
     result = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "construction": {"seconds": constructed, "written": made.nvme_bytes_written},
@@ -243,6 +242,7 @@ def main() -> None:
     if not args.redraw:
         bounds = {"rates": drive_rates(args), "compute": compute_seconds(args)}
         shape = {name: getattr(args, name) for name in ("layers", "hidden", "sequence", "limit")}
+        shape["prefetch"] = PREFETCH
         head = harness.head("big", path=args.nvme_path)
         harness.write_json(target, {**head, "args": shape, **run_limited(args), **bounds})
     publish(target)

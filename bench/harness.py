@@ -18,10 +18,15 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from infinity.engine.training import TrainingEngine
+    from infinity.observe.ledger import Snapshot
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -78,6 +83,15 @@ def peak_rss() -> int:
     """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def moved_so_far(engine: TrainingEngine) -> Snapshot:
+    """The engine's counts between two steps, after the transfers under way have ended.
+
+    Reads for the next step are under way then. `settle` would drop some of them, which the next step reads again.
+    """
+    time.sleep(1)
+    return engine.ledger.snapshot()
 
 
 # -- kinds that take turns ---------------------------------------------------------------------------------------------

@@ -135,14 +135,12 @@ def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     seconds = []
     for number in range(WARM_UP + args.steps):
         if number == WARM_UP:
-            engine.settle()
-            first = engine.ledger.snapshot()
+            first = harness.moved_so_far(engine)
         began = time.perf_counter()
         engine.backward(engine(*batch()))
         engine.step()
         seconds.append(time.perf_counter() - began)
-    engine.settle()
-    moved = engine.ledger.snapshot() - first
+    moved = harness.moved_so_far(engine) - first
     result = {
         "seconds": seconds[WARM_UP:],
         "peak_rss": harness.peak_rss(),

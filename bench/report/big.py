@@ -41,7 +41,8 @@ def recipe(result: Result) -> list[str]:
     args = result["args"]
     return [
         f"Width {args['hidden']}, {args['layers']} layers, random weights, bf16, moments of 8 bits, checkpointed "
-        f"blocks, batch 1, sequence {args['sequence']}, all states on nvme.",
+        f"blocks, batch 1, sequence {args['sequence']}, all states on nvme, "
+        f"{args['prefetch']} fetched ahead.",
         f"The control group has {args['limit']} of memory; its peak with page cache is {result['group'] / 1e9:.2f} GB."
         if result["group"]
         else "No control group bounds the process.",
