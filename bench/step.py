@@ -3,7 +3,9 @@ model.
 
     python bench/step.py                       # shape S: 319 M parameters; about 15 minutes on 2 cores
     python bench/step.py --layers 4 --rounds 1 --steps 3
-    python bench/step.py --host-memory 4GiB --results /tmp/budget
+    python bench/step.py --host-memory 4GiB --moments fp32 --name step_4GiB
+    python bench/step.py --host-memory 1.5GiB --moments 8bit --name step_1.5GiB
+    python bench/step.py --batch 1 --sequence 16 --name step_io     # the drive bounds the step
 
 Every measurement runs in a process of its own, since peak memory belongs to a process, and the kinds take turns, round
 by round, since machines are shared: compare medians and ratios. `plain` keeps a bf16 model and an fp32 master in
@@ -43,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
     parser.add_argument("--steps", type=int, default=6, help="counted steps of each process, after 2 that warm up")
     parser.add_argument("--host-memory", metavar="SIZE", help="infinity.memory.host: states stay in memory up to SIZE")
+    parser.add_argument("--moments", choices=MOMENTS, nargs="+", default=MOMENTS, help="formats to measure")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -87,9 +90,8 @@ def run_infinity(args: argparse.Namespace, clip: float, moments: str) -> dict[st
     steps: list[dict[str, float]] = []
     before = first = engine.ledger.snapshot()
     for number in range(args.steps + WARM_UP):
-        if number == WARM_UP:  # bytes are counted from here, with nothing in flight
-            engine.settle()
-            before = first = engine.ledger.snapshot()
+        if number == WARM_UP:  # bytes are counted from here
+            before = first = harness.moved_so_far(engine)
         began = time.perf_counter()
         loss = engine(*batch())
         forward = time.perf_counter()
@@ -107,8 +109,7 @@ def run_infinity(args: argparse.Namespace, clip: float, moments: str) -> dict[st
                 "update": moved.update_seconds,
             }
         )
-    engine.settle()
-    moved = engine.ledger.snapshot() - first
+    moved = harness.moved_so_far(engine) - first
     result = measured(
         steps,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -183,8 +184,10 @@ def main() -> None:
         return
     target = harness.target(args)
     if not args.redraw:
-        runs = harness.collect(KINDS, args.rounds, child, show)
-        shape = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps")}
+        wanted = ("plain", "disk", *args.moments)
+        kinds = [kind for kind in KINDS if kind.split(",")[0] in wanted]
+        runs = harness.collect(kinds, args.rounds, child, show)
+        shape = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps", "host_memory")}
         head = harness.head("step", path=args.nvme_path)
         harness.write_json(target, {**head, "args": shape, "runs": runs})
     publish(target)

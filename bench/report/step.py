@@ -13,6 +13,7 @@ ROWS = {
     "ratio_to_plain": "ratio to plain",
     "bound_seconds": "bound, s",
     "ratio_to_bound": "ratio to bound",
+    "ratio_to_drive": "ratio to bytes ÷ disk",
     "wait_seconds": "compute waited for I/O, s",
     "update_seconds": "in Adam, beside compute, s",
     "read_bytes_per_parameter": "read, bytes per parameter",
@@ -20,6 +21,10 @@ ROWS = {
     "peak_rss_gb": "peak RSS, GB",
     "plain_peak_rss_gb": "peak RSS of plain, GB",
 }
+
+RATIOS = {"plain": "ratio_to_plain", "bound": "ratio_to_bound", "bytes ÷ disk": "ratio_to_drive"}
+USUAL = 128
+"""Tokens of a sequence with which the model computes for longer than the drive takes."""
 
 
 def over_steps(runs: list[dict[str, Any]], key: str) -> float:
@@ -33,7 +38,7 @@ def disk_rate(result: Result) -> float:
 
 
 def parameters(result: Result) -> int:
-    return int(result["runs"]["fp32, clip 0"][0]["parameters"])
+    return next(int(runs[0]["parameters"]) for runs in result["runs"].values() if "parameters" in runs[0])
 
 
 def columns(result: Result) -> dict[str, dict[str, float]]:
@@ -51,7 +56,8 @@ def column(result: Result, ours: list[dict[str, Any]], clip: str) -> dict[str, f
     plain = result["runs"][f"plain, clip {clip}"]
     read, written = ours[0]["read"], ours[0]["written"]
     # With clipping no unit is updated before the last gradient is there: backward hides nothing of the update.
-    bound = (read + written) / disk_rate(result) + (over_steps(plain, "backward") if clip != "0" else 0.0)
+    drive = (read + written) / disk_rate(result)
+    bound = drive + (over_steps(plain, "backward") if clip != "0" else 0.0)
     seconds, base = over_steps(ours, "seconds"), over_steps(plain, "seconds")
     return {
         "infinity_seconds": seconds,
@@ -59,6 +65,7 @@ def column(result: Result, ours: list[dict[str, Any]], clip: str) -> dict[str, f
         "ratio_to_plain": seconds / base,
         "bound_seconds": bound,
         "ratio_to_bound": seconds / bound,
+        "ratio_to_drive": seconds / drive,
         "wait_seconds": over_steps(ours, "wait"),
         "update_seconds": over_steps(ours, "update"),
         "read_bytes_per_parameter": read / parameters(result),
@@ -69,7 +76,15 @@ def column(result: Result, ours: list[dict[str, Any]], clip: str) -> dict[str, f
 
 
 def title(result: Result) -> str:
-    return f"One step of {parameters(result) / 1e6:.0f} M parameters, parameters and optimizer states on NVMe"
+    where = "parameters and optimizer states on NVMe"
+    if budget := budget_of(result):
+        where += f" beyond {budget} of host memory"
+    return f"One step of {parameters(result) / 1e6:.0f} M parameters, {where}"
+
+
+def budget_of(result: Result) -> str:
+    """`infinity.memory.host` of the runs; empty without one."""
+    return result.get("args", {}).get("host_memory") or ""
 
 
 def fragments(result: Result) -> dict[str, str]:
@@ -97,9 +112,13 @@ def figures_table(result: Result) -> str:
 
 
 def figures(result: Result) -> dict[str, float]:
-    found: dict[str, float] = {}
+    args, found = result.get("args", {}), {}
+    prefix = f"host memory {budget}, " if (budget := budget_of(result)) else ""
+    if args.get("sequence", USUAL) < USUAL:
+        prefix += f"batch {args['batch']}, sequence {args['sequence']}, "
     for name, one in columns(result).items():
-        found |= {f"{name} ÷ plain": one["ratio_to_plain"], f"{name} ÷ bound": one["ratio_to_bound"]}
+        for title, key in RATIOS.items():
+            found[f"{prefix}{name} ÷ {title}"] = one[key]
     return found
 
 
