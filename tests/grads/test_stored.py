@@ -18,6 +18,7 @@ from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.passing import PassingTier
 from infinity.tiers.pool import Pool
+from infinity.tiers.transfer import Transfer
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.late_disk import LateSlab
@@ -67,18 +68,30 @@ def test_memory_needs_no_buffer() -> None:
     assert torch.equal(torch.cat([found[start:stop] for start, stop in found.along(pieces)]), stored)
 
 
+class Noting(LateSlab):
+    """A late disk that keeps the reads."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.reads: list[Transfer] = []
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        self.reads.append(super().read(extent, destination, offset))
+        return self.reads[-1]
+
+
 def test_an_error_returns_all_buffers_after_their_reads() -> None:
     numel = 5 * MOST
     extent = Extent("nvme", 0, numel * 4, "gradient")
     pool = Pool(host_tensor, {MOST * 4 + 2 * EXTENT_ALIGNMENT: 3}, name="x", poison=CpuDevice().poison)
     pieces = cut([Part(0, numel)], numel, MOST)
-    disk = LateSlab(extent.nbytes)
+    disk = Noting(extent.nbytes)
     found = StoredPieces(disk, extent, torch.float32, pieces, pool)
     with pytest.raises(ZeroDivisionError), contextlib.closing(found.along(pieces)) as arrived:
         for _ in arrived:
             assert pool.leased == 3
             raise ZeroDivisionError
-    assert not pool.leased
+    assert not pool.leased and len(disk.reads) == 3 and all(read.done() for read in disk.reads)
 
 
 class Wide(torch.nn.Module):

@@ -215,3 +215,37 @@ def test_an_extra_buffer_that_cannot_be_made_leaves_the_pool_as_it_was() -> None
     with pytest.raises(MemoryError):
         made.lease_extra(64, 2)
     assert made.nbytes == 64 and not made.exceeds(64)
+
+
+def test_one_thread_at_a_time_makes_extra_buffers() -> None:
+    """Under a lock, of which another thread counts an extra buffer, and one takes back the count of a refused one."""
+    made, counted, refused = pool({64: 1}), threading.Event(), threading.Event()
+
+    def count() -> None:
+        assert made.lease_extra(64, 1) is None
+        counted.set()
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        made._access.acquire()
+        release.start()
+        raise MemoryError
+
+    def let_go() -> None:
+        assert not refused.wait(0.2)
+        made._access.release()
+
+    other = threading.Thread(target=count)
+    made.lease(64)
+    with made._access:  # as another thread that is about to count the extra buffer
+        other.start()
+        assert not counted.wait(0.2)
+        made._extra[64] += 1
+    other.join(60)
+    assert counted.is_set()
+    made._extra[64] -= 1
+    made._make, release = refuse, threading.Thread(target=let_go)
+    with pytest.raises(MemoryError):
+        made.lease_extra(64, 1)
+    refused.set()
+    release.join(60)
+    assert not made.exceeds(64)
