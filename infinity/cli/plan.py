@@ -159,17 +159,30 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
         for lane in LANES:
             if lane != "compute" and (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
                 yield f"  waits for {lane}: {seconds:.3g} s"
-        ranks = found.ranks_per_node
-        if seen.nvme_bytes_read or seen.nvme_bytes_written:
-            read, written = (show_bytes(n * ranks) for n in (seen.nvme_bytes_read, seen.nvme_bytes_written))
-            yield f"nvme: {read} read, {written} written a step; {show_bytes(found.nvme_written_a_day)} written a day"
-            if needs.available["nvme"]:
-                often = found.nvme_written_a_day / needs.available["nvme"]
-                yield f"  a drive rated for 1 drive write a day is written {often:.3g} times a day"
+        yield from _moved(found)
     else:
         yield "no step time: measure the machine's bandwidths with infinity bench-links, and pass --bandwidths"
     for line in found.advice:
         yield f"advice: {line}"
+
+
+def _moved(found: Prediction) -> Iterator[str]:
+    """Yield the bytes of a step to and from the drive and for activations, and what they make of the drive."""
+    seen, a_day, ranks = found.simulation, found.nvme_written_a_day, found.ranks_per_node
+    lines = [
+        f"{what}: {show_bytes(read * ranks)} read, {show_bytes(written * ranks)} written a step"
+        for what, read, written in (
+            ("nvme", seen.nvme_bytes_read, seen.nvme_bytes_written),
+            ("activations", seen.activation_bytes_read, seen.activation_bytes_written),
+        )
+        if read or written
+    ]
+    if a_day:
+        lines[0] += f"; {show_bytes(a_day)} written a day"
+        if available := found.needs.available["nvme"]:
+            often = a_day / available
+            lines.insert(1, f"  a drive rated for 1 drive write a day is written {often:.3g} times a day")
+    yield from lines
 
 
 def _cell(nbytes: int) -> str:

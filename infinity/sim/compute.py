@@ -93,7 +93,7 @@ class Compute(TorchDispatchMode):
             self._device.operate(known.seconds, known.nbytes)
         if kind is not _Kind.SAME and self._clock.current.index == 0:
             for made in result if isinstance(result, (tuple, list)) else (result,):
-                self._count(made)
+                self.count(made)
         return result
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
@@ -129,7 +129,7 @@ class Compute(TorchDispatchMode):
             seconds = max(seconds, max(map(_nbytes, tensors)) / weights)
         return flops, seconds
 
-    def _count(self, tensor: Any) -> None:
+    def count(self, tensor: Any) -> None:
         """Count the memory of a result until it is freed."""
         if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
             return

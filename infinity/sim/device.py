@@ -99,7 +99,7 @@ class SimulatedHost(SimulatedDevice):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         lane = lane_of(self._clock.current.name)
-        if self.in_host_memory(source) != self.in_host_memory(destination):
+        if lane != "activations" and self.in_host_memory(source) != self.in_host_memory(destination):
             lane = "host_to_device" if self.in_host_memory(source) else "device_to_host"
         nbytes = destination.numel()
         record = self._clock.work(lane, 2 * nbytes / self._memory, nbytes=nbytes)
@@ -157,7 +157,7 @@ class SimulatedAccelerator(SimulatedDevice):
         stream.follow(self.stream.reached() if after is None else after)
         self._clock.turn()  # threads share the streams of copies
         seconds = nbytes / self._bandwidths[stream] if to_host or from_host else self._seconds(2 * nbytes)
-        self._clock.submitted.append(stream.run(seconds, nbytes=nbytes))
+        self._clock.submitted.append(stream.run(seconds, self._clock.current.lane, nbytes=nbytes))
         return stream.reached()
 
     def await_copy(self, transfer: Transfer) -> None:

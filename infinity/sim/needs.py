@@ -36,11 +36,11 @@ class Needs:
         return max(0, self.peak[tier] - self.available[tier])
 
 
-def needs_of(plan: Plan, machine: Machine, *, activations: int, baseline_rss: int) -> Needs:
+def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], baseline_rss: int) -> Needs:
     """Return what all ranks of a node take together.
 
-    activations: peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of a
-    process before it makes an engine.
+    activations: tier → peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of
+    a process before it makes an engine.
     """
     ranks = machine.ranks_per_node
     tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
@@ -48,9 +48,10 @@ def needs_of(plan: Plan, machine: Machine, *, activations: int, baseline_rss: in
         tiers[extent.tier][_KIND[state]] += extent.nbytes * ranks
     for pool in plan.pools:
         tiers[pool.tier]["buffers"] += pool.nbytes * ranks
-    tiers["device"]["activations"] = activations * ranks
     peak = {tier: nbytes * ranks for tier, nbytes in plan.peak_nbytes().items()}
-    peak["device"] += activations * ranks
+    for tier, nbytes in activations.items():
+        tiers[tier]["activations"] = nbytes * ranks
+        peak[tier] += nbytes * ranks
     peak["host"] += baseline_rss * ranks
     if not machine.gpus:
         peak["host"], peak["device"] = peak["host"] + peak["device"], 0

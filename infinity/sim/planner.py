@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _SECONDS_OF_A_DAY = 86_400
 _EXPOSED = 0.05
 """Share of a step from which a lane is worth advice."""
+_MOST_SIMULATED = 32
+"""Layers from which more are extrapolated, at most."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
 """Stands in for bandwidths that nobody measured; bytes do not depend on them."""
 
@@ -60,8 +62,10 @@ class Prediction:
 
     @property
     def nvme_written_a_day(self) -> float:
-        """Bytes that a node writes to its drive in a day of steps."""
-        return self.simulation.nvme_bytes_written * self.ranks_per_node * _SECONDS_OF_A_DAY / self.simulation.seconds
+        """Bytes that a node writes to its drive in a day of steps, saved activations included."""
+        seen = self.simulation
+        written = seen.nvme_bytes_written + ("nvme" in seen.activations and seen.activation_bytes_written)
+        return written * self.ranks_per_node * _SECONDS_OF_A_DAY / seen.seconds
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `infinity plan --json`. Bytes are those of a node."""
@@ -73,6 +77,8 @@ class Prediction:
                 "compute_seconds": seen.compute_seconds,
                 "nvme_bytes_read": seen.nvme_bytes_read * self.ranks_per_node,
                 "nvme_bytes_written": seen.nvme_bytes_written * self.ranks_per_node,
+                "activation_bytes_read": seen.activation_bytes_read * self.ranks_per_node,
+                "activation_bytes_written": seen.activation_bytes_written * self.ranks_per_node,
                 "nvme_bytes_written_a_day": round(self.nvme_written_a_day),
                 "exposed": {lane: seen.exposed.get(lane, 0.0) for lane in LANES if lane != "compute"},
             }
@@ -109,7 +115,7 @@ def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, 
         ranks=Ranks(machine.ranks, machine.ranks_per_node),
     )
     baseline = links.baseline_rss if links is not None else 0
-    needs = needs_of(simulation.plan, machine, activations=simulation.working_bytes, baseline_rss=baseline)
+    needs = needs_of(simulation.plan, machine, activations=_activations(simulation), baseline_rss=baseline)
     found = list(advice(simulation.plan, needs))
     if links is not None and not found:
         found += faster(config, simulation, needs)
@@ -140,11 +146,18 @@ def faster(config: Config, simulation: Simulation, needs: Needs) -> Iterator[str
             change = f'set infinity.memory.host to "auto", since {show_bytes(free)} of host memory are free'
         elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
             change = 'infinity.moments "bf16" or "8bit" move fewer bytes'
+        elif lane == "activations":
+            change = "raise infinity.activations.memory_bytes, or checkpoint activations"
         else:
             change = "raise the micro-batch, which moves no more bytes a step"
         if change not in given:
             given.add(change)
             yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {lane}: {change}"
+
+
+def _activations(simulation: Simulation) -> dict[str, int]:
+    """Return tier → peak bytes of the model's results there."""
+    return {"device": simulation.working_bytes, **simulation.activations}
 
 
 def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
@@ -158,14 +171,22 @@ def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
 def largest(shape: GPT2Config, config: Config, machine: Machine, baseline_rss: int) -> int | None:
     """Return the most layers with which a GPT-2 of this width fits; None if one layer does not.
 
-    Activations are simulated for one and two layers; more layers add as many bytes each as the second.
+    Activations are simulated for a few layers and for twice as many; more layers add as many bytes each. They are few
+    enough unless saved activations leave the device, which begins when these exceed a window.
     """
-    seen = [predict(partial(gpt2, replace(shape, num_layers=n)), config, machine, None) for n in (1, 2)]
-    one, two = (found.simulation.working_bytes for found in seen)
+    few = 1
+    while True:
+        seen = [predict(partial(gpt2, replace(shape, num_layers=n)), config, machine, None) for n in (few, 2 * few)]
+        one, two = (_activations(found.simulation) for found in seen)
+        if all(one.values()) or few >= _MOST_SIMULATED:
+            break
+        few *= 2
 
     def fits(layers: int) -> bool:
         plan = plan_of(gpt2(replace(shape, num_layers=layers)), config, machine)
-        activations = one + (layers - 1) * max(0, two - one)
+        activations = {
+            tier: max(0, nbytes + (layers - few) * max(0, two[tier] - nbytes) // few) for tier, nbytes in one.items()
+        }
         return not needs_of(plan, machine, activations=activations, baseline_rss=baseline_rss).limits
 
     if not fits(1):

@@ -16,6 +16,7 @@ from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
+from infinity.sim.activations import SimulatedRoom
 from infinity.sim.clock import Clock, Record
 from infinity.sim.compute import Compute, fused_attention
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
@@ -47,7 +48,11 @@ class Simulation:
     activation_bytes: int
     """Bytes of the model's results that are alive when backward begins, units excluded."""
     working_bytes: int
-    """Peak of bytes of the model's results in the whole step."""
+    """Peak of bytes of the model's results in the whole step, without those that are in another tier."""
+    activations: Mapping[str, int]
+    """Tier → peak bytes of the saved activations that `infinity.activations` moves there, in all steps."""
+    activation_bytes_read: int
+    activation_bytes_written: int
     plan: Plan
     steps: Sequence[Boundary]
     """The ends of steps, and before them the start of the first one."""
@@ -72,7 +77,7 @@ class Simulation:
     def chrome_trace(self) -> dict[str, Any]:
         """Return the last step as a Chrome trace."""
         start, end = self.steps[-2].time, self.steps[-1].time
-        nbytes = self.plan.nbytes()
+        nbytes = {tier: held + self.activations.get(tier, 0) for tier, held in self.plan.nbytes().items()}
         samples = [Sample(time, nbytes) for time in (start, end)]
         waited = {lane: seconds for lane, seconds in self.exposed.items() if lane != "compute"}
         return chrome_trace(self.records, [StepSpan(start, end, waited)], samples, name="simulated rank 0")
@@ -98,11 +103,6 @@ def simulate(
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
-    if config.infinity.activations.device != "none":
-        raise ConfigError(
-            f'infinity.activations.device is "{config.infinity.activations.device}", which a simulation cannot time '
-            'yet: set it to "none"'
-        )
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
     place = _device(clock, facts, links, ranks)
     compute = Compute(clock, place, links)
@@ -111,12 +111,12 @@ def simulate(
     with ExitStack() as undo:
         undo.enter_context(concurrency.using(primitives))
         undo.callback(clock.abort)
-        platform = SimulatedPlatform(clock, place, links, ranks)
+        platform = SimulatedPlatform(clock, place, compute, links, ranks)
         engine = TrainingEngine(model, config, device=place, platform=platform)
         try:
             loop = _Loop(clock, place, compute, engine, loss_of or _loss_of)
             loop.run(args, steps)
-            simulation = _result(clock, engine.parts.plan, loop)
+            simulation = _result(clock, engine.parts.plan, loop, platform.room)
             engine.close()
         except BaseException:
             engine._finalizer.detach()  # its threads are about to be ended
@@ -137,6 +137,8 @@ class _Loop:
     ) -> None:
         self.activation_bytes = self.working_bytes = 0
         self.flops = 0.0
+        self.moved: dict[str, int] = {}
+        """Bytes of saved activations read and written in the last step, by field of `Simulation`."""
         self.steps: list[Boundary] = []
         self._clock, self._device, self._compute, self._engine = clock, device, compute, engine
         self._loss_of = loss_of
@@ -147,11 +149,16 @@ class _Loop:
             for _ in range(steps):
                 self.activation_bytes = self._compute.peak = 0
                 self._compute.flops = 0.0
-                before = self._compute.live
+                before, moved = self._compute.live, self._moved()
                 for _ in range(self._engine.batch.accumulation):
                     self._micro_batch(args)
                 self.working_bytes, self.flops = self._compute.peak - before, self._compute.flops
+                self.moved = {key: nbytes - moved[key] for key, nbytes in self._moved().items()}
                 self._note()
+
+    def _moved(self) -> dict[str, int]:
+        counters = self._engine.parts.counters()
+        return {key: counters[key] for key in ("activation_bytes_read", "activation_bytes_written")}
 
     def _micro_batch(self, args: Sequence[Any]) -> None:
         before = self._compute.live
@@ -175,7 +182,7 @@ def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> Sim
     return SimulatedAccelerator(clock, facts, memory, links.host_to_device, links.device_to_host)
 
 
-def _result(clock: Clock, plan: Plan, loop: _Loop) -> Simulation:
+def _result(clock: Clock, plan: Plan, loop: _Loop, room: SimulatedRoom | None) -> Simulation:
     start, end = loop.steps[-2:]
     waited = exposed(clock.records, start, end)
     moved: dict[str, int] = {}
@@ -193,6 +200,8 @@ def _result(clock: Clock, plan: Plan, loop: _Loop) -> Simulation:
         flops=loop.flops,
         activation_bytes=loop.activation_bytes,
         working_bytes=loop.working_bytes,
+        activations={} if room is None else {room.tier: room.peak},
+        **loop.moved,
         plan=plan,
         steps=loop.steps,
         records=clock.records,
