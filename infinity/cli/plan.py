@@ -41,6 +41,7 @@ class Flags:
     seq_length: int | None
     batch_size: int | None
     config: Path | None
+    train_batch: bool
     bandwidths: Path | None
     gpus: int
     nodes: int
@@ -64,7 +65,7 @@ def run(flags: Flags) -> None:
         if flags.max_model:
             _say_largest(flags, config, machine, links)
             return
-        found = predict(_maker(flags), config, machine, links)
+        found = predict(_maker(flags), config, machine, links, train_batch=flags.train_batch)
         if flags.trace is not None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
         if flags.as_json:
@@ -123,7 +124,7 @@ def _links(flags: Flags) -> Links | None:
 
 def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | None) -> None:
     baseline = links.baseline_rss if links is not None else 0
-    found = largest(flags.shape, config, machine, baseline)
+    found = largest(flags.shape, config, machine, baseline, train_batch=flags.train_batch)
     if found is None:
         fail(f"no GPT-2 of width {flags.shape.hidden_size} fits: not even one layer")
     parameters = replace(flags.shape, num_layers=found).num_parameters

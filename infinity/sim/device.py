@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from infinity.plan.policy import DeviceInfo
 from infinity.sim.clock import Clock, Record, lane_of
@@ -36,6 +39,7 @@ class SimulatedDevice(Device):
     """Base of both kinds. Memory of host and device differs by the buffer that allocated it."""
 
     torch_device = META
+    modes = 1  # `infinity.sim.compute.Compute`
 
     def __init__(self, clock: Clock, facts: DeviceFacts, memory: float) -> None:
         """memory: bytes/s of host memory, by all processors."""
@@ -44,6 +48,9 @@ class SimulatedDevice(Device):
         self._memory = memory
         self._of_host: dict[int, torch.UntypedStorage] = {}
         """Storages of host memory. They stay alive, so that no other storage has their identity."""
+
+    def like_this_thread(self) -> AbstractContextManager[object]:
+        return _entering(_get_current_dispatch_mode_stack())
 
     @property
     def info(self) -> DeviceInfo:
@@ -87,6 +94,14 @@ class SimulatedDevice(Device):
     def position(self) -> tuple[float, Record | None]:
         """Return when compute that the model issues now would start, and the work that determines it."""
         raise NotImplementedError
+
+
+@contextmanager
+def _entering(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        yield
 
 
 class SimulatedHost(SimulatedDevice):

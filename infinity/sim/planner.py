@@ -94,8 +94,17 @@ class Prediction:
         }
 
 
-def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, links: Links | None) -> Prediction:
+def predict(
+    make: Callable[[], PlannedModel],
+    config: Config,
+    machine: Machine,
+    links: Links | None,
+    *,
+    train_batch: bool = False,
+) -> Prediction:
     """Predict training of the model that `make` returns. links: of a node of the machine; None: bytes only.
+
+    train_batch: each step is a call of `engine.train_batch`, in place of a loop over micro-batches.
 
     Raises ConfigError or ModelError for a config that cannot train the model.
     """
@@ -113,12 +122,15 @@ def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, 
         batch=model.inputs(batch.micro),
         device=DeviceFacts(facts.host_addressable, facts.nbytes, processors=facts.processors),
         ranks=Ranks(machine.ranks, machine.ranks_per_node),
+        train_batch=train_batch,
     )
     baseline = links.baseline_rss if links is not None else 0
     needs = needs_of(simulation.plan, machine, activations=_activations(simulation), baseline_rss=baseline)
     found = list(advice(simulation.plan, needs))
     if links is not None and not found:
         found += faster(config, simulation, needs)
+    if simulation.ordinary:
+        found.append(f"train_batch runs micro-batches one after the other, since {simulation.ordinary}")
     return Prediction(
         model.name, parameters, batch.train, needs, simulation, machine.ranks_per_node, links is not None, found
     )
@@ -168,16 +180,22 @@ def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
     return plan_units(model.module, config, groups, ranks, device, budget)[1]
 
 
-def largest(shape: GPT2Config, config: Config, machine: Machine, baseline_rss: int) -> int | None:
+def largest(
+    shape: GPT2Config, config: Config, machine: Machine, baseline_rss: int, *, train_batch: bool = False
+) -> int | None:
     """Return the most layers with which a GPT-2 of this width fits; None if one layer does not.
 
     Activations are simulated for a few layers and for twice as many; more layers add as many bytes each. They are few
     enough unless saved activations leave the device, which begins when these exceed a window.
     """
+
+    def activations_of(layers: int) -> dict[str, int]:
+        make = partial(gpt2, replace(shape, num_layers=layers))
+        return _activations(predict(make, config, machine, None, train_batch=train_batch).simulation)
+
     few = 1
     while True:
-        seen = [predict(partial(gpt2, replace(shape, num_layers=n)), config, machine, None) for n in (few, 2 * few)]
-        one, two = (_activations(found.simulation) for found in seen)
+        one, two = activations_of(few), activations_of(2 * few)
         if all(one.values()) or few >= _MOST_SIMULATED:
             break
         few *= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,8 @@ class Simulation:
     """Tier → peak bytes of the saved activations that `infinity.activations` moves there, in all steps."""
     activation_bytes_read: int
     activation_bytes_written: int
+    ordinary: str
+    """Why `engine.train_batch` runs micro-batches one after the other; empty if it does not."""
     plan: Plan
     steps: Sequence[Boundary]
     """The ends of steps, and before them the start of the first one."""
@@ -93,13 +96,15 @@ def simulate(
     ranks: Ranks | None = None,
     steps: int = 3,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
+    train_batch: bool = False,
 ) -> Simulation:
     """Train `model` for `steps` steps in virtual time, and return the last one.
 
     model: on the meta device; it cannot be used afterwards. links: bandwidths of a node; `collective` and copies are
     those of one rank. batch: arguments of the model for one micro-batch; tensors are moved to the meta device. loss_of:
     returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
-    since the first records the trace and the second is the first to follow it.
+    since the first records the trace and the second is the first to follow it. train_batch: each step is a call of
+    `engine.train_batch`, whose first one records the blocks that the model calls, so that it is one step more.
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
@@ -109,13 +114,14 @@ def simulate(
     primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links))
     args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
     with ExitStack() as undo:
+        undo.enter_context(torch.random.fork_rng(devices=()))
         undo.enter_context(concurrency.using(primitives))
         undo.callback(clock.abort)
         platform = SimulatedPlatform(clock, place, compute, links, ranks)
         engine = TrainingEngine(model, config, device=place, platform=platform)
         try:
             loop = _Loop(clock, place, compute, engine, loss_of or _loss_of)
-            loop.run(args, steps)
+            loop.run(args, steps + train_batch, train_batch=train_batch)
             simulation = _result(clock, engine.parts.plan, loop, platform.room)
             engine.close()
         except BaseException:
@@ -143,15 +149,18 @@ class _Loop:
         self._clock, self._device, self._compute, self._engine = clock, device, compute, engine
         self._loss_of = loss_of
 
-    def run(self, args: Sequence[Any], steps: int) -> None:
+    def run(self, args: Sequence[Any], steps: int, *, train_batch: bool) -> None:
         with fused_attention(), self._compute:
             self._note()
             for _ in range(steps):
                 self.activation_bytes = self._compute.peak = 0
                 self._compute.flops = 0.0
                 before, moved = self._compute.live, self._moved()
-                for _ in range(self._engine.batch.accumulation):
-                    self._micro_batch(args)
+                if train_batch:
+                    self._whole_step(args)
+                else:
+                    for _ in range(self._engine.batch.accumulation):
+                        self._micro_batch(args)
                 self.working_bytes, self.flops = self._compute.peak - before, self._compute.flops
                 self.moved = {key: nbytes - moved[key] for key, nbytes in self._moved().items()}
                 self._note()
@@ -160,6 +169,10 @@ class _Loop:
         counters = self._engine.parts.counters()
         return {key: counters[key] for key in ("activation_bytes_read", "activation_bytes_written")}
 
+    @property
+    def ordinary(self) -> str:
+        return self._engine._batches.reason
+
     def _micro_batch(self, args: Sequence[Any]) -> None:
         before = self._compute.live
         loss = self._loss_of(self._engine(*args))
@@ -167,6 +180,16 @@ class _Loop:
         self._engine.backward(loss)
         del loss
         self._engine.step()
+
+    def _whole_step(self, args: Sequence[Any]) -> None:
+        before = self._compute.live
+
+        def loss_of(output: Any, _: Any) -> torch.Tensor:
+            loss = self._loss_of(output)
+            self.activation_bytes = max(self.activation_bytes, self._compute.live - before)
+            return loss
+
+        self._engine.train_batch(repeat(args), loss_of)
 
     def _note(self) -> None:
         self._clock.turn()
@@ -202,6 +225,7 @@ def _result(clock: Clock, plan: Plan, loop: _Loop, room: SimulatedRoom | None) -
         working_bytes=loop.working_bytes,
         activations={} if room is None else {room.tier: room.peak},
         **loop.moved,
+        ordinary=loop.ordinary,
         plan=plan,
         steps=loop.steps,
         records=clock.records,

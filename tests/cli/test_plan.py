@@ -206,6 +206,29 @@ def test_activations_on_nvme_are_listed_there_and_counted_in_the_bytes_of_a_day(
     assert lacking["limits"] == ["nvme"]
 
 
+def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:
+    """A model that fits in the buffers runs as in a loop, and the advice says so."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+    }
+    file = tmp_path / "engine.json"
+    for section, is_vertical in (
+        ({"unit_size": "64KiB", "prefetch_bytes": "300KB", "cache_bytes": 0}, True),
+        ({}, False),
+    ):
+        file.write_text(json.dumps({**config, "infinity": section}))
+        options = (*SHAPE[:-2], *MEMORY, "--config", file, "--bandwidths", rates)
+        loop, whole = (planned(*options, *more) for more in ((), ("--train-batch",)))
+        read = [each["step"]["nvme_bytes_read"] for each in (loop, whole)]
+        assert (read[1] < read[0]) == is_vertical
+        assert any("train_batch runs micro-batches one after" in line for line in whole["advice"]) != is_vertical
+        kept = [each["tiers"]["host"]["activations"] for each in (loop, whole)]
+        assert (kept[1] > 2 * kept[0]) == is_vertical
+
+
 def test_the_largest_model_counts_activations_in_their_tier(tmp_path: Path) -> None:
     """With activations on nvme, more layers fit in host memory, and a small drive is the limit."""
     section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "256KiB"}

@@ -55,17 +55,24 @@ def model(*, checkpoints: bool) -> nn.Module:
 
 
 def simulated(
-    config: Config, *, checkpoints: bool, links: Links = AT_ONCE, device: DeviceFacts | None = None
+    config: Config,
+    *,
+    checkpoints: bool,
+    links: Links = AT_ONCE,
+    device: DeviceFacts | None = None,
+    train_batch: bool = False,
 ) -> Simulation:
     with torch.device("meta"):
         blank = model(checkpoints=checkpoints)
-    return simulate(blank, config, links, batch=BATCH, steps=STEPS, device=device)
+    return simulate(
+        blank, config, links, batch=BATCH, steps=STEPS - train_batch, device=device, train_batch=train_batch
+    )
 
 
-def assert_same(config: Config, *, checkpoints: bool) -> Order:
+def assert_same(config: Config, *, checkpoints: bool, train_batch: bool = False) -> Order:
     """Compare a real run with a simulation. Returns the order of transfers."""
-    real, moved, stored = real_run(model(checkpoints=checkpoints), config, BATCH, STEPS)
-    found = simulated(config, checkpoints=checkpoints)
+    real, moved, stored = real_run(model(checkpoints=checkpoints), config, BATCH, STEPS, train_batch=train_batch)
+    found = simulated(config, checkpoints=checkpoints, train_batch=train_batch)
     order = simulated_order(found)
     assert order == real
     assert found.activations == stored
@@ -105,6 +112,29 @@ def test_saved_activations_move_to_nvme_and_back_as_in_a_real_run(
     )
     order = assert_same(config, checkpoints=checkpoints)
     assert min(len(order[f"infinity-staging-{name}", "activations"]) for name in ("writes", "reads")) > STEPS
+
+
+@pytest.mark.parametrize("checkpoints, activations, clip", [(False, False, 0.0), (True, True, 1.0)])
+def test_train_batch_moves_states_in_the_vertical_order_of_a_real_run(
+    checkpoints: bool, activations: bool, clip: float, tmp_path: Path
+) -> None:
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": 131_072}
+    config = engine_config(
+        folder=tmp_path,
+        accumulation=3,
+        clip=clip,
+        unit_size=60_000,
+        debug=False,
+        prefetch_bytes=220_000,  # a block
+        activations=section if activations else {},
+    )
+    vertical = assert_same(config, checkpoints=checkpoints, train_batch=True)
+    ordinary = simulated_order(simulated(config, checkpoints=checkpoints))
+    read, in_a_loop = (
+        sum(nbytes for name, nbytes in order["model", "nvme_read"] if name.startswith("parameters"))
+        for order in (vertical, ordinary)
+    )
+    assert 0 < read < in_a_loop / 2  # the first of four steps runs as in a loop
 
 
 class PromptDevice(LateDevice):

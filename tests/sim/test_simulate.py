@@ -47,12 +47,18 @@ DEVICES = [DeviceFacts(), GPU]
 
 
 def run(
-    folder: Path, links: Links = LINKS, device: DeviceFacts | None = None, ranks: Ranks | None = None, **options: object
+    folder: Path,
+    links: Links = LINKS,
+    device: DeviceFacts | None = None,
+    ranks: Ranks | None = None,
+    *,
+    train_batch: bool = False,
+    **options: object,
 ) -> Simulation:
     config = engine_config(folder=folder, unit_size=60_000, debug=False, **options)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT2(SHAPE)
-    return simulate(model, config, links, batch=BATCH, device=device, ranks=ranks)
+    return simulate(model, config, links, batch=BATCH, device=device, ranks=ranks, train_batch=train_batch)
 
 
 def test_reading_its_weight_bounds_a_matmul_of_few_rows(tmp_path: Path) -> None:
@@ -207,6 +213,48 @@ def test_a_second_run_with_activations_on_nvme_is_the_same(tmp_path: Path, devic
     assert first.order == second.order
     assert "activations" in first.order
     assert_no_threads()
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout, which draws random numbers."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Dropout(rate)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_train_batch_of_a_model_that_draws_random_numbers_runs_as_a_loop(tmp_path: Path, rate: float) -> None:
+    """So it does in the engine. The generators of this process stay as they are."""
+    before = torch.get_rng_state()
+    found = []
+    for train_batch in (False, True):
+        with torch.device("meta"):
+            model = Dropping(rate)
+        config = engine_config(folder=tmp_path, unit_size=60_000, prefetch_bytes=1, accumulation=2, debug=False)
+        found.append(simulate(model, config, LINKS, batch=(torch.zeros(4, 128),), train_batch=train_batch))
+    loop, whole = found
+    assert loop.ordinary == "" and ("random numbers" in whole.ordinary) == (rate > 0)
+    assert (whole.seconds == pytest.approx(loop.seconds, rel=1e-9)) == (rate > 0)
+    assert (whole.nvme_bytes_read < loop.nvme_bytes_read) == (rate == 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_no_threads()
+
+
+@pytest.mark.parametrize("device, ranks", [(DEVICES[0], Ranks()), (GPU, Ranks(4, 2))])
+def test_train_batch_keeps_the_activations_of_all_micro_batches(
+    tmp_path: Path, device: DeviceFacts, ranks: Ranks
+) -> None:
+    options = {"accumulation": 3, "prefetch_bytes": 60_000, "device": device, "ranks": ranks}
+    loop, whole = (run(tmp_path, train_batch=each, **options) for each in (False, True))
+    assert whole.ordinary == ""
+    assert 2.5 * loop.activation_bytes < whole.activation_bytes < 3.5 * loop.activation_bytes
+    assert loop.working_bytes + loop.activation_bytes < whole.working_bytes
 
 
 def test_a_budget_of_a_node_is_divided_over_its_simulated_ranks(tmp_path: Path) -> None:

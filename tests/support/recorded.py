@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -134,11 +135,17 @@ class Recorder(Machine):
 def present_thread() -> str:
     """Return the calling thread's name, as in a simulation."""
     name = threading.current_thread().name
-    return "model" if name == "MainThread" else name.partition("_")[0]
+    return "model" if name in ("MainThread", "micro-batch") else name.partition("_")[0]
 
 
 def real_run(
-    model: nn.Module, config: Config, batch: Sequence[torch.Tensor], steps: int, device: Device | None = None
+    model: nn.Module,
+    config: Config,
+    batch: Sequence[torch.Tensor],
+    steps: int,
+    device: Device | None = None,
+    *,
+    train_batch: bool = False,
 ) -> tuple[Order, Snapshot, dict[str, int]]:
     """Train `steps` steps. Returns the transfers until the engine is closed, the counters of the run, and tier → peak
     bytes of saved activations there.
@@ -149,6 +156,9 @@ def real_run(
     _finish_at_once(engine)
     before = engine.ledger.snapshot()
     for _ in range(steps):
+        if train_batch:
+            engine.train_batch(repeat(batch))
+            continue
         for _ in range(engine.batch.accumulation):
             engine.backward(engine(*batch))
             engine.step()
