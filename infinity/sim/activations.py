@@ -28,7 +28,7 @@ _Count = Callable[[torch.Tensor], None]
 
 class SimulatedRoom(Room, Protocol):
     peak: int
-    """The most bytes of storages at once; on nvme in whole pages."""
+    """The most bytes of storages at once; on nvme as aligned in files."""
 
 
 def open_simulated_room(

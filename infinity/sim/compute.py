@@ -90,7 +90,7 @@ class Compute(TorchDispatchMode):
             result = args[0] if kind is _Kind.SAME else known.result()
         self.flops += known.flops
         if known.draws:
-            torch.rand(())  # moves a generator of this thread's process, as the operation would
+            torch.rand((), device="cpu")  # moves a generator, as the operation would
         if known.nbytes:
             self._device.operate(known.seconds, known.nbytes)
         if kind is not _Kind.SAME and self._clock.current.index == 0:

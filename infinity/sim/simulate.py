@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,7 @@ def simulate(
     args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng(devices=()))
+        undo.enter_context(_no_automatic_collection())
         undo.enter_context(concurrency.using(primitives))
         undo.callback(clock.abort)
         platform = SimulatedPlatform(clock, place, compute, links, ranks)
@@ -192,8 +194,21 @@ class _Loop:
         self._engine.train_batch(repeat(args), loss_of)
 
     def _note(self) -> None:
+        gc.collect()
         self._clock.turn()
         self.steps.append(Boundary(*self._device.position(), len(self._clock.submitted)))
+
+
+@contextmanager
+def _no_automatic_collection() -> Iterator[None]:
+    """Let no garbage be collected in the block by chance: finalizers ask transfers, which lets other threads run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> SimulatedDevice:
