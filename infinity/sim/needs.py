@@ -103,9 +103,10 @@ def _changes(plan: Plan, needs: Needs, tier: str) -> list[tuple[int, str]]:
         place = "lower infinity.memory.device_optimizer, to 0 if it is not set"
     else:
         place = "give offload_param and offload_optimizer the device cpu or nvme"
+    elsewhere = "" if plan.activations is not None else 'set infinity.activations.device to "nvme", '
     return [
         (states, place),
-        (held["activations"], "checkpoint activations, or use a smaller micro-batch"),
+        (held["activations"], f"checkpoint activations, {elsewhere}or use a smaller micro-batch"),
         (held["buffers"], "lower infinity.prefetch_bytes or infinity.unit_size"),
     ]
 

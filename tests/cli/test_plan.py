@@ -206,6 +206,16 @@ def test_activations_on_nvme_are_listed_there_and_counted_in_the_bytes_of_a_day(
     assert lacking["limits"] == ["nvme"]
 
 
+def test_activations_that_do_not_fit_name_the_key_that_moves_them(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    advice = []
+    for device in ("none", "nvme"):
+        section = {"device": device, "nvme_path": str(tmp_path), "memory_bytes": "8GiB"}
+        file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 256, "infinity": {"activations": section}}))
+        advice += planned(*SHAPE[:-2], "--host-memory", "64MiB", "--nvme", "8GiB", "--config", file, code=1)["advice"]
+    assert ["infinity.activations.device" in line for line in advice] == [True, False]
+
+
 def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:
     """A model that fits in the buffers runs as in a loop, and the advice says so."""
     place = {"device": "nvme", "nvme_path": str(tmp_path)}
