@@ -93,6 +93,11 @@ def using(primitives: Primitives) -> Iterator[None]:
         _present.primitives = before
 
 
+def present() -> Primitives:
+    """Return the primitives that the calling thread uses."""
+    return _present.primitives
+
+
 def thread(target: Callable[[], None], name: str) -> threading.Thread:
     """Return a daemon thread, not started."""
     return _present.primitives.thread(target, name)

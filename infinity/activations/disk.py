@@ -18,7 +18,7 @@ from infinity.plan.io import IoPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile, alignment, open_swap_files, whole
-from infinity.tiers.io import open_engine, register
+from infinity.tiers.io import register
 from infinity.tiers.nvme import Request
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Transfer
@@ -35,15 +35,15 @@ class DiskRoom:
 
     tier = "nvme"
 
-    def __init__(self, io: IoPlan, device: Device, rank: int) -> None:
-        """io: its `nbytes` is unused."""
+    def __init__(self, io: IoPlan, engine: _aio.Engine, device: Device, rank: int) -> None:
+        """io: its `nbytes` is unused. engine: closed with the room, or after an error."""
         self._io = io
         self._name = f"{NAME} of rank {rank}"
         self._ranges = Ranges()
         self._files: list[SwapFile] = []
         self._starts: list[int] = []
         """First byte of each file."""
-        self._engine = open_engine(io.engine, block_size=io.block_size, queue_depth=io.queue_depth, threads=io.threads)
+        self._engine = engine
         with ExitStack() as undo:
             undo.callback(self._engine.close)
             self._device = device

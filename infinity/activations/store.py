@@ -8,8 +8,6 @@ them in the reverse order, so they come back in this order, ahead of their use. 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -17,6 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
+from infinity import concurrency
 from infinity.activations.room import Room
 from infinity.activations.stored import Alias, Leftover, Stored, key_of
 from infinity.errors import UsageError
@@ -77,7 +76,7 @@ class ActivationStore:
         self._room = room
         self._device = device
         self._plan = plan
-        self._access = threading.Lock()
+        self._access = concurrency.lock()
         self._closed = False
         self._largest = 0
         """Bytes of the largest storage so far."""
@@ -256,7 +255,7 @@ class ActivationStore:
         """Wait until a storage that is read is in memory. Raises the OSError of the read; another use repeats it."""
         if stored.transfer is None:
             return
-        began = time.perf_counter()
+        began = concurrency.now()
         try:
             with self._device.recorder.wait("activations"):
                 self._device.await_copy(stored.transfer)
@@ -266,7 +265,7 @@ class ActivationStore:
             stored.memory = stored.transfer = None
             raise
         finally:
-            self.wait_seconds += time.perf_counter() - began
+            self.wait_seconds += concurrency.now() - began
         stored.transfer = None
 
     @staticmethod
@@ -280,7 +279,7 @@ class ActivationStore:
         if stored is None:  # freed with its graph
             return 0
         assert stored.transfer is not None
-        began = time.perf_counter()
+        began = concurrency.now()
         transfer, stored.transfer, stored.leaves = stored.transfer, None, False
         try:
             with self._device.recorder.wait("activations"):
@@ -291,7 +290,7 @@ class ActivationStore:
             self._leftovers.append(Leftover(transfer, stored.memory, extent))
             raise
         finally:
-            self.wait_seconds += time.perf_counter() - began
+            self.wait_seconds += concurrency.now() - began
         if stored.is_shared():
             return 0
         self._drop(stored)

@@ -337,6 +337,9 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="Engine's configuration; by default bf16 with all states on nvme.")
     ] = None,
+    train_batch: Annotated[
+        bool, typer.Option("--train-batch", help="Steps are calls of engine.train_batch, not loops over micro-batches.")
+    ] = False,
     bandwidths: Annotated[
         Path | None, typer.Option(help="JSON of infinity bench-links; without it, no step time.")
     ] = None,
@@ -376,6 +379,7 @@ def plan(
             checkpoint_activations=checkpoint_activations,
             model=model,
             config=config,
+            train_batch=train_batch,
             bandwidths=bandwidths,
             gpus=gpus,
             nodes=nodes,

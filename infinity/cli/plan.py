@@ -41,6 +41,7 @@ class Flags:
     seq_length: int | None
     batch_size: int | None
     config: Path | None
+    train_batch: bool
     bandwidths: Path | None
     gpus: int
     nodes: int
@@ -64,7 +65,7 @@ def run(flags: Flags) -> None:
         if flags.max_model:
             _say_largest(flags, config, machine, links)
             return
-        found = predict(_maker(flags), config, machine, links)
+        found = predict(_maker(flags), config, machine, links, train_batch=flags.train_batch)
         if flags.trace is not None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
         if flags.as_json:
@@ -123,7 +124,7 @@ def _links(flags: Flags) -> Links | None:
 
 def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | None) -> None:
     baseline = links.baseline_rss if links is not None else 0
-    found = largest(flags.shape, config, machine, baseline)
+    found = largest(flags.shape, config, machine, baseline, train_batch=flags.train_batch)
     if found is None:
         fail(f"no GPT-2 of width {flags.shape.hidden_size} fits: not even one layer")
     parameters = replace(flags.shape, num_layers=found).num_parameters
@@ -159,17 +160,30 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
         for lane in LANES:
             if lane != "compute" and (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
                 yield f"  waits for {lane}: {seconds:.3g} s"
-        ranks = found.ranks_per_node
-        if seen.nvme_bytes_read or seen.nvme_bytes_written:
-            read, written = (show_bytes(n * ranks) for n in (seen.nvme_bytes_read, seen.nvme_bytes_written))
-            yield f"nvme: {read} read, {written} written a step; {show_bytes(found.nvme_written_a_day)} written a day"
-            if needs.available["nvme"]:
-                often = found.nvme_written_a_day / needs.available["nvme"]
-                yield f"  a drive rated for 1 drive write a day is written {often:.3g} times a day"
+        yield from _moved(found)
     else:
         yield "no step time: measure the machine's bandwidths with infinity bench-links, and pass --bandwidths"
     for line in found.advice:
         yield f"advice: {line}"
+
+
+def _moved(found: Prediction) -> Iterator[str]:
+    """Yield the bytes of a step to and from the drive and for activations, and what they make of the drive."""
+    seen, a_day, ranks = found.simulation, found.nvme_written_a_day, found.ranks_per_node
+    lines = [
+        f"{what}: {show_bytes(read * ranks)} read, {show_bytes(written * ranks)} written a step"
+        for what, read, written in (
+            ("nvme", seen.nvme_bytes_read, seen.nvme_bytes_written),
+            ("activations", seen.activation_bytes_read, seen.activation_bytes_written),
+        )
+        if read or written
+    ]
+    if a_day:
+        lines[0] += f"; {show_bytes(a_day)} written a day"
+        if available := found.needs.available["nvme"]:
+            often = a_day / available
+            lines.insert(1, f"  a drive rated for 1 drive write a day is written {often:.3g} times a day")
+    yield from lines
 
 
 def _cell(nbytes: int) -> str:

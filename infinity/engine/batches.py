@@ -79,8 +79,8 @@ class BatchTrainer:
     def __init__(self, engine: Trainer) -> None:
         self._engine = engine
         self._order: VerticalOrder | None = None
-        self._is_ordinary = False
-        """True if the model was found not to fit: all steps run in the ordinary order."""
+        self.reason = ""
+        """Why the model was found not to fit, so that all steps run in the ordinary order; empty: it was not."""
 
     def train(self, batches: Iterator[Any], loss_fn: LossFunction | None) -> torch.Tensor:
         """Run one step. Returns the mean loss, without a graph. After an exception the step's gradients are dropped."""
@@ -102,7 +102,7 @@ class BatchTrainer:
         return total / len(losses)
 
     def _run(self, batches: list[Any], loss_fn: LossFunction | None) -> list[torch.Tensor]:
-        if len(batches) == 1 or self._is_ordinary:
+        if len(batches) == 1 or self.reason:
             return self._ordinary(batches, loss_fn)
         reason = self._obstacle()
         if reason is not None:
@@ -124,17 +124,17 @@ class BatchTrainer:
             return "the model runs in tensor parallelism"
         if (name := hooked(engine.module)) is not None:
             return f"{name or 'the model'} has hooks, which would run in another order"
-        if not is_plain_thread(engine.device):
+        if not is_plain_thread(engine.parts.device):
             return "train_batch() was called in a context of this thread (autocast, a mode, hooks or a stream)"
         profiler = engine.config.flops_profiler
         if profiler.enabled and profiler.profile_step == engine.global_steps:
             return "this step is profiled"
         return None
 
-    def _say(self, reason: str, *, always: bool = True) -> None:
-        if self._engine.ranks.is_main_rank and not self._is_ordinary:
+    def _say(self, reason: str) -> None:
+        if self._engine.ranks.is_main_rank:
             logger.info("train_batch: micro-batches run one after the other, since %s", reason)
-        self._is_ordinary = always
+        self.reason = reason
 
     # -- ordinary ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 
+from infinity import concurrency
 from infinity.interrupts import uninterrupted
 
 
@@ -14,10 +15,13 @@ class Cancelled(BaseException):
 
 
 class Coroutine:
-    """Runs `body` in turns with the caller. It inherits the caller's context variables, but nothing thread-local."""
+    """Runs `body` in turns with the caller. It inherits the caller's context variables and primitives
+    (`infinity.concurrency`), but nothing else that is thread-local.
+    """
 
     def __init__(self, body: Callable[[], None]) -> None:
         self._body: Callable[[], None] | None = body
+        self._primitives = concurrency.present()
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._is_cancelled = False
@@ -67,7 +71,8 @@ class Coroutine:
         body, self._body = self._body, None  # which may refer to this object
         assert body is not None
         try:
-            body()
+            with concurrency.using(self._primitives):
+                body()
         except Cancelled:
             pass
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread

@@ -277,7 +277,7 @@ def _generators(device: torch.device) -> Iterator[tuple[Any, Callable[[], None]]
     """Yield the state of each generator, and the function that restores it."""
     host = torch.get_rng_state()
     yield host.numpy().tobytes(), lambda: torch.set_rng_state(host)
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         module: Any = getattr(torch, device.type)
         there = module.get_rng_state(device)
         yield there.cpu().numpy().tobytes(), lambda: module.set_rng_state(there, device)

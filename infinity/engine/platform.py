@@ -8,10 +8,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from infinity.activations.open import open_activations
+from infinity.activations.store import ActivationStore
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
+from infinity.plan.activations import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
@@ -33,6 +36,7 @@ class Platform(Protocol):
         """Make the buffers of a model on the meta device, and check that all values exist or can be made."""
 
     def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]: ...
+    def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None: ...
     def stream_in(
         self,
         model: nn.Module,
@@ -59,6 +63,9 @@ class Machine:
 
     def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
         return open_tiers(plan, device, rank)
+
+    def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:
+        return open_activations(plan, device, rank)
 
     def stream_in(
         self,

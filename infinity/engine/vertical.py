@@ -21,6 +21,7 @@ from infinity.engine.model_state import ModelState
 from infinity.engine.parts import EngineParts
 from infinity.engine.pieces import Boundary, Graph, NotInPieces
 from infinity.grads.held import HeldGradients
+from infinity.tiers.device import Device
 from infinity.units import residents
 
 LossOf = Callable[[Any], torch.Tensor]
@@ -36,14 +37,14 @@ class Forward:
         self.loss: torch.Tensor | None = None
         self._batch = batch
         self._loss_of = loss_of
-        self._enter_thread = _thread_like_this(parts.device.torch_device)
+        self._as_caller = parts.device.like_this_thread()
         self._scope = parts.store.scope
         self._coroutine = Coroutine(self._run)
 
     def _run(self) -> None:
-        self._enter_thread()
-        self._scope.hand_over()
-        self.loss = self._loss_of(self._batch)
+        with self._as_caller:
+            self._scope.hand_over()
+            self.loss = self._loss_of(self._batch)
 
     def advance(self) -> None:
         """Run to the next block, or to the end."""
@@ -211,14 +212,6 @@ def _check_sum(leaf: torch.Tensor, edges: Sequence[tuple[int, int]]) -> None:
         raise NotInPieces("a parameter of several blocks is used more than once in one of them")
 
 
-def _thread_like_this(device: torch.device) -> Callable[[], None]:
-    """Return a function that gives its thread the present stream and gradient mode of the calling thread."""
-    if device.type == "cpu":
-        return lambda: None
-    stream = torch.accelerator.current_stream(device)
-    return lambda: torch.accelerator.set_stream(stream)
-
-
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _STATELESS = frozenset({"transformers.modeling_utils"})
 """Modules whose hooks on a model depend on their arguments only, as `enable_input_require_grads`."""
@@ -241,11 +234,12 @@ def hooked(model: nn.Module) -> str | None:
     return None
 
 
-def is_plain_thread(device: torch.device) -> bool:
-    """Return whether another thread would compute as this one does."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+def is_plain_thread(device: Device) -> bool:
+    """Return whether another thread would compute as this one does, in a context of `Device.like_this_thread`."""
+    if torch._C._len_torch_dispatch_stack() != device.modes or torch._C._len_torch_function_stack():
         return False
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device.type) or torch.is_inference_mode_enabled():
+    kinds = filter(torch.amp.is_autocast_available, ("cpu", device.torch_device.type))
+    if any(map(torch.is_autocast_enabled, kinds)) or torch.is_inference_mode_enabled():
         return False
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from infinity.activations.open import open_activations
 from infinity.activations.store import ActivationStore
 from infinity.checkpoint.tiles import check_tiles
 from infinity.comm.agreement import groups_in_common, in_common
@@ -140,7 +139,7 @@ def assemble(
     activations: ActivationStore | None = None
     try:
         tiers = platform.open_tiers(plan, device, ranks.rank)
-        activations = open_activations(plan.activations, device, ranks.rank)
+        activations = platform.open_activations(plan.activations, device, ranks.rank)
         states = UnitStates(plan.placement, tiers, plan.policy.states, ranks, device)
         in_order = planned.units.in_order(plan.units)
         units = platform.stream_in(model, in_order, plan.units, states, ranks, device.torch_device)

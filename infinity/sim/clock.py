@@ -56,7 +56,8 @@ class HostThread:
         """The work that determined this clock."""
         self.debt = 0.0
         """Seconds of work that are added to the clock at the thread's next call."""
-        self.label = ""
+        self.label = self.lane = ""
+        """Name of work and lane of copies that name none."""
         self.baton = threading.Lock()
         self.baton.acquire()
 
@@ -173,14 +174,14 @@ class Clock:
             thread.baton.release()
 
     @contextmanager
-    def naming(self, name: str) -> Iterator[None]:
-        """Name the work of the running thread in the block."""
+    def naming(self, name: str, lane: str = "") -> Iterator[None]:
+        """Name the work of the running thread in the block. lane: that of its copies; default: by their direction."""
         me = self.current
-        before, me.label = me.label, name
+        before, (me.label, me.lane) = (me.label, me.lane), (name, lane)
         try:
             yield
         finally:
-            me.label = before
+            me.label, me.lane = before
 
     def _yield(self, me: HostThread) -> None:
         time = me.time
@@ -230,7 +231,14 @@ def _due(source: Source) -> float:
     return source.due
 
 
-LANE_OF_THREAD = {"model": "compute", "infinity-update": "update", "infinity-comm": "gather"}
+LANE_OF_THREAD = {
+    "model": "compute",
+    "infinity-update": "update",
+    "infinity-comm": "gather",
+    # Where the host computes, only saved activations pass through staging buffers.
+    "infinity-staging-reads": "activations",
+    "infinity-staging-writes": "activations",
+}
 
 
 def lane_of(thread: str) -> str:

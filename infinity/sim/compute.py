@@ -89,11 +89,13 @@ class Compute(TorchDispatchMode):
         else:
             result = args[0] if kind is _Kind.SAME else known.result()
         self.flops += known.flops
+        if known.draws:
+            torch.rand((), device="cpu")  # moves a generator, as the operation would
         if known.nbytes:
             self._device.operate(known.seconds, known.nbytes)
         if kind is not _Kind.SAME and self._clock.current.index == 0:
             for made in result if isinstance(result, (tuple, list)) else (result,):
-                self._count(made)
+                self.count(made)
         return result
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
@@ -103,7 +105,7 @@ class Compute(TorchDispatchMode):
         _collect(result, tensors)
         nbytes = 2 * sum(map(_nbytes, tensors[read:])) if func in _SPARSE else sum(map(_nbytes, tensors))
         flops, seconds = self._arithmetic(func, args, kwargs, result, tensors)
-        return _Operation(_specs(result), seconds, flops, 0 if func in _FREE else nbytes)
+        return _Operation(_specs(result), seconds, flops, 0 if func in _FREE else nbytes, _draws(func, args))
 
     def _arithmetic(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Any) -> tuple[float, float]:
         """Return the operations and seconds of a matrix product or attention; 0 for others."""
@@ -129,7 +131,7 @@ class Compute(TorchDispatchMode):
             seconds = max(seconds, max(map(_nbytes, tensors)) / weights)
         return flops, seconds
 
-    def _count(self, tensor: Any) -> None:
+    def count(self, tensor: Any) -> None:
         """Count the memory of a result until it is freed."""
         if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
             return
@@ -155,6 +157,8 @@ class _Operation:
     seconds: float
     flops: float
     nbytes: int
+    draws: bool
+    """True if it draws random numbers."""
 
     def result(self) -> Any:
         return _from_specs(self.made)
@@ -222,6 +226,12 @@ def _from_specs(made: Any) -> Any:
     return made
 
 
+def _draws(func: Any, args: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return func.overloadpacket is not _attention or (len(args) > 3 and args[3] > 0)
+
+
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)
@@ -272,5 +282,5 @@ def _fused(
         return plain
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(query.dtype)
-    fused: torch.Tensor = _attention(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    fused: torch.Tensor = _attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return fused

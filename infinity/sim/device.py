@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from infinity.plan.policy import DeviceInfo
 from infinity.sim.clock import Clock, Record, lane_of
@@ -36,6 +39,7 @@ class SimulatedDevice(Device):
     """Base of both kinds. Memory of host and device differs by the buffer that allocated it."""
 
     torch_device = META
+    modes = 1  # `infinity.sim.compute.Compute`
 
     def __init__(self, clock: Clock, facts: DeviceFacts, memory: float) -> None:
         """memory: bytes/s of host memory, by all processors."""
@@ -44,6 +48,9 @@ class SimulatedDevice(Device):
         self._memory = memory
         self._of_host: dict[int, torch.UntypedStorage] = {}
         """Storages of host memory. They stay alive, so that no other storage has their identity."""
+
+    def like_this_thread(self) -> AbstractContextManager[object]:
+        return _entering(_get_current_dispatch_mode_stack())
 
     @property
     def info(self) -> DeviceInfo:
@@ -89,6 +96,14 @@ class SimulatedDevice(Device):
         raise NotImplementedError
 
 
+@contextmanager
+def _entering(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        yield
+
+
 class SimulatedHost(SimulatedDevice):
     """The host computes."""
 
@@ -99,7 +114,7 @@ class SimulatedHost(SimulatedDevice):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         lane = lane_of(self._clock.current.name)
-        if self.in_host_memory(source) != self.in_host_memory(destination):
+        if lane != "activations" and self.in_host_memory(source) != self.in_host_memory(destination):
             lane = "host_to_device" if self.in_host_memory(source) else "device_to_host"
         nbytes = destination.numel()
         record = self._clock.work(lane, 2 * nbytes / self._memory, nbytes=nbytes)
@@ -157,7 +172,7 @@ class SimulatedAccelerator(SimulatedDevice):
         stream.follow(self.stream.reached() if after is None else after)
         self._clock.turn()  # threads share the streams of copies
         seconds = nbytes / self._bandwidths[stream] if to_host or from_host else self._seconds(2 * nbytes)
-        self._clock.submitted.append(stream.run(seconds, nbytes=nbytes))
+        self._clock.submitted.append(stream.run(seconds, self._clock.current.lane, nbytes=nbytes))
         return stream.reached()
 
     def await_copy(self, transfer: Transfer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from math import inf
 
 from infinity.sim.clock import Clock, HostThread, Record
@@ -104,73 +105,102 @@ class Request:
 READ, WRITE = "nvme_read", "nvme_write"
 
 
+@dataclass(eq=False)
+class Queue:
+    """Reads or writes of one I/O engine, which the drive serves in their order."""
+
+    direction: str
+    """READ or WRITE."""
+    lane: str
+    requests: deque[Request] = field(default_factory=deque)
+
+
 class Drive:
-    """A drive, or several as one: reads and writes each in their order, and both share the drive while both are under
-    way.
+    """A drive, or several as one. Reads and writes share it while both are under way, and so do queues of one
+    direction.
     """
 
     def __init__(self, clock: Clock, read: float, write: float, mixed: float) -> None:
         """Bandwidths in bytes/s. mixed: of reads and writes together, in equal parts."""
         self.due = inf
-        self.bytes_read = self.bytes_written = 0
         self._clock = clock
         self._rates = {READ: read, WRITE: write}
         self._mixed = mixed / 2
-        self._queues: dict[str, deque[Request]] = {READ: deque(), WRITE: deque()}
+        self._queues: list[Queue] = []
+        self._busy: list[Queue] = []
+        """Queues with requests."""
         self._since = 0.0
         clock.sources.append(self)
 
-    def read(self, name: str, nbytes: int) -> Request:
-        self.bytes_read += nbytes
-        return self._submit(READ, name, nbytes)
+    def queue(self, direction: str, lane: str) -> Queue:
+        """Add a queue, whose requests are in `lane`."""
+        self._queues.append(Queue(direction, lane))
+        return self._queues[-1]
 
-    def write(self, name: str, nbytes: int) -> Request:
-        self.bytes_written += nbytes
-        return self._submit(WRITE, name, nbytes)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _submit(self, lane: str, name: str, nbytes: int) -> Request:
-        clock, queue = self._clock, self._queues[lane]
+    def submit(self, queue: Queue, name: str, nbytes: int) -> Request:
+        clock = self._clock
         clock.turn()
         me = clock.current
-        record = Record(lane, name, nbytes, me.name, me.time, inf, me.last)
+        record = Record(queue.lane, name, nbytes, me.name, me.time, inf, me.last)
         clock.records.append(record)
         clock.submitted.append(record)
         request = Request(clock, record)
         self._advance(me.time)
-        queue.append(request)
+        queue.requests.append(request)
         self._plan()
         return request
 
     def complete(self) -> None:
         time = self.due
         self._advance(time)
-        lane = min((lane for lane in self._queues if self._queues[lane]), key=self._remaining)
-        queue = self._queues[lane]
-        ended = queue.popleft()
+        requests = min(self._busy, key=self._remaining).requests
+        ended = requests.popleft()
         ended.record.end = time
         ended.has_ended = True
-        if queue:
-            queue[0].record.start, queue[0].record.cause = time, ended.record
+        if requests:
+            requests[0].record.start, requests[0].record.cause = time, ended.record
         self._plan()
         for thread in ended.waiting:
             self._clock.wake(thread, time, ended.record)
 
-    def _rate(self, lane: str) -> float:
-        return self._mixed if all(self._queues.values()) else self._rates[lane]
+    def _rate(self, queue: Queue) -> float:
+        sharing = sum(other.direction == queue.direction for other in self._busy)
+        return (self._rates[queue.direction] if sharing == len(self._busy) else self._mixed) / sharing
 
-    def _remaining(self, lane: str) -> float:
-        """Return the seconds that the oldest request of a lane takes if nothing changes."""
-        return max(0.0, self._queues[lane][0].left) / self._rate(lane)
+    def _remaining(self, queue: Queue) -> float:
+        """Return the seconds that the oldest request of a queue takes if nothing changes."""
+        return max(0.0, queue.requests[0].left) / self._rate(queue)
 
     def _advance(self, time: float) -> None:
         passed, self._since = time - self._since, time
-        for lane, queue in self._queues.items():
-            if queue:
-                queue[0].left -= passed * self._rate(lane)
+        for queue in self._busy:
+            queue.requests[0].left -= passed * self._rate(queue)
 
     def _plan(self) -> None:
-        remaining = [self._remaining(lane) for lane, queue in self._queues.items() if queue]
-        self.due = self._since + min(remaining) if remaining else inf
+        self._busy = [queue for queue in self._queues if queue.requests]
+        self.due = self._since + min(map(self._remaining, self._busy)) if self._busy else inf
+
+
+class DriveEngine:
+    """Reads and writes of a tier, in place of the native I/O engine, whose bytes it counts."""
+
+    def __init__(self, drive: Drive, lane: str = "") -> None:
+        """lane: of all requests; default: by their direction."""
+        self.bytes_read = self.bytes_written = 0
+        self._drive = drive
+        self._reads, self._writes = (drive.queue(direction, lane or direction) for direction in (READ, WRITE))
+
+    def read(self, name: str, nbytes: int) -> Request:
+        self.bytes_read += nbytes
+        return self._drive.submit(self._reads, name, nbytes)
+
+    def write(self, name: str, nbytes: int) -> Request:
+        self.bytes_written += nbytes
+        return self._drive.submit(self._writes, name, nbytes)
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Return False: no buffer has an address."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is open."""

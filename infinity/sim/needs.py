@@ -36,11 +36,11 @@ class Needs:
         return max(0, self.peak[tier] - self.available[tier])
 
 
-def needs_of(plan: Plan, machine: Machine, *, activations: int, baseline_rss: int) -> Needs:
+def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], baseline_rss: int) -> Needs:
     """Return what all ranks of a node take together.
 
-    activations: peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of a
-    process before it makes an engine.
+    activations: tier → peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of
+    a process before it makes an engine.
     """
     ranks = machine.ranks_per_node
     tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
@@ -48,9 +48,10 @@ def needs_of(plan: Plan, machine: Machine, *, activations: int, baseline_rss: in
         tiers[extent.tier][_KIND[state]] += extent.nbytes * ranks
     for pool in plan.pools:
         tiers[pool.tier]["buffers"] += pool.nbytes * ranks
-    tiers["device"]["activations"] = activations * ranks
     peak = {tier: nbytes * ranks for tier, nbytes in plan.peak_nbytes().items()}
-    peak["device"] += activations * ranks
+    for tier, nbytes in activations.items():
+        tiers[tier]["activations"] = nbytes * ranks
+        peak[tier] += nbytes * ranks
     peak["host"] += baseline_rss * ranks
     if not machine.gpus:
         peak["host"], peak["device"] = peak["host"] + peak["device"], 0
@@ -102,9 +103,10 @@ def _changes(plan: Plan, needs: Needs, tier: str) -> list[tuple[int, str]]:
         place = "lower infinity.memory.device_optimizer, to 0 if it is not set"
     else:
         place = "give offload_param and offload_optimizer the device cpu or nvme"
+    elsewhere = "" if plan.activations is not None else 'set infinity.activations.device to "nvme", '
     return [
         (states, place),
-        (held["activations"], "checkpoint activations, or use a smaller micro-batch"),
+        (held["activations"], f"checkpoint activations, {elsewhere}or use a smaller micro-batch"),
         (held["buffers"], "lower infinity.prefetch_bytes or infinity.unit_size"),
     ]
 

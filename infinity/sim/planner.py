@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _SECONDS_OF_A_DAY = 86_400
 _EXPOSED = 0.05
 """Share of a step from which a lane is worth advice."""
+_MOST_SIMULATED = 32
+"""Layers from which more are extrapolated, at most."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
 """Stands in for bandwidths that nobody measured; bytes do not depend on them."""
 
@@ -60,8 +62,10 @@ class Prediction:
 
     @property
     def nvme_written_a_day(self) -> float:
-        """Bytes that a node writes to its drive in a day of steps."""
-        return self.simulation.nvme_bytes_written * self.ranks_per_node * _SECONDS_OF_A_DAY / self.simulation.seconds
+        """Bytes that a node writes to its drive in a day of steps, saved activations included."""
+        seen = self.simulation
+        written = seen.nvme_bytes_written + ("nvme" in seen.activations and seen.activation_bytes_written)
+        return written * self.ranks_per_node * _SECONDS_OF_A_DAY / seen.seconds
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `infinity plan --json`. Bytes are those of a node."""
@@ -73,6 +77,8 @@ class Prediction:
                 "compute_seconds": seen.compute_seconds,
                 "nvme_bytes_read": seen.nvme_bytes_read * self.ranks_per_node,
                 "nvme_bytes_written": seen.nvme_bytes_written * self.ranks_per_node,
+                "activation_bytes_read": seen.activation_bytes_read * self.ranks_per_node,
+                "activation_bytes_written": seen.activation_bytes_written * self.ranks_per_node,
                 "nvme_bytes_written_a_day": round(self.nvme_written_a_day),
                 "exposed": {lane: seen.exposed.get(lane, 0.0) for lane in LANES if lane != "compute"},
             }
@@ -88,8 +94,17 @@ class Prediction:
         }
 
 
-def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, links: Links | None) -> Prediction:
+def predict(
+    make: Callable[[], PlannedModel],
+    config: Config,
+    machine: Machine,
+    links: Links | None,
+    *,
+    train_batch: bool = False,
+) -> Prediction:
     """Predict training of the model that `make` returns. links: of a node of the machine; None: bytes only.
+
+    train_batch: each step is a call of `engine.train_batch`, in place of a loop over micro-batches.
 
     Raises ConfigError or ModelError for a config that cannot train the model.
     """
@@ -107,12 +122,15 @@ def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, 
         batch=model.inputs(batch.micro),
         device=DeviceFacts(facts.host_addressable, facts.nbytes, processors=facts.processors),
         ranks=Ranks(machine.ranks, machine.ranks_per_node),
+        train_batch=train_batch,
     )
     baseline = links.baseline_rss if links is not None else 0
-    needs = needs_of(simulation.plan, machine, activations=simulation.working_bytes, baseline_rss=baseline)
+    needs = needs_of(simulation.plan, machine, activations=_activations(simulation), baseline_rss=baseline)
     found = list(advice(simulation.plan, needs))
     if links is not None and not found:
         found += faster(config, simulation, needs)
+    if simulation.ordinary:
+        found.append(f"train_batch runs micro-batches one after the other, since {simulation.ordinary}")
     return Prediction(
         model.name, parameters, batch.train, needs, simulation, machine.ranks_per_node, links is not None, found
     )
@@ -140,11 +158,18 @@ def faster(config: Config, simulation: Simulation, needs: Needs) -> Iterator[str
             change = f'set infinity.memory.host to "auto", since {show_bytes(free)} of host memory are free'
         elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
             change = 'infinity.moments "bf16" or "8bit" move fewer bytes'
+        elif lane == "activations":
+            change = "raise infinity.activations.memory_bytes, or checkpoint activations"
         else:
             change = "raise the micro-batch, which moves no more bytes a step"
         if change not in given:
             given.add(change)
             yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {lane}: {change}"
+
+
+def _activations(simulation: Simulation) -> dict[str, int]:
+    """Return tier → peak bytes of the model's results there."""
+    return {"device": simulation.working_bytes, **simulation.activations}
 
 
 def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
@@ -155,17 +180,31 @@ def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
     return plan_units(model.module, config, groups, ranks, device, budget)[1]
 
 
-def largest(shape: GPT2Config, config: Config, machine: Machine, baseline_rss: int) -> int | None:
+def largest(
+    shape: GPT2Config, config: Config, machine: Machine, baseline_rss: int, *, train_batch: bool = False
+) -> int | None:
     """Return the most layers with which a GPT-2 of this width fits; None if one layer does not.
 
-    Activations are simulated for one and two layers; more layers add as many bytes each as the second.
+    Activations are simulated for a few layers and for twice as many; more layers add as many bytes each. They are few
+    enough unless saved activations leave the device, which begins when these exceed a window.
     """
-    seen = [predict(partial(gpt2, replace(shape, num_layers=n)), config, machine, None) for n in (1, 2)]
-    one, two = (found.simulation.working_bytes for found in seen)
+
+    def activations_of(layers: int) -> dict[str, int]:
+        make = partial(gpt2, replace(shape, num_layers=layers))
+        return _activations(predict(make, config, machine, None, train_batch=train_batch).simulation)
+
+    few = 1
+    while True:
+        one, two = activations_of(few), activations_of(2 * few)
+        if all(one.values()) or few >= _MOST_SIMULATED:
+            break
+        few *= 2
 
     def fits(layers: int) -> bool:
         plan = plan_of(gpt2(replace(shape, num_layers=layers)), config, machine)
-        activations = one + (layers - 1) * max(0, two - one)
+        activations = {
+            tier: max(0, nbytes + (layers - few) * max(0, two[tier] - nbytes) // few) for tier, nbytes in one.items()
+        }
         return not needs_of(plan, machine, activations=activations, baseline_rss=baseline_rss).limits
 
     if not fits(1):

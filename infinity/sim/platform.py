@@ -7,12 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from infinity.activations.store import ActivationStore
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.stream_in import move_buffers
+from infinity.plan.activations import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
+from infinity.sim.activations import SimulatedRoom, open_simulated_room
 from infinity.sim.clock import Clock
+from infinity.sim.compute import Compute
 from infinity.sim.device import SimulatedDevice
 from infinity.sim.kernels import simulated_kernels
 from infinity.sim.lanes import Drive
@@ -30,12 +34,16 @@ from infinity.units.unit import Unit
 class SimulatedPlatform:
     """A `Platform` (`infinity.engine.platform`) on one clock."""
 
-    def __init__(self, clock: Clock, device: SimulatedDevice, links: Links, ranks: Ranks) -> None:
+    def __init__(self, clock: Clock, device: SimulatedDevice, compute: Compute, links: Links, ranks: Ranks) -> None:
+        """compute: of the model's thread."""
         self.kernels = simulated_kernels(device)
         self._clock = clock
         self._device = device
+        self._compute = compute
         self._ranks = ranks
         self._collective = links.collective
+        self.room: SimulatedRoom | None = None
+        """That of saved activations, if they leave the device."""
         self._drive: Drive | None = None
         if links.nvme_read is not None and links.nvme_write is not None:
             mixed = links.nvme_mixed or (links.nvme_read + links.nvme_write) / 2
@@ -49,6 +57,12 @@ class SimulatedPlatform:
 
     def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
         return open_simulated(plan, device, self._clock, self._drive)
+
+    def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:
+        if plan is None:
+            return None
+        self.room = open_simulated_room(plan, device, self._clock, self._drive, self._compute.count)
+        return ActivationStore(self.room, device, plan)
 
     def stream_in(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
+from infinity.sim.activations import SimulatedRoom
 from infinity.sim.clock import Clock, Record
 from infinity.sim.compute import Compute, fused_attention
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
@@ -47,7 +50,13 @@ class Simulation:
     activation_bytes: int
     """Bytes of the model's results that are alive when backward begins, units excluded."""
     working_bytes: int
-    """Peak of bytes of the model's results in the whole step."""
+    """Peak of bytes of the model's results in the whole step, without those that are in another tier."""
+    activations: Mapping[str, int]
+    """Tier → peak bytes of the saved activations that `infinity.activations` moves there, in all steps."""
+    activation_bytes_read: int
+    activation_bytes_written: int
+    ordinary: str
+    """Why `engine.train_batch` runs micro-batches one after the other; empty if it does not."""
     plan: Plan
     steps: Sequence[Boundary]
     """The ends of steps, and before them the start of the first one."""
@@ -72,7 +81,7 @@ class Simulation:
     def chrome_trace(self) -> dict[str, Any]:
         """Return the last step as a Chrome trace."""
         start, end = self.steps[-2].time, self.steps[-1].time
-        nbytes = self.plan.nbytes()
+        nbytes = {tier: held + self.activations.get(tier, 0) for tier, held in self.plan.nbytes().items()}
         samples = [Sample(time, nbytes) for time in (start, end)]
         waited = {lane: seconds for lane, seconds in self.exposed.items() if lane != "compute"}
         return chrome_trace(self.records, [StepSpan(start, end, waited)], samples, name="simulated rank 0")
@@ -88,35 +97,34 @@ def simulate(
     ranks: Ranks | None = None,
     steps: int = 3,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
+    train_batch: bool = False,
 ) -> Simulation:
     """Train `model` for `steps` steps in virtual time, and return the last one.
 
     model: on the meta device; it cannot be used afterwards. links: bandwidths of a node; `collective` and copies are
     those of one rank. batch: arguments of the model for one micro-batch; tensors are moved to the meta device. loss_of:
     returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
-    since the first records the trace and the second is the first to follow it.
+    since the first records the trace and the second is the first to follow it. train_batch: each step is a call of
+    `engine.train_batch`, whose first one records the blocks that the model calls, so that it is one step more.
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
-    if config.infinity.activations.device != "none":
-        raise ConfigError(
-            f'infinity.activations.device is "{config.infinity.activations.device}", which a simulation cannot time '
-            'yet: set it to "none"'
-        )
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
     place = _device(clock, facts, links, ranks)
     compute = Compute(clock, place, links)
     primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links))
     args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
     with ExitStack() as undo:
+        undo.enter_context(torch.random.fork_rng(devices=()))
+        undo.enter_context(_no_automatic_collection())
         undo.enter_context(concurrency.using(primitives))
         undo.callback(clock.abort)
-        platform = SimulatedPlatform(clock, place, links, ranks)
+        platform = SimulatedPlatform(clock, place, compute, links, ranks)
         engine = TrainingEngine(model, config, device=place, platform=platform)
         try:
             loop = _Loop(clock, place, compute, engine, loss_of or _loss_of)
-            loop.run(args, steps)
-            simulation = _result(clock, engine.parts.plan, loop)
+            loop.run(args, steps + train_batch, train_batch=train_batch)
+            simulation = _result(clock, engine.parts.plan, loop, platform.room)
             engine.close()
         except BaseException:
             engine._finalizer.detach()  # its threads are about to be ended
@@ -137,21 +145,35 @@ class _Loop:
     ) -> None:
         self.activation_bytes = self.working_bytes = 0
         self.flops = 0.0
+        self.moved: dict[str, int] = {}
+        """Bytes of saved activations read and written in the last step, by field of `Simulation`."""
         self.steps: list[Boundary] = []
         self._clock, self._device, self._compute, self._engine = clock, device, compute, engine
         self._loss_of = loss_of
 
-    def run(self, args: Sequence[Any], steps: int) -> None:
+    def run(self, args: Sequence[Any], steps: int, *, train_batch: bool) -> None:
         with fused_attention(), self._compute:
             self._note()
             for _ in range(steps):
                 self.activation_bytes = self._compute.peak = 0
                 self._compute.flops = 0.0
-                before = self._compute.live
-                for _ in range(self._engine.batch.accumulation):
-                    self._micro_batch(args)
+                before, moved = self._compute.live, self._moved()
+                if train_batch:
+                    self._whole_step(args)
+                else:
+                    for _ in range(self._engine.batch.accumulation):
+                        self._micro_batch(args)
                 self.working_bytes, self.flops = self._compute.peak - before, self._compute.flops
+                self.moved = {key: nbytes - moved[key] for key, nbytes in self._moved().items()}
                 self._note()
+
+    def _moved(self) -> dict[str, int]:
+        counters = self._engine.parts.counters()
+        return {key: counters[key] for key in ("activation_bytes_read", "activation_bytes_written")}
+
+    @property
+    def ordinary(self) -> str:
+        return self._engine._batches.reason
 
     def _micro_batch(self, args: Sequence[Any]) -> None:
         before = self._compute.live
@@ -161,9 +183,32 @@ class _Loop:
         del loss
         self._engine.step()
 
+    def _whole_step(self, args: Sequence[Any]) -> None:
+        before = self._compute.live
+
+        def loss_of(output: Any, _: Any) -> torch.Tensor:
+            loss = self._loss_of(output)
+            self.activation_bytes = max(self.activation_bytes, self._compute.live - before)
+            return loss
+
+        self._engine.train_batch(repeat(args), loss_of)
+
     def _note(self) -> None:
+        gc.collect()
         self._clock.turn()
         self.steps.append(Boundary(*self._device.position(), len(self._clock.submitted)))
+
+
+@contextmanager
+def _no_automatic_collection() -> Iterator[None]:
+    """Let no garbage be collected in the block by chance: finalizers ask transfers, which lets other threads run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> SimulatedDevice:
@@ -175,7 +220,7 @@ def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> Sim
     return SimulatedAccelerator(clock, facts, memory, links.host_to_device, links.device_to_host)
 
 
-def _result(clock: Clock, plan: Plan, loop: _Loop) -> Simulation:
+def _result(clock: Clock, plan: Plan, loop: _Loop, room: SimulatedRoom | None) -> Simulation:
     start, end = loop.steps[-2:]
     waited = exposed(clock.records, start, end)
     moved: dict[str, int] = {}
@@ -193,6 +238,9 @@ def _result(clock: Clock, plan: Plan, loop: _Loop) -> Simulation:
         flops=loop.flops,
         activation_bytes=loop.activation_bytes,
         working_bytes=loop.working_bytes,
+        activations={} if room is None else {room.tier: room.peak},
+        **loop.moved,
+        ordinary=loop.ordinary,
         plan=plan,
         steps=loop.steps,
         records=clock.records,

@@ -11,7 +11,7 @@ from infinity.plan.placement import Extent
 from infinity.plan.plan import Plan
 from infinity.plan.pools import READ_AHEAD
 from infinity.sim.clock import Clock
-from infinity.sim.lanes import Drive
+from infinity.sim.lanes import Drive, DriveEngine
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.nvme import NvmeTier
@@ -48,9 +48,9 @@ class SimulatedNvme(NvmeTier):
 
     def __init__(self, plan: Plan, device: Device, drive: Drive) -> None:
         assert plan.io is not None
-        parts: Any = drive  # in place of a file and of the native engine
+        self._requests = DriveEngine(drive)
+        parts: Any = self._requests  # in place of a file and of the native engine
         super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD))
-        self._drive = drive
 
     def release_space(self, extent: Extent) -> bool:
         return True
@@ -58,14 +58,11 @@ class SimulatedNvme(NvmeTier):
     def reserve_space(self, extent: Extent) -> None:
         """Space is not limited."""
 
-    def register(self, memory: torch.Tensor) -> None:
-        """No buffer has an address."""
-
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        return self._drive.read(extent.name, memory.numel())
+        return self._requests.read(extent.name, memory.numel())
 
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        return self._drive.write(extent.name, memory.numel())
+        return self._requests.write(extent.name, memory.numel())
 
 
 def _nvme(plan: Plan, device: Device, drive: Drive | None) -> Tier:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 
 import torch
@@ -76,6 +76,9 @@ class AcceleratorDevice(Device):
         _set_index(self.torch_device)
         self._helper.stream = torch.Stream(self.torch_device)
         torch.accelerator.set_stream(self._helper.stream)
+
+    def like_this_thread(self) -> AbstractContextManager[object]:
+        return _current(torch.accelerator.current_stream(self.torch_device))
 
     def follow_compute(self) -> None:
         self._current_stream()

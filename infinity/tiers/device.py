@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +56,13 @@ class Device(ABC):
 
     def enter_thread(self) -> None:  # noqa: B027 - the host needs nothing
         """Prepare a helper thread of the engine: the device becomes current, with a stream of the thread's own."""
+
+    modes = 0
+    """Number of dispatch modes in which the model computes on this device."""
+
+    def like_this_thread(self) -> AbstractContextManager[object]:
+        """Return a context in which another thread computes as the calling one: on its stream, in `modes`."""
+        return nullcontext()
 
     def follow_compute(self) -> None:  # noqa: B027 - compute in host memory is in order
         """Order compute that the model's threads issue from now on after all of theirs so far, on any stream."""

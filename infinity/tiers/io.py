@@ -10,6 +10,7 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.native import _aio
+from infinity.plan.io import IoPlan
 from infinity.tiers.memory import before_unmapping
 
 ENGINES = ("auto", "libaio", "io_uring")
@@ -36,6 +37,11 @@ def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, thre
             _log.debug("no I/O engine of the kind %s: %s", kind, error)
             refused.append(f"{kind}: {error}")
     raise StorageError(refused[0] if len(refused) == 1 else "no I/O engine; " + "; ".join(refused))
+
+
+def engine_of(io: IoPlan) -> _aio.Engine:
+    """Open the I/O engine of a plan."""
+    return open_engine(io.engine, block_size=io.block_size, queue_depth=io.queue_depth, threads=io.threads)
 
 
 def register(engine: _aio.Engine, memory: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.files import open_swap_files
-from infinity.tiers.io import open_engine
+from infinity.tiers.io import engine_of
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.slab import SlabTier
 
@@ -44,7 +44,7 @@ def _open_nvme(plan: Plan, device: Device, rank: int) -> Tier:
     with ExitStack() as undo:
         file = open_swap_files(io.folders, io.nbytes, name=f"states of rank {rank}", chunk=io.chunk)
         undo.callback(file.close)
-        engine = open_engine(io.engine, block_size=io.block_size, queue_depth=io.queue_depth, threads=io.threads)
+        engine = engine_of(io)
         undo.callback(engine.close)
         tier = NvmeTier(file, io.reserved, engine, device, io.checksum_block, plan.buffers_of(READ_AHEAD))
         undo.pop_all()

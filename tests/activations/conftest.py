@@ -13,6 +13,7 @@ from infinity.activations.store import ActivationStore
 from infinity.config import Config
 from infinity.plan.activations import plan_activations
 from infinity.tiers.device import CpuDevice
+from infinity.tiers.io import engine_of
 
 Make = Callable[..., ActivationStore]
 
@@ -38,7 +39,7 @@ def make_store(tmp_path: Path, small_files: None) -> Iterator[Make]:
         device = CpuDevice()
         plan = plan_activations(room_config(tmp_path, **options), device.info)
         assert plan is not None and plan.io is not None
-        made.append(ActivationStore(kind(plan.io, device, 0), device, plan))
+        made.append(ActivationStore(kind(plan.io, engine_of(plan.io), device, 0), device, plan))
         return made[-1]
 
     yield make

@@ -17,6 +17,7 @@ from infinity.errors import OutOfSpaceError
 from infinity.plan.activations import plan_activations
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.files import open_swap_files
+from infinity.tiers.io import engine_of
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def room(tmp_path: Path, small_files: None) -> Iterator[DiskRoom]:
     device = CpuDevice()
     plan = plan_activations(room_config(tmp_path), device.info)
     assert plan is not None and plan.io is not None
-    made = DiskRoom(plan.io, device, 0)
+    made = DiskRoom(plan.io, engine_of(plan.io), device, 0)
     yield made
     made.close()
     assert len(os.listdir("/proc/self/fd")) == before

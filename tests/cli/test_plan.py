@@ -184,6 +184,76 @@ def test_models_of_transformers_are_planned(tmp_path: Path) -> None:
     assert found["fits"] and found["tiers"]["host"]["activations"] > 0
 
 
+def test_activations_on_nvme_are_listed_there_and_counted_in_the_bytes_of_a_day(rates: Path, tmp_path: Path) -> None:
+    found = []
+    for device in ("none", "nvme"):
+        section = {"device": device, "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "64KiB"}
+        file = tmp_path / "engine.json"
+        file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "infinity": {"activations": section}}))
+        found.append(planned(*SHAPE, *MEMORY, "--config", file, "--bandwidths", rates))
+        printed = run("plan", *SHAPE, *MEMORY, "--config", file, "--bandwidths", rates).stdout
+        assert ("activations: " in printed) == (" written a day" in printed) == (device == "nvme")
+    without, moved = found
+    assert without["tiers"]["nvme"]["activations"] == without["step"]["activation_bytes_written"] == 0
+    nbytes = moved["tiers"]["nvme"]["activations"]
+    assert nbytes > 0 < moved["step"]["activation_bytes_written"]
+    assert moved["tiers"]["host"]["activations"] < without["tiers"]["host"]["activations"]
+    steps = 86_400 / moved["step"]["seconds"]
+    assert moved["step"]["nvme_bytes_written_a_day"] == round(moved["step"]["activation_bytes_written"] * steps)
+    assert moved["step"]["exposed"]["activations"] > 0
+    full = ("--host-memory", "8GiB", "--nvme", nbytes - 1, "--config", file)
+    lacking = planned(*SHAPE, *full, code=1)
+    assert lacking["limits"] == ["nvme"]
+
+
+def test_activations_that_do_not_fit_name_the_key_that_moves_them(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    advice = []
+    for device in ("none", "nvme"):
+        section = {"device": device, "nvme_path": str(tmp_path), "memory_bytes": "8GiB"}
+        file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 256, "infinity": {"activations": section}}))
+        advice += planned(*SHAPE[:-2], "--host-memory", "64MiB", "--nvme", "8GiB", "--config", file, code=1)["advice"]
+    assert ["infinity.activations.device" in line for line in advice] == [True, False]
+
+
+def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:
+    """A model that fits in the buffers runs as in a loop, and the advice says so."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+    }
+    file = tmp_path / "engine.json"
+    for section, is_vertical in (
+        ({"unit_size": "64KiB", "prefetch_bytes": "300KB", "cache_bytes": 0}, True),
+        ({}, False),
+    ):
+        file.write_text(json.dumps({**config, "infinity": section}))
+        options = (*SHAPE[:-2], *MEMORY, "--config", file, "--bandwidths", rates)
+        loop, whole = (planned(*options, *more) for more in ((), ("--train-batch",)))
+        read = [each["step"]["nvme_bytes_read"] for each in (loop, whole)]
+        assert (read[1] < read[0]) == is_vertical
+        assert any("train_batch runs micro-batches one after" in line for line in whole["advice"]) != is_vertical
+        kept = [each["tiers"]["host"]["activations"] for each in (loop, whole)]
+        assert (kept[1] > 2 * kept[0]) == is_vertical
+
+
+def test_the_largest_model_counts_activations_in_their_tier(tmp_path: Path) -> None:
+    """With activations on nvme, more layers fit in host memory, and a small drive is the limit."""
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "256KiB"}
+    file = tmp_path / "engine.json"
+    most = []
+    for activations, nvme in (({}, "8GiB"), (section, "8GiB"), (section, "64MiB")):
+        config = {"train_micro_batch_size_per_gpu": 16, "infinity": {"activations": activations}}
+        file.write_text(json.dumps(config))
+        options = ("--host-memory", "256MiB", "--nvme", nvme, "--config", file, "--max-model")
+        most.append(planned(*SHAPE[:-2], *options)["num_layers"])
+    in_memory, on_nvme, on_little = most
+    assert on_nvme > 1.5 * in_memory
+    assert on_little < on_nvme
+
+
 @pytest.mark.parametrize(
     ("code", "options", "text"),
     [

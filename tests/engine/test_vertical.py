@@ -77,7 +77,7 @@ def by_batches(
 
 def is_vertical(engine: TrainingEngine) -> bool:
     trainer = engine._batches
-    return trainer._order is not None and trainer._order._has_run and not trainer._is_ordinary
+    return trainer._order is not None and trainer._order._has_run and not trainer.reason
 
 
 def plainly(model: Any, batch: Any) -> torch.Tensor:

@@ -35,7 +35,7 @@ def test_trains_as_in_a_loop(order: None, param: str, optim: str, options: dict[
         found = {name: value.cpu() for name, value in parameters_of(engine).items()}
         means = [loss.item() for loss in losses]
         order_of_steps = engine._batches._order
-        assert order_of_steps is not None and order_of_steps._has_run and not engine._batches._is_ordinary
+        assert order_of_steps is not None and order_of_steps._has_run and not engine._batches.reason
     expected: Result = trained(seeded(tied), BATCHES, config)
     for step, mean in enumerate(means):
         of_step = [torch.tensor(loss) for loss in expected.losses[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES]]

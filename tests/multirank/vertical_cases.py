@@ -54,6 +54,6 @@ def trained(rank: int, *, batched: bool, tied: bool = False, deviates: bool = Fa
             "losses": losses,
             "norm": engine.grad_norm,
             "values": dict(engine.stream_state_dict()),
-            "vertical": trainer._order is not None and trainer._order._has_run and not trainer._is_ordinary,
+            "vertical": trainer._order is not None and trainer._order._has_run and not trainer.reason,
             "gathered": sent,
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,15 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.plan.policy import DeviceInfo
+from infinity.sim.device import DeviceFacts
 from infinity.sim.links import Links
 from infinity.sim.simulate import Simulation, simulate
+from infinity.tiers.transfer import Transfer
 from infinity.units.buffers import UnitBuffers
 from infinity.units.unit import Unit
 from support.configs import engine_config
+from support.late_device import LateCopy, LateDevice
 from support.recorded import Order, bytes_of, real_run, simulated_order
 
 STEPS = 4
@@ -48,19 +54,31 @@ def model(*, checkpoints: bool) -> nn.Module:
     )
 
 
-def simulated(config: Config, *, checkpoints: bool, links: Links = AT_ONCE) -> Simulation:
+def simulated(
+    config: Config,
+    *,
+    checkpoints: bool,
+    links: Links = AT_ONCE,
+    device: DeviceFacts | None = None,
+    train_batch: bool = False,
+) -> Simulation:
     with torch.device("meta"):
         blank = model(checkpoints=checkpoints)
-    return simulate(blank, config, links, batch=BATCH, steps=STEPS)
+    return simulate(
+        blank, config, links, batch=BATCH, steps=STEPS - train_batch, device=device, train_batch=train_batch
+    )
 
 
-def assert_same(config: Config, *, checkpoints: bool) -> Order:
+def assert_same(config: Config, *, checkpoints: bool, train_batch: bool = False) -> Order:
     """Compare a real run with a simulation. Returns the order of transfers."""
-    real, moved = real_run(model(checkpoints=checkpoints), config, BATCH, STEPS)
-    order = simulated_order(simulated(config, checkpoints=checkpoints))
+    real, moved, stored = real_run(model(checkpoints=checkpoints), config, BATCH, STEPS, train_batch=train_batch)
+    found = simulated(config, checkpoints=checkpoints, train_batch=train_batch)
+    order = simulated_order(found)
     assert order == real
+    assert found.activations == stored
     assert bytes_of(order, "nvme_read") == moved.nvme_bytes_read
     assert bytes_of(order, "nvme_write") == moved.nvme_bytes_written
+    assert bytes_of(order, "activations") == moved.activation_bytes_read + moved.activation_bytes_written
     return order
 
 
@@ -79,6 +97,71 @@ def test_transfers_of_each_thread_and_lane_are_those_of_a_real_run(
     )
     order = assert_same(config, checkpoints=checkpoints)
     assert order
+
+
+@pytest.mark.parametrize(
+    "states, accumulation, checkpoints, memory_bytes",
+    [("nvme", 1, False, 32_768), ("cpu", 2, False, 131_072), ("nvme", 2, True, 131_072), ("cpu", 1, True, 32_768)],
+)
+def test_saved_activations_move_to_nvme_and_back_as_in_a_real_run(
+    states: str, accumulation: int, checkpoints: bool, memory_bytes: int, tmp_path: Path
+) -> None:
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": memory_bytes}
+    config = engine_config(
+        states, states, folder=tmp_path, accumulation=accumulation, unit_size=60_000, debug=False, activations=section
+    )
+    order = assert_same(config, checkpoints=checkpoints)
+    assert min(len(order[f"infinity-staging-{name}", "activations"]) for name in ("writes", "reads")) > STEPS
+
+
+@pytest.mark.parametrize("checkpoints, activations, clip", [(False, False, 0.0), (True, True, 1.0)])
+def test_train_batch_moves_states_in_the_vertical_order_of_a_real_run(
+    checkpoints: bool, activations: bool, clip: float, tmp_path: Path
+) -> None:
+    section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": 131_072}
+    config = engine_config(
+        folder=tmp_path,
+        accumulation=3,
+        clip=clip,
+        unit_size=60_000,
+        debug=False,
+        prefetch_bytes=220_000,  # a block
+        activations=section if activations else {},
+    )
+    vertical = assert_same(config, checkpoints=checkpoints, train_batch=True)
+    ordinary = simulated_order(simulated(config, checkpoints=checkpoints))
+    read, in_a_loop = (
+        sum(nbytes for name, nbytes in order["model", "nvme_read"] if name.startswith("parameters"))
+        for order in (vertical, ordinary)
+    )
+    assert 0 < read < in_a_loop / 2  # the first of four steps runs as in a loop
+
+
+class PromptDevice(LateDevice):
+    """A device with memory of its own, whose copies have ended when they are returned."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        return DeviceInfo("cuda", host_addressable=False, nbytes=1 << 30, processors=1)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> LateCopy:
+        copied = super().copy(destination, source, after=after)
+        copied.wait()
+        return copied
+
+
+@pytest.mark.parametrize("memory_bytes, checkpoints", [(32_768, True), (131_072, False)])
+def test_saved_activations_move_to_host_memory_and_back_as_in_a_real_run(memory_bytes: int, checkpoints: bool) -> None:
+    section = {"device": "cpu", "min_bytes": 512, "memory_bytes": memory_bytes}
+    config = engine_config("cpu", "cpu", unit_size=60_000, debug=False, activations=section)
+    real, moved, stored = real_run(model(checkpoints=checkpoints), config, BATCH, STEPS, PromptDevice())
+    device = DeviceFacts(host_addressable=False, nbytes=1 << 30)
+    links = replace(AT_ONCE, memory=inf, host_to_device=inf, device_to_host=inf, flops={"float32": inf})
+    found = simulated(config, checkpoints=checkpoints, links=links, device=device)
+    order, key = simulated_order(found), ("model", "activations")
+    assert order[key] == real[key]
+    assert found.activations == stored
+    assert bytes_of(order, "activations") == moved.activation_bytes_read + moved.activation_bytes_written > 0
 
 
 def test_a_changed_decision_of_the_store_changes_the_prediction(

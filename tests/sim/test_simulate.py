@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from infinity.activations.store import ActivationStore
+from infinity.activations.stored import Stored
 from infinity.errors import ConfigError
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.timeline import LANES
 from infinity.plan.placement import State
+from infinity.sim import simulate as simulating
+from infinity.sim.compute import Compute
 from infinity.sim.device import DeviceFacts
 from infinity.sim.links import Links
 from infinity.sim.ranks import Ranks
@@ -42,12 +47,18 @@ DEVICES = [DeviceFacts(), GPU]
 
 
 def run(
-    folder: Path, links: Links = LINKS, device: DeviceFacts | None = None, ranks: Ranks | None = None, **options: object
+    folder: Path,
+    links: Links = LINKS,
+    device: DeviceFacts | None = None,
+    ranks: Ranks | None = None,
+    *,
+    train_batch: bool = False,
+    **options: object,
 ) -> Simulation:
     config = engine_config(folder=folder, unit_size=60_000, debug=False, **options)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT2(SHAPE)
-    return simulate(model, config, links, batch=BATCH, device=device, ranks=ranks)
+    return simulate(model, config, links, batch=BATCH, device=device, ranks=ranks, train_batch=train_batch)
 
 
 def test_reading_its_weight_bounds_a_matmul_of_few_rows(tmp_path: Path) -> None:
@@ -140,6 +151,118 @@ def test_activations_of_checkpoints_are_smaller() -> None:
     assert kept[True].activation_bytes < kept[True].working_bytes
 
 
+@pytest.mark.parametrize(("device", "tier"), [(DEVICES[0], "nvme"), (GPU, "nvme"), (GPU, "host")])
+def test_activations_in_another_tier_grow_with_depth_and_those_in_memory_do_not(
+    tmp_path: Path, device: DeviceFacts, tier: str
+) -> None:
+    section = {"device": "cpu" if tier == "host" else tier, "min_bytes": 512, "memory_bytes": 65_536}
+    seen = []
+    for layers in (4, 8):
+        with torch.device("meta"):
+            model = GPT2(replace(SHAPE, num_layers=layers, checkpoint_activations=False))
+        config = engine_config(folder=tmp_path, debug=False, activations=section)
+        seen.append(simulate(model, config, LINKS, batch=BATCH, device=device))
+    shallow, deep = seen
+    saved = 8 * 4 * 16 * SHAPE.hidden_size * 4
+    """Bytes of 8 tensors as large as a block's input."""
+    assert deep.working_bytes <= shallow.working_bytes + saved // 8
+    assert deep.activations.keys() == {tier}
+    assert deep.activations[tier] - shallow.activations[tier] > 4 * saved
+    assert deep.activation_bytes_read > 0 < deep.activation_bytes_written
+
+
+def test_activations_that_came_back_take_memory_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computes: list[Compute] = []
+    came_back = 0
+    use = ActivationStore.use
+
+    class Seen(Compute):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            computes.append(self)
+
+    def counted(store: ActivationStore, stored: Stored, *, in_memory: bool) -> None:
+        nonlocal came_back
+        others = computes[0].live - store._resident_bytes()  # the first one is the model's
+        use(store, stored, in_memory=in_memory)
+        came_back += not in_memory
+        assert computes[0].live - store._resident_bytes() == others
+
+    monkeypatch.setattr(simulating, "Compute", Seen)
+    monkeypatch.setattr(ActivationStore, "use", counted)
+    run(tmp_path, activations={"device": "nvme", "min_bytes": 1024, "memory_bytes": 32_768})
+    assert came_back > 10
+
+
+def test_a_drive_serves_states_and_activations_together(tmp_path: Path) -> None:
+    links = replace(LINKS, nvme_read=1e6, nvme_write=1e6, nvme_mixed=1e6)
+    section = {"device": "nvme", "min_bytes": 512, "memory_bytes": 65_536}
+    found = run(tmp_path, links, activations=section)
+    states = found.nvme_bytes_read + found.nvme_bytes_written
+    moved = found.activation_bytes_read + found.activation_bytes_written
+    assert states == sum(found.moved[lane] for lane in ("nvme_read", "nvme_write"))
+    assert found.exposed["activations"] > 0.9 * moved / 1e6 > 0
+    assert (states + moved) / 1e6 <= found.seconds * 1.001
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_run_with_activations_on_nvme_is_the_same(tmp_path: Path, device: DeviceFacts) -> None:
+    section = {"device": "nvme", "min_bytes": 512, "memory_bytes": 65_536}
+    first, second = (run(tmp_path, device=device, activations=section) for _ in range(2))
+    assert first.seconds == second.seconds
+    assert first.exposed == second.exposed
+    assert first.order == second.order
+    assert "activations" in first.order
+    assert_no_threads()
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout of their outputs or of attention, which draws random numbers."""
+
+    def __init__(self, of_output: float, of_attention: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Dropout(of_output)) for _ in range(8))
+        self.of_attention = of_attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            heads = block(x).view(1, 4, 4, 32)
+            x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.of_attention).reshape(4, 128)
+        return x.sum()
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1)])
+def test_train_batch_of_a_model_that_draws_random_numbers_runs_as_a_loop(
+    tmp_path: Path, rates: tuple[float, float]
+) -> None:
+    """So it does in the engine. The generators of this process stay as they are."""
+    draws = max(rates) > 0
+    before = torch.get_rng_state()
+    found = []
+    for train_batch in (False, True):
+        with torch.device("meta"):
+            model = Dropping(*rates)
+        config = engine_config(folder=tmp_path, unit_size=60_000, prefetch_bytes=1, accumulation=2, debug=False)
+        found.append(simulate(model, config, LINKS, batch=(torch.zeros(4, 128),), train_batch=train_batch))
+    loop, whole = found
+    assert loop.ordinary == "" and ("random numbers" in whole.ordinary) == draws
+    assert (whole.seconds == pytest.approx(loop.seconds, rel=1e-9)) == draws
+    assert (whole.nvme_bytes_read < loop.nvme_bytes_read) != draws
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_no_threads()
+
+
+@pytest.mark.parametrize("device, ranks", [(DEVICES[0], Ranks()), (GPU, Ranks(4, 2))])
+def test_train_batch_keeps_the_activations_of_all_micro_batches(
+    tmp_path: Path, device: DeviceFacts, ranks: Ranks
+) -> None:
+    options = {"accumulation": 3, "prefetch_bytes": 60_000, "device": device, "ranks": ranks}
+    loop, whole = (run(tmp_path, train_batch=each, **options) for each in (False, True))
+    assert whole.ordinary == ""
+    assert 2.5 * loop.activation_bytes < whole.activation_bytes < 3.5 * loop.activation_bytes
+    assert loop.working_bytes + loop.activation_bytes < whole.working_bytes
+
+
 def test_a_budget_of_a_node_is_divided_over_its_simulated_ranks(tmp_path: Path) -> None:
     budget = 1 << 20
     for memory in ({"host": budget}, {"host": budget, "nvme": "auto"}):
@@ -172,11 +295,13 @@ class Raising(nn.Module):
         raise ValueError("as a model may")
 
 
-def test_an_error_of_the_model_ends_all_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("activations", [{}, {"device": "nvme", "min_bytes": 1, "memory_bytes": 1}])
+def test_an_error_of_the_model_ends_all_threads(tmp_path: Path, activations: dict[str, object]) -> None:
     with torch.device("meta"):
         model = Raising()
     with pytest.raises(ValueError, match="as a model may"):
-        simulate(model, engine_config(folder=tmp_path), LINKS, batch=(torch.zeros(2, 64),))
+        config = engine_config(folder=tmp_path, activations=activations)
+        simulate(model, config, LINKS, batch=(torch.zeros(2, 64, requires_grad=True) * 2,))
     assert_no_threads()
 
 

@@ -7,27 +7,94 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from infinity.activations.disk import NAME, DiskRoom
+from infinity.activations.host import HostRoom
+from infinity.activations.store import ActivationStore
 from infinity.config import Config
 from infinity.engine.platform import Machine
 from infinity.engine.training import TrainingEngine
 from infinity.grads.buffers import Sent
 from infinity.observe.ledger import Snapshot
+from infinity.plan.activations import ActivationPlan
+from infinity.plan.placement import Extent, aligned
 from infinity.plan.plan import Plan
 from infinity.sim.simulate import Simulation
 from infinity.tiers.base import Tier
 from infinity.tiers.device import CpuDevice, Device
+from infinity.tiers.io import engine_of
+from infinity.tiers.transfer import Transfer
 from infinity.update.job import Gradient, UpdateJob
 
 Order: TypeAlias = dict[tuple[str, str], list[tuple[str, int]]]
 """(thread, lane) → (extent, bytes) of its transfers, in order."""
 
 
-LANES = "nvme_read", "nvme_write", "host_to_device", "device_to_host"
+LANES = "nvme_read", "nvme_write", "host_to_device", "device_to_host", "activations"
+
+
+class RecordedDisk(DiskRoom):
+    """A room on nvme that records its requests, and ends each transfer before the model continues."""
+
+    order: Order
+    held = peak = 0
+    """Bytes of extents, as aligned in files."""
+
+    def reserve(self, nbytes: int) -> Extent:
+        extent = super().reserve(nbytes)
+        self.held += aligned(nbytes)
+        self.peak = max(self.peak, self.held)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        self.held -= aligned(extent.nbytes)
+        super().free(extent)
+
+    def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
+        return _ended(super().write(extent, source))
+
+    def read(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        return _ended(super().read(extent, destination))
+
+    def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        return self._noted(f"read {NAME}", super()._read(extent, memory, offset))
+
+    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        return self._noted(f"write {NAME}", super()._write(extent, memory, offset))
+
+    def _noted(self, name: str, submitted: Any) -> Transfer:
+        self.order[present_thread(), "activations"].append((name, submitted._request.nbytes))
+        return _ended(submitted)
+
+
+class RecordedHost(HostRoom):
+    """A room in host memory that records its copies, and ends each before the model continues."""
+
+    order: Order
+    peak = 0
+
+    def reserve(self, nbytes: int) -> Extent:
+        extent = super().reserve(nbytes)
+        self.peak = max(self.peak, self.nbytes)
+        return extent
+
+    def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
+        self.order[present_thread(), "activations"].append((extent.name, source.numel()))
+        return _ended(super().write(extent, source))
+
+    def read(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        self.order[present_thread(), "activations"].append((extent.name, destination.numel()))
+        return _ended(super().read(extent, destination))
+
+
+def _ended(transfer: Transfer) -> Transfer:
+    transfer.wait()
+    return transfer
 
 
 class Recorder(Machine):
@@ -35,6 +102,7 @@ class Recorder(Machine):
 
     def __init__(self) -> None:
         self.order: Order = defaultdict(list)
+        self.room: RecordedHost | RecordedDisk | None = None
 
     def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
         tiers = super().open_tiers(plan, device, rank)
@@ -46,9 +114,17 @@ class Recorder(Machine):
                     setattr(tier, method, self._recording(lane, getattr(tier, method)))
         return tiers
 
+    def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:
+        if plan is None:
+            return None
+        io = plan.io
+        self.room = RecordedHost(device) if io is None else RecordedDisk(io, engine_of(io), device, rank)
+        self.room.order = self.order
+        return ActivationStore(self.room, device, plan)
+
     def _recording(self, lane: str, transfer: Callable[..., Any]) -> Callable[..., Any]:
         def record(extent: Any, memory: torch.Tensor, offset: int = 0) -> Any:
-            self.order[thread_name(threading.current_thread().name), lane].append((extent.name, memory.numel()))
+            self.order[present_thread(), lane].append((extent.name, memory.numel()))
             submitted = transfer(extent, memory, offset)
             submitted.wait()
             return submitted
@@ -56,26 +132,41 @@ class Recorder(Machine):
         return record
 
 
-def thread_name(name: str) -> str:
-    """Return the name of a thread as in a simulation."""
-    return "model" if name == "MainThread" else name.partition("_")[0]
+def present_thread() -> str:
+    """Return the calling thread's name, as in a simulation."""
+    name = threading.current_thread().name
+    return "model" if name in ("MainThread", "micro-batch") else name.partition("_")[0]
 
 
-def real_run(model: nn.Module, config: Config, batch: Sequence[torch.Tensor], steps: int) -> tuple[Order, Snapshot]:
-    """Train `steps` steps. Returns the transfers until the engine is closed, and the counters of the run."""
+def real_run(
+    model: nn.Module,
+    config: Config,
+    batch: Sequence[torch.Tensor],
+    steps: int,
+    device: Device | None = None,
+    *,
+    train_batch: bool = False,
+) -> tuple[Order, Snapshot, dict[str, int]]:
+    """Train `steps` steps. Returns the transfers until the engine is closed, the counters of the run, and tier → peak
+    bytes of saved activations there.
+    """
     recorder = Recorder()
-    engine = TrainingEngine(model, config, device=CpuDevice(), platform=recorder)
+    engine = TrainingEngine(model, config, device=device or CpuDevice(), platform=recorder)
     recorder.order.clear()
     _finish_at_once(engine)
     before = engine.ledger.snapshot()
     for _ in range(steps):
+        if train_batch:
+            engine.train_batch(repeat(batch))
+            continue
         for _ in range(engine.batch.accumulation):
             engine.backward(engine(*batch))
             engine.step()
     engine.settle()
     moved = engine.ledger.snapshot() - before
     engine.close()
-    return dict(recorder.order), moved
+    room = recorder.room
+    return dict(recorder.order), moved, {} if room is None else {room.tier: room.peak}
 
 
 def _finish_at_once(engine: TrainingEngine) -> None:
