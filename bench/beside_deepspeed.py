@@ -14,12 +14,9 @@ then draws beside_deepspeed.md from it.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +26,7 @@ from typing import Any
 
 import harness
 import training
+from peers.contenders import DeepSpeedLoop, job_environment
 from report.page import publish
 
 ENGINES = ("DeepSpeed", "Infinity")
@@ -68,34 +66,19 @@ def config_of(args: argparse.Namespace, placement: str, folder: str) -> dict[str
 
 def train(args: argparse.Namespace, engine_name: str, placement: str, folder: str, stop: int | None) -> None:
     """Print a JSON object with times, losses and the peak of this process. stop: SIGKILL after that many steps."""
-    import torch
-
-    model_config = training.config_of(args, tied=False)
-    from infinity.gpt2.model import GPT2
-
+    model_config, batch = training.config_of(args, tied=False), training.random_batches(args)
+    module = "deepspeed" if engine_name == "DeepSpeed" else "infinity.deepspeed"
     began = time.perf_counter()
-    if engine_name == "DeepSpeed":
-        deepspeed = importlib.import_module("deepspeed")
-    else:
-        deepspeed = importlib.import_module("infinity.deepspeed")
-    config = config_of(args, placement, folder)
-    deepspeed.init_distributed("gloo")
-    torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = GPT2(model_config)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    generator = torch.Generator().manual_seed(1)
+    loop = DeepSpeedLoop(module, model_config, config_of(args, placement, folder))
     losses, times = [], []
     for number in range(1 + args.steps):
-        tokens = torch.randint(0, args.vocab, (args.batch, args.sequence + 1), generator=generator)
+        tokens, targets = batch()
         if number == stop:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.perf_counter()
-        loss = engine(tokens[:, :-1], tokens[:, 1:])
-        engine.backward(loss)
-        engine.step()
+        loss = loop.step(tokens, targets)
         times.append(time.perf_counter() - start)
-        losses.append(float(loss.detach()))
+        losses.append(float(loss))
         if number == 0:
             first = time.perf_counter() - began
     cpu = time.process_time()
@@ -107,32 +90,10 @@ def train(args: argparse.Namespace, engine_name: str, placement: str, folder: st
 # -- its processes -----------------------------------------------------------------------------------------------------
 
 
-def environment(extensions: str) -> dict[str, str]:
-    """Variables of a job of one process. extensions: folder of DeepSpeed's compiled modules."""
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
-    others = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions, "PYTHONWARNINGS": "ignore"}
-    return {**os.environ, **single, **others}
-
-
 def start(args: argparse.Namespace, what: str, states: str, extensions: str) -> dict[str, Any]:
-    """Run one process. Returns what it printed, its status (a signal is negative; None: it hung) and its last error."""
+    """Run one process; see `harness.attempt`. extensions: folder of DeepSpeed's compiled modules."""
     command = [sys.executable, __file__, *sys.argv[1:], "--only", what, "--states", states]
-    began = time.perf_counter()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(extensions)
-    ) as process:
-        try:
-            out, errors = process.communicate(timeout=args.limit)
-            status: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, errors = process.communicate()
-            status = None
-    lines = [line for line in out.splitlines() if line.startswith('{"start"')]
-    problem = re.compile(r"(?:\[rank0\]: )?([\w.]*(?:Error|Exception|Assert|terminate).*)")
-    last = [match[1] for match in map(problem.match, errors.splitlines()) if match]
-    found = json.loads(lines[-1]) if lines else {}
-    return {**found, "status": status, "error": last[-1] if last else "", "seconds": time.perf_counter() - began}
+    return harness.attempt(command, environment=job_environment(TORCH_EXTENSIONS_DIR=extensions), limit=args.limit)
 
 
 def measured(args: argparse.Namespace, kind: str, extensions: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -94,6 +95,12 @@ def moved_so_far(engine: TrainingEngine) -> Snapshot:
     return engine.ledger.snapshot()
 
 
+def drive_bytes() -> tuple[int, int]:
+    """Bytes that this process has read from and written to drives so far, as the kernel counts them."""
+    counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counted["read_bytes"]), int(counted["write_bytes"])
+
+
 # -- kinds that take turns ---------------------------------------------------------------------------------------------
 
 
@@ -151,6 +158,11 @@ def median_ratio(above: Iterable[float], below: Iterable[float]) -> float:
     return spread(a / b for a, b in zip(above, below, strict=True)).median
 
 
+def apart(runs: Iterable[Sequence[float]]) -> float:
+    """Largest relative difference of losses after equally many steps. Runs have equally many."""
+    return float(max((max(column) - min(column)) / min(column) for column in zip(*runs, strict=True)))
+
+
 def grouped(samples: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
     """Samples by the values of `keys`, in the order in which they appear."""
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -177,6 +189,30 @@ def run_child(
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def attempt(command: Sequence[str], *, environment: Mapping[str, str], limit: float) -> Result:
+    """Run a command that may fail.
+
+    environment: all variables. limit: seconds after which it is killed. Returns the last JSON object that it printed,
+    and `status` (negative: a signal; None: it was killed after `limit`), the line of its last `error`, `seconds`.
+    """
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(environment)
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=limit)
+            status: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, errors = process.communicate()
+            status = None
+    lines = [line for line in out.splitlines() if line.startswith('{"')]
+    problem = re.compile(r"(?:\[rank0\]: )?([\w.]*(?:Error|Exception|Assert|terminate).*)")
+    last = [match[1] for match in map(problem.match, errors.splitlines()) if match]
+    found = json.loads(lines[-1]) if lines else {}
+    return {**found, "status": status, "error": last[-1] if last else "", "seconds": time.perf_counter() - began}
+
+
 # -- the command line and the result -----------------------------------------------------------------------------------
 
 
@@ -189,11 +225,19 @@ def make_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def head(bench: str, *, path: str | os.PathLike[str] | None = None, note: str = "", arguments: Any = None) -> Result:
-    """The first entries of a result. path: a folder on the disk that is measured."""
+def head(
+    bench: str,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    note: str = "",
+    arguments: Any = None,
+    script: str | None = None,
+) -> Result:
+    """The first entries of a result. path: a folder on the disk that is measured. script: if not BENCH.py."""
     given = sys.argv[1:] if arguments is None else arguments
     words = [word for word in given if word != "--redraw"]
-    found = {"bench": bench, "command": shlex.join(["python", f"bench/{bench}.py", *words]), "machine": machine(path)}
+    command = shlex.join(["python", f"bench/{script or f'{bench}.py'}", *words])
+    found = {"bench": bench, "command": command, "machine": machine(path)}
     return found | ({"note": note} if note else {})
 
 

@@ -17,39 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
 import training
 from report.page import publish
+from training import SHAPES, Shape, gpt2_of
 
 WARM_UP = 3
 """Steps that are not counted: the planner predicts a step that follows the recorded trace."""
 BUDGET_SHARE = 0.5
 """Part of the bytes of all states that a budget holds, besides the plan's buffers."""
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A GPT-2 with a head of its own, and its batch."""
-
-    hidden: int
-    layers: int
-    heads: int
-    sequence: int
-    batch: int
-    vocab: int = 8192
-    checkpointed: bool = False
-
-
-SHAPES = {
-    "small": Shape(512, 12, 8, 128, 4),
-    "S": Shape(1024, 24, 16, 128, 4),
-    "wide": Shape(2048, 6, 16, 16, 1),
-    "long": Shape(768, 12, 12, 512, 4, checkpointed=True),
-}
 PLACEMENTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "memory": ("none", "none", {}),
     "optimizer": ("none", "nvme", {}),
@@ -105,20 +85,6 @@ def budget_bytes(shape: Shape) -> int:
     """Part of 14 bytes a parameter, and the buffers of a few units."""
     block = 12 * shape.hidden**2
     return int(BUDGET_SHARE * 14 * shape.layers * block) + 20 * max(block, shape.vocab * shape.hidden)
-
-
-def gpt2_of(shape: Shape) -> Any:
-    from dataclasses import replace
-
-    found = training.gpt2_config(
-        hidden=shape.hidden,
-        layers=shape.layers,
-        heads=shape.heads,
-        vocab=shape.vocab,
-        sequence=shape.sequence,
-        tied=False,
-    )
-    return replace(found, checkpoint_activations=shape.checkpointed)
 
 
 def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,27 @@ if TYPE_CHECKING:
     from infinity.gpt2.model import GPT2, GPT2Config
 
 SHAPE = ("hidden", "layers", "heads", "vocab", "sequence", "batch")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 with a head of its own, and its batch."""
+
+    hidden: int
+    layers: int
+    heads: int
+    sequence: int
+    batch: int
+    vocab: int = 8192
+    checkpointed: bool = False
+
+
+SHAPES = {
+    "small": Shape(512, 12, 8, 128, 4),
+    "S": Shape(1024, 24, 16, 128, 4),
+    "wide": Shape(2048, 6, 16, 16, 1),
+    "long": Shape(768, 12, 12, 512, 4, checkpointed=True),
+}
 
 
 def add_shape(parser: argparse.ArgumentParser, **defaults: int) -> None:
@@ -37,6 +59,19 @@ def gpt2_config(*, hidden: int, layers: int, heads: int, vocab: int, sequence: i
         num_attention_heads=heads,
         tie_word_embeddings=tied,
     )
+
+
+def gpt2_of(shape: Shape) -> GPT2Config:
+    """The configuration of a shape."""
+    found = gpt2_config(
+        hidden=shape.hidden,
+        layers=shape.layers,
+        heads=shape.heads,
+        vocab=shape.vocab,
+        sequence=shape.sequence,
+        tied=False,
+    )
+    return replace(found, checkpoint_activations=shape.checkpointed)
 
 
 def config_of(args: argparse.Namespace, *, tied: bool = True) -> GPT2Config:

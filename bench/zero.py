@@ -182,7 +182,7 @@ def check_losses(args: argparse.Namespace, samples: list[Sample]) -> float:
     runs: dict[str, list[float]] = {}
     for sample in sorted(samples, key=lambda sample: sample["round"]):
         runs.setdefault(sample["name"], []).extend(sample["losses"])
-    apart = float(max((max(column) - min(column)) / min(column) for column in zip(*runs.values(), strict=True)))
+    apart = harness.apart(runs.values())
     if apart > AGREE[args.dtype]:
         raise SystemExit(f"losses differ by {apart:.1e}: not all contenders train the same. {runs}")
     return apart

@@ -1,4 +1,4 @@
-"""The contenders of `zero.py` and `device_step.py`: plain PyTorch, DistributedDataParallel, FSDP2 and Infinity.
+"""Contenders of `zero.py`, `device_step.py` and `peers/`: plain PyTorch, DistributedDataParallel, FSDP2 and Infinity.
 
 All train the same GPT-2, on `args.device`, clipping the gradient's norm to `args.clip` (0: no clipping).
 """
@@ -67,16 +67,17 @@ def make_model(args: argparse.Namespace) -> Any:
 
 
 def make_loop(args: argparse.Namespace, contender: Contender) -> Loop:
-    return InfinityLoop(args, contender) if contender.kind == "infinity" else TorchLoop(args, contender)
+    kind = InfinityLoop if contender.kind == "infinity" else TorchLoop
+    return kind(args, contender, make_model(args))
 
 
 class TorchLoop:
-    """torch's own: DistributedDataParallel or FSDP2, and the fused AdamW."""
+    """torch's own: DistributedDataParallel, FSDP2 or neither, and the fused AdamW."""
 
-    def __init__(self, args: argparse.Namespace, contender: Contender) -> None:
+    def __init__(self, args: argparse.Namespace, contender: Contender, model: Any) -> None:
         import torch
 
-        self.model = make_model(args)
+        self.model = model
         self.masters: training.Masters | None = None
         if contender.kind == "fsdp2":
             self._shard(args, contender)
@@ -130,6 +131,21 @@ class TorchLoop:
         return {}
 
 
+def zero_config(args: argparse.Namespace, contender: Contender) -> dict[str, Any]:
+    """The configuration of a contender in DeepSpeed's keys."""
+    return {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_clipping": args.clip,
+        "bf16": {"enabled": args.dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": contender.stage,
+            "offload_param": _place(args, contender.param),
+            "offload_optimizer": _place(args, contender.optim),
+        },
+    }
+
+
 def _place(args: argparse.Namespace, device: str) -> dict[str, Any]:
     if device == "nvme":
         return {"device": device, "nvme_path": str(args.nvme_path)}
@@ -139,22 +155,11 @@ def _place(args: argparse.Namespace, device: str) -> dict[str, Any]:
 class InfinityLoop:
     """Infinity in one of its stages."""
 
-    def __init__(self, args: argparse.Namespace, contender: Contender) -> None:
+    def __init__(self, args: argparse.Namespace, contender: Contender, model: Any) -> None:
         import infinity
 
-        config = {
-            "train_micro_batch_size_per_gpu": args.batch,
-            "gradient_clipping": args.clip,
-            "bf16": {"enabled": args.dtype == "bf16"},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-            "zero_optimization": {
-                "stage": contender.stage,
-                "offload_param": _place(args, contender.param),
-                "offload_optimizer": _place(args, contender.optim),
-            },
-            "infinity": {"prefetch_bytes": contender.prefetch},
-        }
-        self.engine, *_ = infinity.initialize(model=make_model(args), config=config)
+        config = {**zero_config(args, contender), "infinity": {"prefetch_bytes": contender.prefetch}}
+        self.engine, *_ = infinity.initialize(model=model, config=config)
 
     def step(self, tokens: Any, targets: Any) -> Any:
         loss = self.engine(tokens, targets)

@@ -1,6 +1,8 @@
 """The helpers of all benchmarks: turns, medians, child processes, the machine, results."""
 
 import json
+import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,43 @@ def test_a_child_that_fails_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     assert "no disk" in capfd.readouterr().err
 
 
+def attempt(path: Path, body: str, limit: float = 60) -> dict[str, Any]:
+    found = harness.attempt([sys.executable, script(path / "child.py", body)], environment=os.environ, limit=limit)
+    assert found.pop("seconds") < 60
+    return found
+
+
+def test_an_attempt_gives_the_json_between_other_lines(tmp_path: Path) -> None:
+    body = """print('ready'); print(json.dumps({'said': 1})); print('{closed}')"""
+    assert attempt(tmp_path, body) == {"said": 1, "status": 0, "error": ""}
+
+
+def test_an_attempt_that_fails_gives_its_last_error(tmp_path: Path) -> None:
+    body = "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError('no disk') from e"
+    assert attempt(tmp_path, body) == {"status": 1, "error": "OSError: no disk"}
+    assert attempt(tmp_path, "os.kill(os.getpid(), 9)") == {"status": -9, "error": ""}
+
+
+def test_an_attempt_that_hangs_is_killed(tmp_path: Path) -> None:
+    assert attempt(tmp_path, "import time; time.sleep(100)", limit=0.5) == {"status": None, "error": ""}
+
+
+def test_losses_are_compared_step_by_step() -> None:
+    assert harness.apart([[4.0, 2.0], [4.0, 2.5], [4.4, 2.0]]) == pytest.approx(0.25)
+    with pytest.raises(ValueError):
+        harness.apart([[1.0], [1.0, 2.0]])
+
+
+def test_drive_bytes_grow_by_those_of_a_file(tmp_path: Path) -> None:
+    before = harness.drive_bytes()
+    with open(tmp_path / "file", "wb", buffering=0) as file:
+        file.write(bytes(1 << 20))
+        os.fsync(file.fileno())
+    read, written = (now - then for now, then in zip(harness.drive_bytes(), before, strict=True))
+    on_drive = harness.file_system(tmp_path) != "tmpfs"
+    assert read >= 0 and written >= on_drive << 20
+
+
 def test_the_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
     mounts = f"/dev/a / ext4 rw 0 0\n/dev/b {tmp_path} btrfs rw 0 0\n/dev/c {tmp_path} xfs rw 0 0\n"
     assert harness.file_system(tmp_path / "below", mounts) == "xfs"
@@ -90,6 +129,7 @@ def test_the_machine_line_names_what_figures_depend_on(tmp_path: Path) -> None:
 def test_a_head_has_the_command_that_can_be_repeated() -> None:
     head = harness.head("zero", arguments=["--only", "infinity stage 3", "--redraw"], note="A note.")
     assert head["command"] == "python bench/zero.py --only 'infinity stage 3'"
+    assert harness.head("zero", arguments=["-x"], script="a/b.py")["command"] == "python bench/a/b.py -x"
     assert (head["bench"], head["note"]) == ("zero", "A note.")
 
 

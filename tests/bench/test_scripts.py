@@ -17,7 +17,10 @@ import torch
 from report import page
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if '__name__ == "__main__"' in path.read_text())
+FILES = [*BENCH.glob("*.py"), *BENCH.glob("peers/*.py")]
+SCRIPTS = sorted(
+    str(path.relative_to(BENCH).with_suffix("")) for path in FILES if '__name__ == "__main__"' in path.read_text()
+)
 TINY = ["--hidden", "32", "--layers", "2", "--heads", "2", "--vocab", "64", "--sequence", "16", "--batch", "2"]
 
 
@@ -43,7 +46,7 @@ def test_published_commands_still_parse(path: Path, monkeypatch: pytest.MonkeyPa
     """Flags and defaults of a command that made a result stay."""
     command = page.load(path).get("command") or path.with_suffix(".md").read_text().split("`")[1]
     _, script, *flags = shlex.split(command)
-    module = importlib.import_module(Path(script).stem)
+    module = importlib.import_module(".".join(Path(script).with_suffix("").parts[1:]))
     monkeypatch.setattr(sys, "argv", [script, *flags])
     args = module.parse(flags) if hasattr(module, "parse") else module.arguments()
     assert isinstance(args, argparse.Namespace) and args.name == path.stem
