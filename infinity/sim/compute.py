@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from infinity.sim.clock import Clock
 from infinity.sim.device import META, SimulatedDevice
 from infinity.sim.links import Links
+from infinity.units.compiled import eager
 
 aten = torch.ops.aten
 
@@ -69,6 +69,12 @@ class Compute(TorchDispatchMode):
         """Bytes of results of the model's operations that are alive."""
         self.peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's own way to keep Dynamo out takes longer than most operations."""
+        return False
+
+    @eager
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -138,14 +144,21 @@ class Compute(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if hasattr(storage, "_counted"):
             return
-        nbytes = storage.nbytes()
-        storage._counted = True  # type: ignore[attr-defined]
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, nbytes)
+        storage._counted = _Counted(self, storage.nbytes())  # type: ignore[attr-defined]
 
-    def _free(self, nbytes: int) -> None:
-        self.live -= nbytes
+
+class _Counted:
+    """Memory that is alive. Belongs to its storage, and ends with it."""
+
+    __slots__ = ("_compute", "_nbytes")
+
+    def __init__(self, compute: Compute, nbytes: int) -> None:
+        self._compute, self._nbytes = compute, nbytes
+        compute.live += nbytes
+        compute.peak = max(compute.peak, compute.live)
+
+    def __del__(self) -> None:
+        self._compute.live -= self._nbytes
 
 
 @dataclass(frozen=True)
