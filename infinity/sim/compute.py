@@ -58,6 +58,10 @@ class Compute(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
         self._device = device
+        self._kinds: dict[int, _Kind] = {}
+        """id of an operation → its kind. torch hashes operations in Python."""
+        self._seen: list[Any] = []
+        """The operations in `_kinds`, which stay alive."""
         self._known: dict[Any, _Operation] = {}
         """Operation and its arguments, with tensors as shapes, strides and dtypes → its result and cost. Meta kernels
         take longer than a look-up.
@@ -79,13 +83,13 @@ class Compute(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(func)
+        kind = self._kinds.get(id(func)) or self._kind_of(func)
         if kind is _Kind.VIEW:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             self._device.compute_reached().wait()
             return 1.0 if args[0].is_floating_point() else 1
-        key = None if kind is _Kind.OTHER else (func, _key(args), _key(kwargs))
+        key = None if kind is _Kind.OTHER else (id(func), _key(args), _key(kwargs))
         known = self._known.get(key)
         if known is None:
             result = func(*args, **kwargs)
@@ -103,6 +107,11 @@ class Compute(TorchDispatchMode):
             for made in result if isinstance(result, (tuple, list)) else (result,):
                 self.count(made)
         return result
+
+    def _kind_of(self, func: Any) -> _Kind:
+        self._seen.append(func)
+        kind = self._kinds[id(func)] = _kind(func)
+        return kind
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
         tensors: list[torch.Tensor] = []
@@ -211,7 +220,7 @@ def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
-        return tuple(_key(each) for each in value)
+        return tuple([_key(each) for each in value])
     if isinstance(value, dict):
         return tuple((name, _key(each)) for name, each in value.items())
     return type(value), value
