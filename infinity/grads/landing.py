@@ -241,7 +241,7 @@ class Landing:
                 while number < len(parts) and parts[number].start < stop:
                     part = parts[number]
                     low, high = max(part.start, start), min(part.stop, stop)
-                    target[end:low].zero_()
+                    _zero(target, end, low)
                     into, initial = target[low:high], sums[number]
                     if target is source:
                         sums[number] = kernels.sum_of_squares(into, initial=initial, threads=threads)
@@ -252,7 +252,7 @@ class Landing:
                     if part.stop > stop:
                         break
                     number += 1
-                target[end:stop].zero_()
+                _zero(target, end, stop)
         return sum((sums[k] / part.copies for k, part in enumerate(parts) if part.in_norm), 0.0)
 
     def _stored_in_place(self, unit: Unit) -> torch.Tensor | None:
@@ -277,6 +277,12 @@ class Landing:
             parts = unit.layout.parts(self._ranks.shard_rank)
             found = self._sums[unit.index] = DeviceSquares(self._places.device, parts, self._places.kernels)
         return found
+
+
+def _zero(elements: torch.Tensor, start: int, stop: int) -> None:
+    """Zero `elements[start:stop]`, which is mostly empty."""
+    if start < stop:
+        elements[start:stop].zero_()
 
 
 def _whole(shard: torch.Tensor) -> list[Piece]:

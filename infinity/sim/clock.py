@@ -40,7 +40,7 @@ class Source(Protocol):
     """A resource that completes requests."""
 
     due: float
-    """Time of its next completion; inf: none is under way."""
+    """Time of its next completion; inf: none is under way. A source passes each new one to `Clock.expect`."""
 
     def complete(self) -> None:
         """Complete the request that is due, and wake the threads that wait for it."""
@@ -76,6 +76,8 @@ class Clock:
         self.submitted: list[Record] = []
         """Records of transfers in the order of their submission."""
         self.sources: list[Source] = []
+        self._horizon = 0.0
+        """No other thread is ready, and no request completes, before this time."""
         self.processors = Processors(self)
         self._failure = ""
 
@@ -93,7 +95,8 @@ class Clock:
         me = self.current
         if me.debt:
             self._pay(me)
-        self._yield(me)
+        if me.time >= self._horizon:
+            self._yield(me)
 
     def work(self, lane: str, seconds: float, name: str = "", nbytes: int = 0) -> Record:
         """Let the running thread work on the host's processors. Returns the record, which has ended."""
@@ -132,6 +135,12 @@ class Clock:
         if time > thread.time:
             thread.time, thread.last = time, cause
         thread.is_ready = True
+        self.expect(thread.time)
+
+    def expect(self, time: float) -> None:
+        """Let the running thread pass `time` only after the events of that time."""
+        if time < self._horizon:
+            self._horizon = time
 
     def _pay(self, me: HostThread) -> None:
         seconds, me.debt = me.debt, 0.0
@@ -185,6 +194,8 @@ class Clock:
 
     def _yield(self, me: HostThread) -> None:
         time = me.time
+        if time < self._horizon:
+            return None  # mostly, and the rest would find nothing
         for source in self.sources:
             if source.due <= time:
                 return self._pass_on(me)
@@ -207,13 +218,19 @@ class Clock:
         """Complete requests until the next event is a thread's. Returns that thread, which is the running one now."""
         while True:
             first: HostThread | None = None
+            others = inf
             for thread in self.threads:
-                if thread.is_ready and (first is None or thread.time < first.time or _is_tie(first, thread)):
-                    first = thread
+                if not thread.is_ready:
+                    continue
+                if first is None or thread.time < first.time or _is_tie(first, thread):
+                    first, others = thread, inf if first is None else first.time
+                elif thread.time < others:
+                    others = thread.time
             source = min(self.sources, key=_due)
             if source.due <= (inf if first is None else first.time) and source.due < inf:
                 source.complete()
                 continue
+            self._horizon = others if others < source.due else source.due
             if first is None:
                 names = ", ".join(thread.name for thread in self.threads)
                 self._failure = f"internal error: every thread of the simulation waits for another one: {names}"
@@ -292,3 +309,4 @@ class Processors:
 
     def _plan(self) -> None:
         self.due = self._since + max(0.0, min(self._left)) * len(self._left) if self._left else inf
+        self._clock.expect(self.due)

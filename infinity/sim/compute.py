@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from infinity.sim.clock import Clock
 from infinity.sim.device import META, SimulatedDevice
 from infinity.sim.links import Links
+from infinity.units.compiled import eager
 
 aten = torch.ops.aten
 
@@ -58,6 +58,10 @@ class Compute(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
         self._device = device
+        self._kinds: dict[int, _Kind] = {}
+        """id of an operation → its kind. torch hashes operations in Python."""
+        self._seen: list[Any] = []
+        """The operations in `_kinds`, which stay alive."""
         self._known: dict[Any, _Operation] = {}
         """Operation and its arguments, with tensors as shapes, strides and dtypes → its result and cost. Meta kernels
         take longer than a look-up.
@@ -69,17 +73,23 @@ class Compute(TorchDispatchMode):
         """Bytes of results of the model's operations that are alive."""
         self.peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's own way to keep Dynamo out takes longer than most operations."""
+        return False
+
+    @eager
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(func)
+        kind = self._kinds.get(id(func)) or self._kind_of(func)
         if kind is _Kind.VIEW:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             self._device.compute_reached().wait()
             return 1.0 if args[0].is_floating_point() else 1
-        key = None if kind is _Kind.OTHER else (func, _key(args), _key(kwargs))
+        key = None if kind is _Kind.OTHER else (id(func), _key(args), _key(kwargs))
         known = self._known.get(key)
         if known is None:
             result = func(*args, **kwargs)
@@ -97,6 +107,11 @@ class Compute(TorchDispatchMode):
             for made in result if isinstance(result, (tuple, list)) else (result,):
                 self.count(made)
         return result
+
+    def _kind_of(self, func: Any) -> _Kind:
+        self._seen.append(func)
+        kind = self._kinds[id(func)] = _kind(func)
+        return kind
 
     def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
         tensors: list[torch.Tensor] = []
@@ -138,14 +153,21 @@ class Compute(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if hasattr(storage, "_counted"):
             return
-        nbytes = storage.nbytes()
-        storage._counted = True  # type: ignore[attr-defined]
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, nbytes)
+        storage._counted = _Counted(self, storage.nbytes())  # type: ignore[attr-defined]
 
-    def _free(self, nbytes: int) -> None:
-        self.live -= nbytes
+
+class _Counted:
+    """Memory that is alive. Belongs to its storage, and ends with it."""
+
+    __slots__ = ("_compute", "_nbytes")
+
+    def __init__(self, compute: Compute, nbytes: int) -> None:
+        self._compute, self._nbytes = compute, nbytes
+        compute.live += nbytes
+        compute.peak = max(compute.peak, compute.live)
+
+    def __del__(self) -> None:
+        self._compute.live -= self._nbytes
 
 
 @dataclass(frozen=True)
@@ -198,7 +220,7 @@ def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
-        return tuple(_key(each) for each in value)
+        return tuple([_key(each) for each in value])
     if isinstance(value, dict):
         return tuple((name, _key(each)) for name, each in value.items())
     return type(value), value

@@ -21,6 +21,29 @@ from infinity.units.modes import outside_modes
 META = torch.device("meta")
 
 
+class _Fingerprint:
+    """A fingerprint on the device."""
+
+    __slots__ = ("_value",)
+    __hash__ = object.__hash__
+
+    def __init__(self) -> None:
+        self._value = torch.empty((), dtype=torch.int64, device=META)
+
+    def __eq__(self, other: object) -> Any:
+        if not isinstance(other, _Fingerprint):
+            return NotImplemented
+        if torch._C._len_torch_dispatch_stack():
+            return self._value == other._value
+        return _EQUAL  # nothing times the operation, and torch's meta kernel is slow
+
+    def __ne__(self, other: object) -> Any:
+        return self._value != other._value if isinstance(other, _Fingerprint) else NotImplemented
+
+
+_EQUAL = torch.empty((), dtype=torch.bool, device=META)
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     """The device to simulate. By default the host computes."""
@@ -183,7 +206,8 @@ class SimulatedAccelerator(SimulatedDevice):
 
     def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
         self.operate(0.0, memory.numel())
-        return torch.empty((), dtype=torch.int64, device=META)
+        found: Any = _Fingerprint()
+        return found  # type: ignore[no-any-return]
 
     def operate(self, seconds: float, nbytes: float) -> None:
         self.stream.run(max(seconds, self._seconds(nbytes)))

@@ -113,6 +113,8 @@ class Queue:
     """READ or WRITE."""
     lane: str
     requests: deque[Request] = field(default_factory=deque)
+    rate: float = 0.0
+    """Bytes/s of its oldest request, while it has one."""
 
 
 class Drive:
@@ -147,38 +149,48 @@ class Drive:
         request = Request(clock, record)
         self._advance(me.time)
         queue.requests.append(request)
+        if len(queue.requests) == 1:
+            self._share()
         self._plan()
         return request
 
     def complete(self) -> None:
         time = self.due
         self._advance(time)
-        requests = min(self._busy, key=self._remaining).requests
+        queue = min(self._busy, key=_remaining)
+        requests = queue.requests
         ended = requests.popleft()
         ended.record.end = time
         ended.has_ended = True
         if requests:
             requests[0].record.start, requests[0].record.cause = time, ended.record
+        else:
+            self._share()
         self._plan()
         for thread in ended.waiting:
             self._clock.wake(thread, time, ended.record)
 
-    def _rate(self, queue: Queue) -> float:
-        sharing = sum(other.direction == queue.direction for other in self._busy)
-        return (self._rates[queue.direction] if sharing == len(self._busy) else self._mixed) / sharing
-
-    def _remaining(self, queue: Queue) -> float:
-        """Return the seconds that the oldest request of a queue takes if nothing changes."""
-        return max(0.0, queue.requests[0].left) / self._rate(queue)
+    def _share(self) -> None:
+        """Divide the drive between the queues that have requests."""
+        self._busy = [queue for queue in self._queues if queue.requests]
+        for queue in self._busy:
+            sharing = sum(other.direction == queue.direction for other in self._busy)
+            queue.rate = (self._rates[queue.direction] if sharing == len(self._busy) else self._mixed) / sharing
 
     def _advance(self, time: float) -> None:
         passed, self._since = time - self._since, time
         for queue in self._busy:
-            queue.requests[0].left -= passed * self._rate(queue)
+            queue.requests[0].left -= passed * queue.rate
 
     def _plan(self) -> None:
-        self._busy = [queue for queue in self._queues if queue.requests]
-        self.due = self._since + min(map(self._remaining, self._busy)) if self._busy else inf
+        self.due = self._since + min(map(_remaining, self._busy)) if self._busy else inf
+        self._clock.expect(self.due)
+
+
+def _remaining(queue: Queue) -> float:
+    """Return the seconds that the oldest request of a queue takes if nothing changes."""
+    left = queue.requests[0].left
+    return left / queue.rate if left > 0.0 else 0.0
 
 
 class DriveEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -77,11 +77,11 @@ class Tier(ABC):
     reads_ahead = False
     """True if `read_ahead` begins reads."""
 
-    def read_ahead(self, extents: Sequence[Extent]) -> None:  # noqa: B027 - memory is read at once
+    def read_ahead(self, extents: Iterable[Extent]) -> None:  # noqa: B027 - memory is read at once
         """Start reading `extents` into buffers of the tier's own, in this order, as far as these suffice.
 
         A later `read` of a whole extent uses them. Buffers of other extents are reused. No write of the extents may be
-        under way. Does not wait.
+        under way. Does not wait. Takes no more of `extents` than it needs to decide.
         """
 
     def reserve(self, extent: Extent) -> None:  # noqa: B027 - space stays reserved

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -120,7 +120,7 @@ class NvmeTier(Tier):
             return self._write(extent, source, offset)
         return self._staging.write(extent, source, offset)
 
-    def read_ahead(self, extents: Sequence[Extent]) -> None:
+    def read_ahead(self, extents: Iterable[Extent]) -> None:
         if self._staging is not None:
             self._staging.read_ahead(extents)
 

@@ -60,10 +60,12 @@ class Lease:
     def _view(self, dtype: torch.dtype) -> torch.Tensor:
         view = self._views.get(dtype)
         if view is None:
-            with torch.inference_mode(False):
-                view = self._held()[: self.nbytes]
-                if dtype != torch.uint8:  # else `view` would return the tensor itself
-                    view = view.view(dtype)
+            if torch.is_inference_mode_enabled():  # the context takes longer than the view
+                with torch.inference_mode(False):
+                    return self._view(dtype)
+            view = self._held()[: self.nbytes]
+            if dtype != torch.uint8:  # else `view` would return the tensor itself
+                view = view.view(dtype)
             self._views[dtype] = view
         return view
 

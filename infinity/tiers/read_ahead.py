@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -42,17 +43,21 @@ class ReadAhead:
         self._dropped: deque[Piece] = deque()
         """Pieces that nobody needs, whose read may not have ended."""
 
-    def want(self, extents: Sequence[Extent]) -> None:
+    def want(self, extents: Iterable[Extent]) -> None:
         """Start reading `extents` in this order, as far as buffers are free. Drops what was read of other extents.
 
-        Does not wait. No write of these extents may be under way.
+        Does not wait. No write of these extents may be under way. Takes no more of `extents` than it needs to decide.
         """
+        coming, nearest = iter(extents), list[Extent]()
         with self._access:
-            wanted = {extent.offset for extent in extents}
-            for offset in [offset for offset in self._pieces if offset not in wanted]:
+            others = set(self._pieces)
+            while others and (extent := next(coming, None)) is not None:
+                others.discard(extent.offset)
+                nearest.append(extent)
+            for offset in [offset for offset in self._pieces if offset in others]:
                 self._dropped += self._pieces.pop(offset)
             self._release_ended()
-            for extent in extents:
+            for extent in chain(nearest, coming):
                 if not self._extend(extent):
                     return
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -60,7 +60,7 @@ class Staging:
         """Write device memory to an extent, after the compute that the calling thread issued so far."""
         return run_on(self._writer, self._write_out, extent, source, offset, self._device.compute_reached())
 
-    def read_ahead(self, extents: Sequence[Extent]) -> None:
+    def read_ahead(self, extents: Iterable[Extent]) -> None:
         """See `Tier.read_ahead`."""
         self._release_copied()
         self.ahead.want(extents)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, tee
 
 import torch
 
@@ -97,19 +99,23 @@ class UnitStates:
         extent = self._extent(layout, State.PARAM)
         return self.tiers[extent.tier].read(extent, shard)
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Return whether `read_ahead` begins reads of any unit's parameters."""
-        return any(self.tiers[name].reads_ahead for name in self.placement.tiers(State.PARAM))
+    @cached_property
+    def reads_ahead(self) -> Sequence[str]:
+        """Tiers of parameters whose `read_ahead` begins reads."""
+        return [name for name in sorted(self.placement.tiers(State.PARAM)) if self.tiers[name].reads_ahead]
 
-    def read_ahead(self, layouts: Sequence[UnitLayout]) -> None:
-        """Start reading this rank's shards of the parameters, in this order, before `fetch`, as far as tiers can."""
-        by_tier: dict[str, list[Extent]] = {}
-        for layout in layouts:
-            extent = self._extent(layout, State.PARAM)
-            by_tier.setdefault(extent.tier, []).append(extent)
-        for name, extents in by_tier.items():
-            self.tiers[name].read_ahead(extents)
+    def read_ahead(self, layouts: Iterable[UnitLayout]) -> None:
+        """Start reading this rank's shards of the parameters, in this order, before `fetch`, as far as tiers can.
+
+        Takes as many of `layouts` as tiers have buffers for.
+        """
+        names = self.reads_ahead
+        for name, same in zip(names, tee(layouts, len(names)), strict=True):
+            extents = (self._extent(layout, State.PARAM) for layout in same)
+            of_tier = (extent for extent in extents if extent.tier == name)
+            nearest = next(of_tier, None)
+            if nearest is not None:
+                self.tiers[name].read_ahead(chain((nearest,), of_tier))
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""

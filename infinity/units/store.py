@@ -30,6 +30,7 @@ from infinity.units.buffers import UnitBuffers
 from infinity.units.edits import EditChecks
 from infinity.units.kept import KeptBuffers, edit_lost
 from infinity.units.modes import in_derivative, outside_modes, transformed
+from infinity.units.prefetch import Ahead
 from infinity.units.scope import Scope
 from infinity.units.states import UnitStates
 from infinity.units.trace import Tracer
@@ -62,8 +63,8 @@ class UnitStore:
         self.tracer = Tracer()
         self.wait_seconds = 0.0
         self.fetches = 0
-        self.prefetch_bytes = prefetch_bytes
         self.kept = KeptBuffers(pool, device)
+        self.ahead = Ahead(self.units, self.tracer, self.kept, prefetch_bytes)
         self._edits = EditChecks(device, len(units))
         self.buffers = UnitBuffers(self.units, pool, self.tracer, self._evict, alone=ranks.is_single)
         self.failure: OSError | ForcedInterrupt | RanksError | None = None
@@ -73,7 +74,6 @@ class UnitStore:
         self._states = states
         self._device = device
         self._ranks = ranks
-        self._reads_ahead = states.reads_ahead
         for unit in self.units:
             residents.add_parameters(unit, self)
 
@@ -222,39 +222,26 @@ class UnitStore:
         return len(self.buffers) == len(self.units) and self._ranks.is_single
 
     def prefetch(self) -> None:
-        """Start fetching the next units of the trace, within the limits of `prefetch_bytes` and the pool."""
+        """Start fetching the next units of the trace (`infinity.units.prefetch`), as far as buffers suffice."""
         if self._is_complete():
             return
-        self._fetch_ahead()
-        if self._reads_ahead:
-            # Ranks may differ in this: it takes no buffer of the device, and nothing is exchanged.
-            upcoming = (self.units[index] for index in self.tracer.upcoming())
-            self._states.read_ahead([unit.layout for unit in upcoming if self._may_be_read(unit)])
-
-    def _may_be_read(self, unit: Unit) -> bool:
-        """Return whether a unit's parameters are in their tier alone, and no write of them is due.
-
-        None is under way: a unit is evicted from its buffer after its writes, if the tier is not memory.
-        """
-        return unit.residency is Residency.RELEASED and unit.due_update is None and unit not in self.kept
-
-    def _fetch_ahead(self) -> None:
-        budget = self.prefetch_bytes
-        for index in self.tracer.upcoming():
-            unit = self.units[index]
-            budget -= unit.layout.nbytes
-            if budget < 0:
-                return
+        for unit in self.ahead.to_fetch():
             if unit.residency is Residency.UPDATING:
                 self._follow_update(unit)
-            if unit.residency is not Residency.RELEASED:
-                continue
-            if unit.job is not None and not unit.job.done.done() and self._ranks.is_single:
-                return  # its update is under way in the tier alone
-            lease = self.buffers.lease_ahead(unit)
-            if lease is None:
-                return
+            elif not self._start_ahead(unit):
+                break
+        if self._states.reads_ahead:
+            # Ranks may differ in this: it takes no buffer of the device, and nothing is exchanged.
+            self._states.read_ahead(self.ahead.to_read())
+
+    def _start_ahead(self, unit: Unit) -> bool:
+        """Start to fetch a released unit. Returns False if that would wait, or take the buffer of one needed sooner."""
+        if unit.job is not None and not unit.job.done.done() and self._ranks.is_single:
+            return False  # its update is under way in the tier alone
+        lease = self.buffers.lease_ahead(unit)
+        if lease is not None:
             self._start(unit, lease)
+        return lease is not None
 
     # -- update ------------------------------------------------------------------------------------------------------
 

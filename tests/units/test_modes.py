@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from infinity.units.modes import outside_modes
 from support.beside import LATE_TOO, NVME, PLACES, assert_same_story, training
 from support.models import Linears, vector_batches
 
@@ -199,3 +201,14 @@ def test_selective_checkpoints(update: str, together: int, policy: str, place: d
 @PLACES
 def test_selective_checkpoints_in_a_mode(place: dict[str, Any]) -> None:
     assert_same_story(lambda: Selective("products", 2), in_modes("all", "several"), place=place, units=6)
+
+
+def test_suspended_modes_return_in_their_order_after_an_error() -> None:
+    with Dispatched() as outer, FakeTensorMode(), Dispatched() as inner:
+        before = _get_current_dispatch_mode_stack()
+        with pytest.raises(ValueError, match="in the block"), outside_modes():
+            assert not _get_current_dispatch_mode_stack()
+            torch.ones(1)
+            raise ValueError("in the block")
+        assert _get_current_dispatch_mode_stack() == before
+    assert not outer.seen and not inner.seen

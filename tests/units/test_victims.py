@@ -133,7 +133,7 @@ def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
     store.tracer.begin("eval")
-    store.prefetch_bytes = 9000
+    store.ahead.nbytes = 9000
     before = {unit.index for unit in store.buffers.units()}
     for unit in victims:
         keep_busy(unit, how, Busy())
@@ -149,7 +149,7 @@ def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
     store.tracer.begin("eval")
-    store.prefetch_bytes = 9000
+    store.ahead.nbytes = 9000
     before = {unit.index for unit in store.buffers.units()}
     views = [unit.flat()[:] for unit in victims]  # a view by the parameter would count as a use
     store.prefetch()
@@ -167,13 +167,13 @@ def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, mo
     store, values = engine.parts.store, parameters_of(engine)
     store.release_all()
     store.tracer.begin("eval")
-    store.prefetch_bytes = 1 << 20
+    store.ahead.nbytes = 1 << 20
     store.prefetch()
     reading = store.buffers.units()
     assert {unit.residency for unit in reading} == {Residency.FETCHING}
     *_, wanted = engine.units
     assert wanted.residency is Residency.RELEASED
-    store.prefetch_bytes = 0
+    store.ahead.nbytes = 0
     store.use(wanted)
     assert [unit.residency for unit in reading].count(Residency.RELEASED) == 1
     schedule.end()  # a read that nobody waited for is carried out now
