@@ -7,6 +7,7 @@ or a native module fails to load.
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -315,6 +316,13 @@ def bench_links(
     run(path, out, seconds, size, as_json)
 
 
+class Formats(str, Enum):
+    """Formats of states that a plan counts."""
+
+    ENGINE = "engine"
+    PAPER = "paper"
+
+
 @app.command("plan")
 def plan(
     num_layers: Annotated[int | None, typer.Option(min=1, help="GPT-2: transformer blocks.")] = None,
@@ -348,6 +356,15 @@ def plan(
     device_memory: Annotated[str | None, typer.Option(help="Memory of a GPU.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Memory of a node; by default this machine's.")] = None,
     nvme: Annotated[str | None, typer.Option(help="Drive of a node; by default this folder's free space.")] = None,
+    endurance: Annotated[
+        str | None, typer.Option(help="Bytes that the drives of a node are rated for, such as 1.2PB (TBW).")
+    ] = None,
+    tile: Annotated[
+        str | None, typer.Option(help="Largest fp32 weight of a linear layer; larger ones run in tiles.")
+    ] = None,
+    formats: Annotated[
+        Formats, typer.Option(help="Formats of states; paper: the ZeRO-Infinity paper's 20 bytes a parameter.")
+    ] = Formats.ENGINE,
     this_machine: Annotated[bool, typer.Option("--this-machine", help="Plan for this machine.")] = False,
     max_model: Annotated[
         bool, typer.Option("--max-model", help="GPT-2: print the most layers that fit, and predict nothing else.")
@@ -386,6 +403,9 @@ def plan(
             device_memory=device_memory,
             host_memory=host_memory,
             nvme=nvme,
+            endurance=endurance,
+            tile=tile,
+            formats=formats.value,
             this_machine=this_machine,
             max_model=max_model,
             trace=trace,

@@ -25,7 +25,8 @@ from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.models import PlannedModel, gpt2, of_transformers
 from infinity.sim.needs import KINDS, TIERS
-from infinity.sim.planner import Prediction, largest, predict
+from infinity.sim.planner import Formats, Prediction, largest, predict
+from infinity.sim.simulate import Simulation
 
 _DEFAULT_BATCH = 8
 
@@ -48,6 +49,9 @@ class Flags:
     device_memory: str | None
     host_memory: str | None
     nvme: str | None
+    endurance: str | None
+    tile: str | None
+    formats: Formats
     this_machine: bool
     max_model: bool
     trace: Path | None
@@ -59,14 +63,29 @@ def run(flags: Flags) -> None:
     with one_line_errors(), warnings_as_notes():
         if flags.model is not None and (flags.is_shaped or flags.max_model):
             fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
+        timed = {"--bandwidths": flags.bandwidths, "--endurance": flags.endurance, "--trace": flags.trace}
+        if flags.formats != "engine" and any(timed.values()):
+            given = ", ".join(option for option, value in timed.items() if value)
+            fail(f"--formats paper counts bytes, since the engine does not train in them: leave out {given}")
+        if flags.bandwidths is None and (flags.endurance is not None or flags.trace is not None):
+            fail("--endurance and --trace need the seconds of a step: give --bandwidths")
         if flags.trace is not None:
             check_output("--trace", flags.trace)
         config, machine, links = _config(flags), _machine(flags), _links(flags)
         if flags.max_model:
             _say_largest(flags, config, machine, links)
             return
-        found = predict(_maker(flags), config, machine, links, train_batch=flags.train_batch)
-        if flags.trace is not None:
+        endurance = None if flags.endurance is None else size_of("--endurance", flags.endurance)
+        found = predict(
+            _maker(flags),
+            config,
+            machine,
+            links,
+            train_batch=flags.train_batch,
+            formats=flags.formats,
+            endurance=endurance,
+        )
+        if flags.trace is not None and found.simulation is not None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
         if flags.as_json:
             say_json(found.to_json())
@@ -76,11 +95,15 @@ def run(flags: Flags) -> None:
 
 
 def _maker(flags: Flags) -> Callable[[], PlannedModel]:
-    folder = flags.model
+    folder, tile_bytes = flags.model, _tile_bytes(flags)
     if folder is None:
-        return lambda: gpt2(flags.shape)
+        return lambda: gpt2(flags.shape, tile_bytes)
     checkpoint = flags.shape.checkpoint_activations
-    return lambda: of_transformers(folder, sequence=flags.seq_length, checkpoint=checkpoint)
+    return lambda: of_transformers(folder, sequence=flags.seq_length, checkpoint=checkpoint, tile_bytes=tile_bytes)
+
+
+def _tile_bytes(flags: Flags) -> int | None:
+    return None if flags.tile is None else size_of("--tile", flags.tile)
 
 
 def _config(flags: Flags) -> Config:
@@ -124,7 +147,12 @@ def _links(flags: Flags) -> Links | None:
 
 def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | None) -> None:
     baseline = links.baseline_rss if links is not None else 0
-    found = largest(flags.shape, config, machine, baseline, train_batch=flags.train_batch)
+    tile_bytes = _tile_bytes(flags)
+
+    def make(layers: int) -> PlannedModel:
+        return gpt2(replace(flags.shape, num_layers=layers), tile_bytes)
+
+    found = largest(make, config, machine, baseline, train_batch=flags.train_batch, formats=flags.formats)
     if found is None:
         fail(f"no GPT-2 of width {flags.shape.hidden_size} fits: not even one layer")
     parameters = replace(flags.shape, num_layers=found).num_parameters
@@ -155,21 +183,23 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     for tier in TIERS:
         if passing := needs.passing[tier]:
             yield f"{show_bytes(passing)} of gradients take {tier} only in steps whose order is new, as the first three"
-    if found.is_timed:
+    if seen is not None:
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s"
         for lane in LANES:
             if lane != "compute" and (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
                 yield f"  waits for {lane}: {seconds:.3g} s"
-        yield from _moved(found)
+        yield from _moved(found, seen)
+    elif found.formats != "engine":
+        yield "formats of the ZeRO-Infinity paper: 20 bytes a parameter; buffers are the engine's"
     else:
         yield "no step time: measure the machine's bandwidths with infinity bench-links, and pass --bandwidths"
     for line in found.advice:
         yield f"advice: {line}"
 
 
-def _moved(found: Prediction) -> Iterator[str]:
+def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:
     """Yield the bytes of a step to and from the drive and for activations, and what they make of the drive."""
-    seen, a_day, ranks = found.simulation, found.nvme_written_a_day, found.ranks_per_node
+    wear, ranks = found.wear, found.ranks_per_node
     lines = [
         f"{what}: {show_bytes(read * ranks)} read, {show_bytes(written * ranks)} written a step"
         for what, read, written in (
@@ -178,11 +208,9 @@ def _moved(found: Prediction) -> Iterator[str]:
         )
         if read or written
     ]
-    if a_day:
-        lines[0] += f"; {show_bytes(a_day)} written a day"
-        if available := found.needs.available["nvme"]:
-            often = a_day / available
-            lines.insert(1, f"  a drive rated for 1 drive write a day is written {often:.3g} times a day")
+    if wear is not None:
+        lines[0] += f"; {show_bytes(wear.a_day)} written a day"
+        lines.insert(1, f"  {wear}")
     yield from lines
 
 

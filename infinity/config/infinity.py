@@ -50,7 +50,7 @@ class Memory(Section):
 
     host: Literal["auto"] | Size | None = None
     """Bytes of a node's host memory for states and buffers. States that `offload_*` places on nvme stay in memory as
-    far as there is room: first parameters, then gradients that wait, then optimizer states. A plan that needs more is
+    far as there is room: first parameters, then optimizer states and gradients that wait. A plan that needs more is
     refused. On the CPU, buffers of units and gradients count, activations do not. `auto`: the free memory less an
     eighth and 1 GiB; half of it on the CPU, which needs the rest for activations. By default, states stay where
     `offload_*` places them."""

@@ -3,7 +3,7 @@
 
 def show_bytes(count: float) -> str:
     """1_300_000_000 -> '1.30 GB'; decimal units, since disks and bandwidths are given in them."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.3g} {unit}" if abs(count) >= 100 * size else f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"

@@ -18,6 +18,9 @@ from infinity.plan.policy import DeviceInfo
 _SHARE = 2
 """Divisor of the device's memory. States and buffers fill this part; no plan knows the activations in the rest."""
 
+_KINDS = (State.PARAM, State.OPTIM, State.GRAD)
+"""Kinds of states in the order in which those of equal traffic get room."""
+
 _Item = TypeVar("_Item")
 Faster = Mapping[tuple[int, State], str]
 """(unit index, state) → tier, for states that a budget keeps in faster memory than the config names."""
@@ -92,23 +95,20 @@ def fill(
     policy: Policy,
     accumulation: int,
     budget: Budget,
+    device: DeviceInfo,
     placed: Faster,
     needed: Callable[[Faster], tuple[Placement, int]],
 ) -> Faster:
     """Return `placed`, the states on the device, and the states on nvme that host memory has room for.
 
-    needed: states in faster tiers → the placement, and the bytes of host memory with all buffers. Kinds of states are
-    placed in the order of the bytes that they save, and units of a kind evenly over the model, so that the drive is in
-    use as long as the step takes.
+    needed: states in faster tiers → the placement, and the bytes of host memory with all buffers. `turns` gives the
+    order in which states get room.
     """
     chosen = dict(placed)
     if budget.host is None and budget.params is None:
         return chosen
-    kinds = [State.PARAM] if budget.host is None else sorted(State, key=lambda s: -traffic(s, policy, accumulation))
-    for state in kinds:
-        units = [layout for layout in layouts if state is State.PARAM or layout.trainable]
-        units = list(spread([unit for unit in units if (unit.index, state) not in placed]))
-        if policy.tier_of(state) != "nvme" or not traffic(state, policy, accumulation):
+    for state, units in turns(layouts, policy, accumulation, device, placed):
+        if state is not State.PARAM and budget.host is None:
             continue
         if state is State.PARAM and budget.params is not None:
             units = _within(budget.params, units, lambda unit: unit.shard_numel)
@@ -121,6 +121,26 @@ def fill(
         fitting = _within(budget.host - nbytes, units, lambda unit: sizes[unit.index])  # noqa: B023 - called here
         chosen |= {(unit.index, state): "host" for unit in fitting}
     return chosen
+
+
+def turns(
+    layouts: Sequence[UnitLayout], policy: Policy, accumulation: int, device: DeviceInfo, placed: Faster
+) -> Iterator[tuple[State, list[UnitLayout]]]:
+    """Yield the kinds of states on nvme that a step moves, and the units of each without those in `placed`, in the
+    order in which they get room [Note: placement by budget].
+
+    Kinds take their turns by the bytes that they save, optimizer states before gradients that save as many. Units are
+    spread evenly over the model, so that the drive is in use as long as the step takes. On a device with memory of its
+    own, if updates follow their gradients, the first units come first.
+    """
+    in_turn = sorted(_KINDS, key=lambda state: -traffic(state, policy, accumulation))
+    for state in in_turn:
+        if policy.tier_of(state) != "nvme" or not traffic(state, policy, accumulation):
+            continue
+        units = [layout for layout in layouts if state is State.PARAM or layout.trainable]
+        units = [unit for unit in units if (unit.index, state) not in placed]
+        from_first = policy.grads_pass and not device.host_addressable
+        yield state, units if from_first else list(spread(units))
 
 
 def _within(room: int, units: Sequence[UnitLayout], size: Callable[[UnitLayout], int]) -> list[UnitLayout]:

@@ -198,7 +198,7 @@ def make_plan(
         return plan.placement, plan.peak_of_host()
 
     faster = on_device(layouts, rules, budget, device, of_device)
-    return placed(fill(layouts, rules, accumulation, budget, faster, of_host))
+    return placed(fill(layouts, rules, accumulation, budget, device, faster, of_host))
 
 
 def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) -> Plan:

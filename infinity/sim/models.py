@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.gpt2.model import GPT2, GPT2Config, ResidualLinear
+from infinity.nn.replace import tile
 
 
 @dataclass(frozen=True)
@@ -24,25 +25,38 @@ class PlannedModel:
     """Sequences → arguments of a forward that returns the loss, on the meta device."""
     sequence: int
     """Tokens of a sequence."""
+    blocks: int = 0
+    with_blocks: Callable[[int], PlannedModel] | None = None
+    """Number of blocks → a model that differs in it only; None: not known."""
 
 
-def gpt2(shape: GPT2Config) -> PlannedModel:
-    """Return the demo's model of this shape."""
+def gpt2(shape: GPT2Config, tile_bytes: int | None = None) -> PlannedModel:
+    """Return the demo's model of this shape. tile_bytes: largest weight of a linear layer, as of `infinity.nn.tile`."""
     with torch.device("meta"):
         module = GPT2(shape)
+    if tile_bytes is not None:
+        for layer in module.modules():
+            if type(layer) is ResidualLinear:
+                layer.__class__ = nn.Linear  # type: ignore[assignment] # other initial values, which no plan has
+        tile(module, tile_bytes)
 
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:
         tokens = torch.zeros(batch, shape.seq_length, dtype=torch.int64, device="meta")
         return tokens, tokens
 
-    return PlannedModel("GPT-2", module, inputs, shape.seq_length)
+    def with_blocks(count: int) -> PlannedModel:
+        return gpt2(replace(shape, num_layers=count), tile_bytes)
+
+    return PlannedModel("GPT-2", module, inputs, shape.seq_length, shape.num_layers, with_blocks)
 
 
-def of_transformers(folder: Path, *, sequence: int | None, checkpoint: bool) -> PlannedModel:
+def of_transformers(
+    folder: Path, *, sequence: int | None, checkpoint: bool, tile_bytes: int | None = None
+) -> PlannedModel:
     """Return the causal language model that a folder's config.json of transformers describes.
 
-    sequence: tokens; None: `max_position_embeddings`. checkpoint: recompute blocks in backward. Raises ConfigError if
-    the folder has no such model or transformers is missing.
+    sequence: tokens; None: `max_position_embeddings`. checkpoint: recompute blocks in backward. tile_bytes: as of
+    `gpt2`. Raises ConfigError if the folder has no such model or transformers is missing.
     """
     file = folder / "config.json" if folder.is_dir() else folder
     try:
@@ -64,6 +78,8 @@ def of_transformers(folder: Path, *, sequence: int | None, checkpoint: bool) -> 
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--model {folder}: transformers refuses {file}: {error}") from error
     module.float().train()
+    if tile_bytes is not None:
+        tile(module, tile_bytes)
     settings.use_cache = False
     if checkpoint:
         module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

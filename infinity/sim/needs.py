@@ -9,6 +9,7 @@ from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.sim.machine import Machine
+from infinity.sim.paper import STATES
 
 TIERS = ("device", "host", "nvme")
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
@@ -73,10 +74,10 @@ def advice(plan: Plan, needs: Needs) -> Iterator[str]:
     for tier in needs.limits:
         missing = needs.missing(tier)
         memory = tier if tier == "nvme" else f"{tier} memory"
-        yield f"{memory} lacks {show_bytes(missing)}: {', and '.join(_enough(_changes(plan, needs, tier), missing))}"
+        yield f"{memory} lacks {show_bytes(missing)}: {', and '.join(enough(_changes(plan, needs, tier), missing))}"
 
 
-def _enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
+def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
     """Return the first change that frees `missing` bytes; else the largest ones that do together, or all."""
     for freed, change in changes:
         if freed >= missing:
@@ -118,4 +119,6 @@ def _held_by_budget(plan: Plan) -> bool:
 
 
 def _smaller_moments(plan: Plan) -> str:
+    if plan.policy.states(plan.units[0].dtype) is STATES:
+        return ", or --formats engine"
     return "" if plan.policy.states(plan.units[0].dtype).bytes_per_element <= 5 else ', or infinity.moments "8bit"'

@@ -15,12 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
+from typing import TYPE_CHECKING
 
 import torch
 
+from infinity.errors import ConfigError
 from infinity.plan.formats import StateFormat, StateKind
-from infinity.plan.placement import Placement, place
+from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.io import plan_io
+from infinity.plan.placement import place
 from infinity.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 K, GIB, TIB = 1 << 10, 1 << 30, 1 << 40
 SEQUENCE = 1024
@@ -110,9 +117,38 @@ def bandwidth_for(share: float, intensity: float, peak: float = PEAK) -> float:
     return share / (1 - share) * peak / intensity
 
 
-def place_as_paper(plan: Plan) -> Placement:
-    """Return the extents of `plan` with the paper's optimizer states in place of the engine's."""
-    return place(plan.units, replace(plan.policy, states=lambda dtype: STATES))
+def plan_as_paper(plan: Plan, config: Config) -> Plan:
+    """Return `plan` with the paper's formats of gradients and optimizer states. Its buffers are those of the engine.
+
+    Raises ConfigError for a config with other formats, or with a budget, which is filled with the engine's.
+    """
+    problems = tuple(_contradictions(config))
+    if problems:
+        raise ConfigError([f"--formats paper: {problem}" for problem in problems])
+    policy = replace(
+        plan.policy,
+        states=lambda dtype: STATES,
+        grads=lambda dtype: GradDtypes(dtype, dtype, dtype),
+        grads_pass=False,
+    )
+    placement = place(plan.units, policy)
+    return replace(plan, policy=policy, placement=placement, io=plan_io(config, placement))
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """Yield the settings that name other formats than the paper's."""
+    section = config.infinity
+    if not (config.fp16.enabled or config.bf16.enabled):
+        yield 'the paper trains in 16 bits: set "fp16" or "bf16": {"enabled": true}'
+    if section.moments != "fp32":
+        yield f'infinity.moments is "{section.moments}", and the paper\'s are fp32: remove it'
+    if section.master != "fp32" and "master" in section.model_fields_set:
+        yield f'infinity.master is "{section.master}", and the paper\'s is fp32: remove it'
+    if config.optimizer.rule not in ("adam", "adamw"):
+        yield f'optimizer.type is "{config.optimizer.type}", and the paper trains with Adam: set "Adam" or "AdamW"'
+    budgets = section.memory.model_dump(include={"device", "device_optimizer", "host", "host_params"})
+    for name in (name for name, value in budgets.items() if value is not None):
+        yield f"infinity.memory.{name} is filled with the engine's formats: remove it"
 
 
 # -- the paper's tables ------------------------------------------------------------------------------------------------

@@ -7,16 +7,14 @@ Bytes are those of the plan that the engine executes, and time is that of the en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from infinity.engine.optimizer import param_groups
 from infinity.engine.planning import plan_units
 from infinity.errors import ConfigError
-from infinity.gpt2.model import GPT2Config
 from infinity.observe.timeline import LANES
 from infinity.observe.units import show_bytes
 from infinity.plan.plan import Plan
@@ -24,19 +22,23 @@ from infinity.plan.policy import compute_dtype
 from infinity.sim.device import DeviceFacts
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
-from infinity.sim.models import PlannedModel, gpt2
+from infinity.sim.models import PlannedModel
 from infinity.sim.needs import Needs, advice, needs_of
+from infinity.sim.paper import plan_as_paper
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
+from infinity.sim.wear import Wear, longer, wear_of
 
 if TYPE_CHECKING:
     from infinity.config import Config
 
-_SECONDS_OF_A_DAY = 86_400
+Formats = Literal["engine", "paper"]
+"""Formats of states to count: the engine's, or those of the ZeRO-Infinity paper, 20 bytes a parameter."""
+
 _EXPOSED = 0.05
 """Share of a step from which a lane is worth advice."""
 _MOST_SIMULATED = 32
-"""Layers from which more are extrapolated, at most."""
+"""Blocks from which more are extrapolated in any case."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
 """Stands in for bandwidths that nobody measured; bytes do not depend on them."""
 
@@ -50,27 +52,19 @@ class Prediction:
     sequences: int
     """Sequences of a step, all ranks together."""
     needs: Needs
-    simulation: Simulation
+    plan: Plan
     ranks_per_node: int
-    is_timed: bool
-    """False: bandwidths are unknown, so that there are no seconds."""
     advice: list[str]
-
-    @property
-    def plan(self) -> Plan:
-        return self.simulation.plan
-
-    @property
-    def nvme_written_a_day(self) -> float:
-        """Bytes that a node writes to its drive in a day of steps, saved activations included."""
-        seen = self.simulation
-        written = seen.nvme_bytes_written + ("nvme" in seen.activations and seen.activation_bytes_written)
-        return written * self.ranks_per_node * _SECONDS_OF_A_DAY / seen.seconds
+    formats: Formats = "engine"
+    simulation: Simulation | None = None
+    """None: bandwidths are unknown, so that there are no seconds."""
+    wear: Wear | None = None
+    """None: a step writes nothing to a drive, or is not simulated."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `infinity plan --json`. Bytes are those of a node."""
         step = None
-        if self.is_timed:
+        if self.simulation is not None:
             seen = self.simulation
             step = {
                 "seconds": seen.seconds,
@@ -79,7 +73,8 @@ class Prediction:
                 "nvme_bytes_written": seen.nvme_bytes_written * self.ranks_per_node,
                 "activation_bytes_read": seen.activation_bytes_read * self.ranks_per_node,
                 "activation_bytes_written": seen.activation_bytes_written * self.ranks_per_node,
-                "nvme_bytes_written_a_day": round(self.nvme_written_a_day),
+                "nvme_bytes_written_a_day": 0 if self.wear is None else round(self.wear.a_day),
+                "endurance": None if self.wear is None else self.wear.to_json(),
                 "exposed": {lane: seen.exposed.get(lane, 0.0) for lane in LANES if lane != "compute"},
             }
         return {
@@ -101,39 +96,114 @@ def predict(
     links: Links | None,
     *,
     train_batch: bool = False,
+    formats: Formats = "engine",
+    endurance: int | None = None,
 ) -> Prediction:
-    """Predict training of the model that `make` returns. links: of a node of the machine; None: bytes only.
+    """Predict training of the model that `make` returns.
 
-    train_batch: each step is a call of `engine.train_batch`, in place of a loop over micro-batches.
-
-    Raises ConfigError or ModelError for a config that cannot train the model.
+    links: of a node of the machine; None: bytes only, as with other formats than the engine's. train_batch: each step
+    is a call of `engine.train_batch`, in place of a loop over micro-batches. endurance: bytes that the drives of a node
+    are rated for. Raises ConfigError or ModelError for a config that cannot train the model.
     """
     config = machine.resolved(config)
     if links is not None:
         _check_flops(config, links)
     model = make()
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
-    batch = config.resolve_batch(machine.ranks)
+    simulation = None
+    if links is None or formats != "engine":
+        plan = plan_of(model, config, machine, formats)
+        activations = _activations_of(model, config, machine, train_batch=train_batch)
+    else:
+        simulation = _simulated(model, config, machine, links, train_batch=train_batch)
+        plan, activations = simulation.plan, _activations(simulation)
+    needs = needs_of(plan, machine, activations=activations, baseline_rss=0 if links is None else links.baseline_rss)
+    found, wear = list(advice(plan, needs)), None
+    if simulation is not None:
+        wear = wear_of(simulation, machine.ranks_per_node, endurance)
+        if not found:
+            found += faster(config, simulation, needs)
+        if wear is not None:
+            found += longer(wear, config, simulation, needs, machine.ranks_per_node)
+        if simulation.ordinary:
+            found.append(f"train_batch runs micro-batches one after the other, since {simulation.ordinary}")
+    sequences = config.resolve_batch(machine.ranks).train
+    return Prediction(
+        model=model.name,
+        parameters=parameters,
+        sequences=sequences,
+        needs=needs,
+        plan=plan,
+        ranks_per_node=machine.ranks_per_node,
+        advice=found,
+        formats=formats,
+        simulation=simulation,
+        wear=wear,
+    )
+
+
+def _simulated(
+    model: PlannedModel, config: Config, machine: Machine, links: Links, *, train_batch: bool = False, steps: int = 3
+) -> Simulation:
     facts = machine.device_info(config)
-    simulation = simulate(
+    return simulate(
         model.module,
         config,
-        links or _UNKNOWN,
-        batch=model.inputs(batch.micro),
+        links,
+        batch=model.inputs(config.resolve_batch(machine.ranks).micro),
         device=DeviceFacts(facts.host_addressable, facts.nbytes, processors=facts.processors),
         ranks=Ranks(machine.ranks, machine.ranks_per_node),
         train_batch=train_batch,
+        steps=steps,
     )
-    baseline = links.baseline_rss if links is not None else 0
-    needs = needs_of(simulation.plan, machine, activations=_activations(simulation), baseline_rss=baseline)
-    found = list(advice(simulation.plan, needs))
-    if links is not None and not found:
-        found += faster(config, simulation, needs)
-    if simulation.ordinary:
-        found.append(f"train_batch runs micro-batches one after the other, since {simulation.ordinary}")
-    return Prediction(
-        model.name, parameters, batch.train, needs, simulation, machine.ranks_per_node, links is not None, found
-    )
+
+
+class Activations:
+    """Peak bytes of a model's results in a step, units excluded, by tier, on one rank, by the number of its blocks.
+
+    When backward begins, every block holds what it saves; at other moments, fewer blocks do. So from some number on,
+    each block more adds the bytes that it saves, on the device or, once saved activations leave it, elsewhere. Models
+    of 1, 2, 4, … blocks are simulated until it does.
+    """
+
+    def __init__(
+        self, make: Callable[[int], PlannedModel], config: Config, machine: Machine, *, train_batch: bool = False
+    ) -> None:
+        self._make, self._config, self._machine, self._train_batch = make, config, machine, train_batch
+        self._seen: dict[int, Simulation] = {}
+
+    def of(self, blocks: int) -> dict[str, int]:
+        count = 2
+        while count < blocks:
+            less, more = self._simulated(count // 2), self._simulated(count)
+            few, many = _activations(less), _activations(more)
+            grown = more.working_bytes - less.working_bytes
+            if (
+                grown == more.activation_bytes - less.activation_bytes and all(few.values())
+            ) or count > _MOST_SIMULATED:
+                added = {tier: (many[tier] - nbytes) * (blocks - count) for tier, nbytes in few.items()}
+                return {tier: nbytes + max(0, added[tier]) // (count - count // 2) for tier, nbytes in many.items()}
+            count *= 2
+        return _activations(self._simulated(blocks))
+
+    def _simulated(self, blocks: int) -> Simulation:
+        if blocks not in self._seen:
+            self._seen[blocks] = _simulated(
+                self._make(blocks),
+                self._config,
+                self._machine,
+                _UNKNOWN,
+                train_batch=self._train_batch,
+                steps=1 if self._config.infinity.activations.device == "none" and not self._train_batch else 3,
+            )
+        return self._seen[blocks]
+
+
+def _activations_of(model: PlannedModel, config: Config, machine: Machine, *, train_batch: bool) -> dict[str, int]:
+    """Return tier → peak bytes of the model's results. `model` cannot be used afterwards."""
+    if model.with_blocks is None or train_batch:  # `train_batch` may run a shallower model in another order
+        return Activations(lambda _: model, config, machine, train_batch=train_batch).of(0)
+    return Activations(model.with_blocks, config, machine).of(model.blocks)
 
 
 def _check_flops(config: Config, links: Links) -> None:
@@ -172,40 +242,31 @@ def _activations(simulation: Simulation) -> dict[str, int]:
     return {"device": simulation.working_bytes, **simulation.activations}
 
 
-def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
+def plan_of(model: PlannedModel, config: Config, machine: Machine, formats: Formats = "engine") -> Plan:
     """Return a rank's plan, without a simulation."""
     config = machine.resolved(config)
     groups = param_groups(model.module, None)
     ranks, device, budget = machine.rank_info(config), machine.device_info(config), machine.budget(config)
-    return plan_units(model.module, config, groups, ranks, device, budget)[1]
+    plan = plan_units(model.module, config, groups, ranks, device, budget)[1]
+    return plan if formats == "engine" else plan_as_paper(plan, config)
 
 
 def largest(
-    shape: GPT2Config, config: Config, machine: Machine, baseline_rss: int, *, train_batch: bool = False
+    make: Callable[[int], PlannedModel],
+    config: Config,
+    machine: Machine,
+    baseline_rss: int,
+    *,
+    train_batch: bool = False,
+    formats: Formats = "engine",
 ) -> int | None:
-    """Return the most layers with which a GPT-2 of this width fits; None if one layer does not.
+    """Return the most blocks with which a model fits; None if one does not. make: blocks → model."""
+    config = machine.resolved(config)
+    activations = Activations(make, config, machine, train_batch=train_batch)
 
-    Activations are simulated for a few layers and for twice as many; more layers add as many bytes each. They are few
-    enough unless saved activations leave the device, which begins when these exceed a window.
-    """
-
-    def activations_of(layers: int) -> dict[str, int]:
-        make = partial(gpt2, replace(shape, num_layers=layers))
-        return _activations(predict(make, config, machine, None, train_batch=train_batch).simulation)
-
-    few = 1
-    while True:
-        one, two = activations_of(few), activations_of(2 * few)
-        if all(one.values()) or few >= _MOST_SIMULATED:
-            break
-        few *= 2
-
-    def fits(layers: int) -> bool:
-        plan = plan_of(gpt2(replace(shape, num_layers=layers)), config, machine)
-        activations = {
-            tier: max(0, nbytes + (layers - few) * max(0, two[tier] - nbytes) // few) for tier, nbytes in one.items()
-        }
-        return not needs_of(plan, machine, activations=activations, baseline_rss=baseline_rss).limits
+    def fits(blocks: int) -> bool:
+        plan, saved = plan_of(make(blocks), config, machine, formats), activations.of(blocks)
+        return not needs_of(plan, machine, activations=saved, baseline_rss=baseline_rss).limits
 
     if not fits(1):
         return None

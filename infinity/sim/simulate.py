@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from infinity import concurrency
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
+from infinity.nn.tiling import LinearTile
 from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
 from infinity.sim.activations import SimulatedRoom
@@ -109,6 +110,7 @@ def simulate(
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
+    _separate_tiles(model)
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
     place = _device(clock, facts, links, ranks)
     compute = Compute(clock, place, links)
@@ -209,6 +211,17 @@ def _no_automatic_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _separate_tiles(model: nn.Module) -> None:
+    """Give each tile parameters of its own. On the meta device those of `infinity.nn.tile` share the count of edits of
+    their layer, so that the update of one would be an edit of all."""
+    for tile in model.modules():
+        if isinstance(tile, LinearTile):
+            for name, parameter in tile.named_parameters(recurse=False):
+                own = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                own.__dict__.update(vars(parameter))
+                setattr(tile, name, own)
 
 
 def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> SimulatedDevice:

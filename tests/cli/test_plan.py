@@ -10,6 +10,7 @@ import pytest
 
 from infinity.gpt2.model import GPT2Config
 from infinity.observe.timeline import LANES
+from infinity.sim.paper import BYTES, COLUMNS, FIGURE_2A, TIB, K, Shape, digits
 from support.commands import refused, run
 
 SHAPE = (
@@ -164,6 +165,135 @@ def test_the_largest_model_is_one_layer_less_than_one_that_does_not_fit() -> Non
     planned("--num-layers", layers + 1, *SHAPE[2:], *options[len(SHAPE) :], code=1)
 
 
+# -- wear of the drive -------------------------------------------------------------------------------------------------
+
+
+def test_the_drive_wears_by_the_bytes_of_a_day(rates: Path) -> None:
+    """Without a rating, a petabyte stands for it."""
+    options = (*SHAPE, *MEMORY, "--bandwidths", rates)
+    for given, rated in (((), 10**15), (("--endurance", "1.2PB"), 12 * 10**14)):
+        step = planned(*options, *given)["step"]
+        a_day = step["nvme_bytes_written"] * 86_400 / step["seconds"]
+        assert step["nvme_bytes_written_a_day"] == pytest.approx(a_day, rel=1e-6)
+        assert step["endurance"] == {"rated_bytes": rated, "days": pytest.approx(rated / a_day)}
+    shown = run("plan", *options).stdout
+    assert "written a day\n  each PB that the drive is rated for lasts " in shown
+    assert "\n  the drive's rating of 1.20 PB is reached in " in run("plan", *options, *given).stdout
+
+
+def test_a_drive_that_is_worn_out_within_a_year_gets_advice(rates: Path, tmp_path: Path) -> None:
+    """It names changes with which a step writes less, as the planner sees them."""
+    config = tmp_path / "config.json"
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+
+    def written(infinity: dict[str, Any], *options: str) -> dict[str, Any]:
+        zero = {"stage": 3, "offload_param": place, "offload_optimizer": place}
+        content = {"train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": zero, "infinity": infinity}
+        config.write_text(json.dumps(content))
+        return planned(*SHAPE[:-2], *MEMORY, "--bandwidths", rates, "--config", config, *options)
+
+    def advised(found: dict[str, Any]) -> list[str]:
+        return [line for line in found["advice"] if line.startswith("the drive's rating is reached in")]
+
+    before = written({})
+    step = before["step"]
+    assert not advised(before)
+    year = 365 * step["nvme_bytes_written_a_day"]
+    assert not advised(written({}, "--endurance", str(int(1.01 * year))))
+    (line,) = advised(written({}, "--endurance", str(int(0.99 * year))))
+    assert line.startswith('the drive\'s rating is reached in 361 days: infinity.memory.host "auto" keeps states')
+    assert written({"memory": {"host": "auto"}})["step"]["nvme_bytes_written"] == 0
+    (line,) = advised(written({"memory": {"host": 1 << 20}}, "--endurance", "1GB"))
+    less = step["nvme_bytes_written"] - written({"moments": "8bit"})["step"]["nvme_bytes_written"]
+    assert 'infinity.moments "8bit" write' in line
+    (line,) = advised(written({"memory": {"host": 1 << 20}, "moments": "8bit"}, "--endurance", "1GB"))
+    assert line.endswith("use a drive with a higher rating")
+    assert less > 0
+
+
+def test_states_in_memory_wear_no_drive(rates: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 2, "bf16": {"enabled": True}}))
+    options = (*SHAPE[:-2], *MEMORY, "--bandwidths", rates, "--config", config)
+    step = planned(*options)["step"]
+    assert step["nvme_bytes_written_a_day"] == 0 and step["endurance"] is None
+    assert "rated" not in run("plan", *options).stdout
+
+
+# -- formats of the paper ----------------------------------------------------------------------------------------------
+
+
+def states_of(found: dict[str, Any]) -> int:
+    kinds = ("params", "gradients", "optimizer")
+    return sum(tier[kind] for tier in found["tiers"].values() for kind in kinds)
+
+
+def test_the_paper_counts_twenty_bytes_a_parameter(tmp_path: Path) -> None:
+    options = (*SHAPE, *MEMORY, "--formats", "paper")
+    parameters = GPT2Config(256, 32, 4, 64, 4).num_parameters
+    found = planned(*options)
+    assert BYTES * parameters <= states_of(found) <= BYTES * parameters * 1.05, "alignment of extents"
+    assert found["step"] is None and found["passing"] == {"device": 0, "host": 0, "nvme": 0}
+    assert found["peak_host_bytes"] == planned(*SHAPE, *MEMORY)["peak_host_bytes"], "buffers are the engine's"
+    assert "20 bytes a parameter" in run("plan", *options).stdout
+    assert "--formats engine" in planned(*options[:-4], "--nvme", "4MiB", *options[-2:], code=1)["advice"][0]
+    config = tmp_path / "config.json"
+    content = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "fp16": {"enabled": True}}
+    config.write_text(json.dumps(content))
+    accumulated = planned(*SHAPE[:-2], *MEMORY, "--formats", "paper", "--config", config)
+    assert states_of(accumulated) == states_of(found), "its gradient in fp32 is one of the optimizer's states"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({}, "the paper trains in 16 bits"),
+        ({"bf16": {"enabled": True}, "infinity": {"moments": "8bit"}}, 'infinity.moments is "8bit"'),
+        ({"bf16": {"enabled": True}, "infinity": {"master": "remainder"}}, 'infinity.master is "remainder"'),
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "Lion"}}, "optimizer.type is"),
+        ({"fp16": {"enabled": True}, "infinity": {"memory": {"host": "1GiB"}}}, "infinity.memory.host is filled"),
+    ],
+    ids=str,
+)
+def test_other_formats_than_the_papers_are_refused(content: dict[str, Any], text: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, **content}))
+    refused(1, text, "plan", *SHAPE[:-2], *MEMORY, "--formats", "paper", "--config", config)
+
+
+def shape_options(shape: Shape, *, vocabulary: int) -> tuple[str, ...]:
+    return (
+        *("--num-layers", str(shape.layers), "--hidden-size", str(shape.hidden)),
+        *("--num-attention-heads", str(shape.heads), "--vocab-size", str(vocabulary), "--checkpoint-activations"),
+    )
+
+
+NODE = ("--gpus", "16", "--device-memory", "32GB", "--host-memory", "1.5TB", "--nvme", "28TB")
+"""A DGX-2, as the paper counts it."""
+
+
+@pytest.mark.parametrize("shape", list(FIGURE_2A)[:3], ids=lambda shape: f"{shape.layers} layers")
+def test_states_have_the_printed_digits_of_the_paper(shape: Shape) -> None:
+    """Figure 2a counts the weights of linear layers only: without biases, norms and embeddings."""
+    options = (*shape_options(shape, vocabulary=1), *NODE, "--formats", "paper", "--batch-size", "32")
+    result = run("plan", *options, "--json")
+    assert result.exit_code in (0, 1), result.output
+    parameters = GPT2Config(1, 1024, shape.layers, shape.hidden, shape.heads).num_parameters
+    found = states_of(json.loads(result.stdout)) - BYTES * (parameters - shape.parameters)
+    printed = dict(zip(COLUMNS, FIGURE_2A[shape], strict=True))
+    assert digits(found, TIB) == printed["model states (TB)"]
+
+
+def test_a_trillion_parameters_fit_one_node_of_the_paper() -> None:
+    shape = Shape(128, 25 * K, 256)
+    options = (*shape_options(shape, vocabulary=50257), "--untie-embeddings-and-output-weights", *NODE)
+    whole = planned(*options, "--batch-size", "16", "--formats", "paper", code=1)
+    assert whole["limits"] == ["device"], "layers of 2.6 B parameters, and their gradients"
+    found = planned(*options, "--batch-size", "16", "--formats", "paper", "--tile", "2GiB")
+    parameters = GPT2Config(50257, 1024, 128, 25 * K, 256, tie_word_embeddings=False).num_parameters
+    assert parameters > 1e12 and BYTES * parameters <= states_of(found) <= BYTES * parameters * 1.001
+
+
 def test_models_of_transformers_are_planned(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(
@@ -265,6 +395,12 @@ def test_the_largest_model_counts_activations_in_their_tier(tmp_path: Path) -> N
         (1, ("--hidden-size", "10", "--num-attention-heads", "3"), "not a multiple of num_attention_heads"),
         (1, ("--bandwidths", "/absent.json"), "/absent.json"),
         (1, ("--config", "/absent.json"), "/absent.json"),
+        (2, ("--endurance", "much", "--bandwidths", "docs/links.json"), "--endurance"),
+        (1, ("--endurance", "1PB"), "--endurance and --trace need the seconds of a step: give --bandwidths"),
+        (1, ("--trace", "trace.json"), "--endurance and --trace need the seconds of a step: give --bandwidths"),
+        (1, ("--formats", "paper", "--bandwidths", "/absent.json"), "leave out --bandwidths"),
+        (2, ("--tile", "small"), "--tile"),
+        (1, ("--hidden-size", "64", "--num-attention-heads", "4", "--tile", "16KiB"), "tied weights"),
     ],
 )
 def test_bad_options_are_one_line(code: int, options: tuple[str, ...], text: str) -> None:

@@ -63,6 +63,7 @@ def test_a_run_of_no_step_divides_by_nothing() -> None:
         (show_bytes(1_300_000_000), "1.30 GB"),
         (show_bytes(912_000_000), "912 MB"),
         (show_bytes(5.2e12), "5.20 TB"),
+        (show_bytes(1.2e15), "1.20 PB"),
         (show_count(10_844_160), "10.8 M"),
         (show_count(12), "12"),
         (show_seconds(92.4), "1:32"),

@@ -49,7 +49,7 @@ def share(plan: Plan, state: State) -> float:
 @pytest.mark.parametrize(
     ("options", "order"),
     [
-        ({"clip": 1.0}, (State.PARAM, State.GRAD, State.OPTIM)),
+        ({"clip": 1.0}, (State.PARAM, State.OPTIM, State.GRAD)),
         ({"accumulation": 4}, (State.PARAM, State.GRAD, State.OPTIM)),
         ({}, (State.PARAM, State.OPTIM)),
     ],
@@ -58,7 +58,9 @@ def share(plan: Plan, state: State) -> float:
 def test_kinds_of_states_fill_host_memory_in_turn(
     options: dict[str, Any], order: tuple[State, ...], late: bool, tmp_path: Path
 ) -> None:
-    """States that a step moves most often come first. A larger budget never holds fewer of them."""
+    """States that a step moves most often come first, and gradients after optimizer states that it moves as often. A
+    larger budget never holds fewer of them.
+    """
     least = planned(tmp_path, late=late, **options).peak_of_host()
     before = [0.0] * len(order)
     mixed = 0
@@ -76,6 +78,21 @@ def test_kinds_of_states_fill_host_memory_in_turn(
             assert free <= largest * len(plan.units)
     assert before == [1.0] * len(order)
     assert mixed
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_units_of_a_kind_are_spread_unless_updates_on_a_device_follow_gradients(
+    clip: float, late: bool, tmp_path: Path
+) -> None:
+    """Backward then ends with the update of the first units, which nothing hides."""
+    options: dict[str, Any] = {"clip": clip, "late": late, "unit_size": 4096}
+    bare = planned(tmp_path, **options)
+    sizes = [aligned(bare.placement.of(unit.index, State.PARAM).nbytes) for unit in bare.units]
+    plan = planned(tmp_path, bare.peak_of_host() + sum(sizes) // 2, **options)
+    kept = [unit.index for unit in plan.units if plan.placement.of(unit.index, State.PARAM).tier == "host"]
+    assert 2 < len(kept) < len(sizes) - 2
+    assert (kept == list(range(len(kept)))) == (late and not clip)
 
 
 def test_a_budget_that_buffers_exceed_is_refused_with_the_missing_bytes(tmp_path: Path) -> None:

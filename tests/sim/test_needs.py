@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.sim.needs import _enough
+from infinity.sim.needs import enough
 
 CHANGES = [(10, "states"), (70, "activations"), (5, "buffers")]
 
@@ -19,11 +19,11 @@ CHANGES = [(10, "states"), (70, "activations"), (5, "buffers")]
         (900, ["activations", "states", "buffers"]),
     ],
 )
-def test_the_first_change_that_frees_enough_is_named_else_the_largest_together(
+def test_the_first_change_that_freesenough_is_named_else_the_largest_together(
     missing: int, expected: list[str]
 ) -> None:
-    assert _enough(CHANGES, missing) == expected
+    assert enough(CHANGES, missing) == expected
 
 
 def test_something_is_named_if_nothing_frees_a_byte() -> None:
-    assert _enough([(0, "states"), (0, "buffers")], 1) == ["buffers"]
+    assert enough([(0, "states"), (0, "buffers")], 1) == ["buffers"]

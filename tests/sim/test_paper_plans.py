@@ -13,7 +13,7 @@ from infinity.engine.optimizer import param_groups
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype
-from infinity.sim.paper import BYTES, NODE, NODE_GPUS, Shape, place_as_paper
+from infinity.sim.paper import BYTES, NODE, NODE_GPUS, Shape, plan_as_paper
 from infinity.units.discover import discover_model, unit_size_of
 
 V100 = DeviceInfo("cuda", host_addressable=False, nbytes=NODE["device"] // NODE_GPUS)
@@ -46,6 +46,7 @@ def cut(model: nn.Module, max_bytes: int) -> None:
 class Planned:
     shape: Shape
     nodes: int
+    config: Config
     plan: Plan
     parameters: int
     seconds: float
@@ -89,7 +90,7 @@ def plan_on_nvme(shape: Shape, nodes: int, *, precision: str = "fp16", tile: int
     unit_size = unit_size_of("auto", model, 2, V100.usable)
     units = discover_model(model, unit_size, groups, dtype=dtype, copies=lambda parameter: 1)
     plan = make_plan(config, units.discovered, RankInfo(ranks, ranks, "nccl"), V100)
-    return Planned(shape, nodes, plan, sum(p.numel() for p in model.parameters()), time.process_time() - began)
+    return Planned(shape, nodes, config, plan, sum(p.numel() for p in model.parameters()), time.process_time() - began)
 
 
 def fits(needed: dict[str, int]) -> dict[str, bool]:
@@ -114,7 +115,7 @@ def test_a_trillion_parameters_are_planned_in_seconds(trillion: Planned) -> None
 
 def test_a_trillion_parameters_fit_with_the_states_of_the_paper(trillion: Planned) -> None:
     """20 bytes a parameter, where the engine has 16 in fp16: its gradient in fp32 is a buffer."""
-    nbytes = place_as_paper(trillion.plan).nbytes["nvme"] * NODE_GPUS
+    nbytes = plan_as_paper(trillion.plan, trillion.config).peak_nbytes()["nvme"] * NODE_GPUS
     assert BYTES * trillion.parameters <= nbytes <= BYTES * 1.01 * trillion.parameters
     assert nbytes <= NODE["nvme"]
 
@@ -139,5 +140,5 @@ def test_32_trillion_parameters_fit_32_nodes() -> None:
     assert found.parameters > 32e12
     assert all(fits(needed).values()), needed
     assert 32 * needed["nvme"] <= 16.1 * found.parameters
-    nbytes = place_as_paper(found.plan).nbytes["nvme"] * NODE_GPUS
+    nbytes = plan_as_paper(found.plan, found.config).peak_nbytes()["nvme"] * NODE_GPUS
     assert BYTES * found.parameters <= 32 * nbytes and nbytes <= NODE["nvme"]

@@ -1,0 +1,55 @@
+"""Predictions without bandwidths: activations of deep models from those of one and two blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from infinity.gpt2.model import GPT2Config
+from infinity.sim import planner
+from infinity.sim.links import Links
+from infinity.sim.machine import Machine
+from infinity.sim.models import gpt2
+from infinity.sim.planner import Activations, predict
+from support.configs import engine_config
+
+LINKS = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, {"float32": 1e12}, 0)
+SHAPE = GPT2Config(vocab_size=96, seq_length=16, num_layers=7, hidden_size=64, num_attention_heads=4)
+HOST = Machine(1 << 30, 1 << 30, processors=1)
+MACHINES = [HOST, replace(HOST, gpus=2, device_memory=1 << 30)]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=["host", "gpus"])
+@pytest.mark.parametrize("tile_bytes", [None, 8 << 10], ids=["whole", "tiles"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_bytes_without_bandwidths_are_those_of_a_simulated_step(
+    checkpoints: bool, tile_bytes: int | None, machine: Machine, tmp_path: Path
+) -> None:
+    shape = replace(SHAPE, checkpoint_activations=checkpoints, tie_word_embeddings=tile_bytes is None)
+    config = engine_config(folder=tmp_path, debug=False, clip=1.0)
+    simulated, counted = (predict(lambda: gpt2(shape, tile_bytes), config, machine, links) for links in (LINKS, None))
+    assert simulated.simulation is not None and counted.simulation is None
+    assert counted.needs == simulated.needs
+    assert counted.plan == simulated.plan
+
+
+@pytest.mark.parametrize("within", [0, 105, 175])
+def test_a_peak_inside_a_block_gives_way_to_one_that_grows_with_depth(
+    within: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A wide block's recomputation holds the most in a shallow model, and what all blocks save in a deep one."""
+    simulated: list[int] = []
+
+    def simulate(blocks: int, *_: object, **__: object) -> SimpleNamespace:
+        simulated.append(blocks)
+        peak = max(within, 40 + 10 * blocks)
+        return SimpleNamespace(working_bytes=peak, activation_bytes=30 + 10 * blocks, activations={})
+
+    monkeypatch.setattr(planner, "_simulated", simulate)
+    activations = Activations(lambda blocks: blocks, engine_config(folder=tmp_path), HOST)  # type: ignore[arg-type, return-value]
+    for blocks in range(1, 1000):
+        assert activations.of(blocks) == {"device": max(within, 40 + 10 * blocks)}
+    assert len(set(simulated)) == len(simulated) and max(simulated) <= max(4, 4 * within // 10)
