@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -49,8 +49,9 @@ _attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 class Compute(TorchDispatchMode):
     """Charges each operation to the calling thread, and counts the bytes of results that are alive.
 
-    A matrix product takes its operations ÷ FLOP/s, its largest operand ÷ the rate of weights, or its bytes ÷ bandwidth,
-    the longest of the three; others their bytes.
+    An operation takes its seconds in the device's `times`. One that is not known there takes its bytes ÷ bandwidth, and
+    a matrix product its operations ÷ FLOP/s, its largest operand ÷ the rate of weights, or its bytes, the longest of
+    the three.
     """
 
     def __init__(self, clock: Clock, device: SimulatedDevice, links: Links) -> None:
@@ -83,27 +84,32 @@ class Compute(TorchDispatchMode):
         known = self._known.get(key)
         if known is None:
             result = func(*args, **kwargs)
-            known = self._cost(func, args, kwargs, result)
+            known = self._cost(key, func, args, kwargs, result)
             if key is not None and _is_meta(result):
                 self._known[key] = known
         else:
             result = args[0] if kind is _Kind.SAME else known.result()
         self.flops += known.flops
-        if known.nbytes:
+        if known.seconds or known.nbytes:
             self._device.operate(known.seconds, known.nbytes)
         if kind is not _Kind.SAME and self._clock.current.index == 0:
             for made in result if isinstance(result, (tuple, list)) else (result,):
                 self._count(made)
         return result
 
-    def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
+    def _cost(self, key: Hashable, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
         tensors: list[torch.Tensor] = []
         _collect(args, tensors)
         read = len(tensors)
         _collect(result, tensors)
         nbytes = 2 * sum(map(_nbytes, tensors[read:])) if func in _SPARSE else sum(map(_nbytes, tensors))
         flops, seconds = self._arithmetic(func, args, kwargs, result, tensors)
-        return _Operation(_specs(result), seconds, flops, 0 if func in _FREE else nbytes)
+        if func in _FREE:
+            nbytes = 0
+        elif self._device.times is not None and key is not None:
+            known = self._device.times.seconds(key, func, args, kwargs, result, seconds)
+            seconds, nbytes = (seconds, nbytes) if known is None else (known, 0)
+        return _Operation(_specs(result), seconds, flops, nbytes)
 
     def _arithmetic(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Any) -> tuple[float, float]:
         """Return the operations and seconds of a matrix product or attention; 0 for others."""
@@ -155,6 +161,7 @@ class _Operation:
     seconds: float
     flops: float
     nbytes: int
+    """Bytes whose access takes time in addition to `seconds`, at once with them."""
 
     def result(self) -> Any:
         return _from_specs(self.made)

@@ -21,7 +21,7 @@ from infinity.observe.timeline import LANES
 from infinity.observe.units import show_bytes
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
-from infinity.sim.device import DeviceFacts
+from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.models import PlannedModel, gpt2
@@ -52,6 +52,8 @@ class Prediction:
     ranks_per_node: int
     is_timed: bool
     """False: bandwidths are unknown, so that there are no seconds."""
+    is_measured: bool
+    """True: the model's operations were timed on this machine."""
     advice: list[str]
 
     @property
@@ -71,6 +73,7 @@ class Prediction:
             step = {
                 "seconds": seen.seconds,
                 "compute_seconds": seen.compute_seconds,
+                "compute": "measured here" if self.is_measured else "from FLOP/s",
                 "nvme_bytes_read": seen.nvme_bytes_read * self.ranks_per_node,
                 "nvme_bytes_written": seen.nvme_bytes_written * self.ranks_per_node,
                 "nvme_bytes_written_a_day": round(self.nvme_written_a_day),
@@ -88,8 +91,15 @@ class Prediction:
         }
 
 
-def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, links: Links | None) -> Prediction:
-    """Predict training of the model that `make` returns. links: of a node of the machine; None: bytes only.
+def predict(
+    make: Callable[[], PlannedModel],
+    config: Config,
+    machine: Machine,
+    links: Links | None,
+    times: Times | None = None,
+) -> Prediction:
+    """Predict training of the model that `make` returns. links: of a node of the machine; None: bytes only. times: of
+    operations and kernels on the machine's host, such as `MeasuredTimes`; by default they follow from `links`.
 
     Raises ConfigError or ModelError for a config that cannot train the model.
     """
@@ -107,6 +117,7 @@ def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, 
         batch=model.inputs(batch.micro),
         device=DeviceFacts(facts.host_addressable, facts.nbytes, processors=facts.processors),
         ranks=Ranks(machine.ranks, machine.ranks_per_node),
+        times=times,
     )
     baseline = links.baseline_rss if links is not None else 0
     needs = needs_of(simulation.plan, machine, activations=simulation.working_bytes, baseline_rss=baseline)
@@ -114,7 +125,15 @@ def predict(make: Callable[[], PlannedModel], config: Config, machine: Machine, 
     if links is not None and not found:
         found += faster(config, simulation, needs)
     return Prediction(
-        model.name, parameters, batch.train, needs, simulation, machine.ranks_per_node, links is not None, found
+        model.name,
+        parameters,
+        batch.train,
+        needs,
+        simulation,
+        machine.ranks_per_node,
+        is_timed=links is not None,
+        is_measured=times is not None,
+        advice=found,
     )
 
 

@@ -18,7 +18,7 @@ from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
 from infinity.sim.clock import Clock, Record
 from infinity.sim.compute import Compute, fused_attention
-from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
+from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost, Times
 from infinity.sim.exposed import Boundary, exposed
 from infinity.sim.links import Links
 from infinity.sim.platform import SimulatedPlatform
@@ -88,13 +88,15 @@ def simulate(
     ranks: Ranks | None = None,
     steps: int = 3,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
+    times: Times | None = None,
 ) -> Simulation:
     """Train `model` for `steps` steps in virtual time, and return the last one.
 
     model: on the meta device; it cannot be used afterwards. links: bandwidths of a node; `collective` and copies are
     those of one rank. batch: arguments of the model for one micro-batch; tensors are moved to the meta device. loss_of:
     returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
-    since the first records the trace and the second is the first to follow it.
+    since the first records the trace and the second is the first to follow it. times: of operations and kernels on
+    the host, if that is the device; by default they follow from `links`.
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
@@ -104,7 +106,7 @@ def simulate(
             'yet: set it to "none"'
         )
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
-    place = _device(clock, facts, links, ranks)
+    place = _device(clock, facts, links, ranks, times)
     compute = Compute(clock, place, links)
     primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links))
     args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
@@ -166,10 +168,10 @@ class _Loop:
         self.steps.append(Boundary(*self._device.position(), len(self._clock.submitted)))
 
 
-def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> SimulatedDevice:
+def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks, times: Times | None) -> SimulatedDevice:
     memory = links.memory / ranks.per_node
     if facts.host_addressable:
-        return SimulatedHost(clock, facts, memory)
+        return SimulatedHost(clock, facts, memory, times)
     if links.host_to_device is None or links.device_to_host is None:
         raise ConfigError("a device has memory of its own, and the bandwidths have no host_to_device: measure it there")
     return SimulatedAccelerator(clock, facts, memory, links.host_to_device, links.device_to_host)
