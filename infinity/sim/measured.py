@@ -21,6 +21,8 @@ PART_OF_MEMORY = 4
 """Operands and results of an operation take at most this part of the memory that is free: a quarter."""
 LONGEST = 1.0
 """Seconds. An operation that is expected to take longer is not executed."""
+ALL = 30.0
+"""Seconds of all calls after which no other operation is executed, so that the plan of a large model is made soon."""
 _REPETITIONS = 5
 _BUDGET = 0.2
 """Seconds after which an operation is not repeated."""
@@ -42,6 +44,8 @@ class MeasuredTimes:
         self._now = now
         self._memory = memory
         self._known: dict[Hashable, float | None] = {}
+        self._spent = 0.0
+        """Seconds of all calls."""
         self._evicting: torch.Tensor | None = None
 
     def seconds(
@@ -58,7 +62,7 @@ class MeasuredTimes:
         operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         nbytes = sum(_extent(each) * each.itemsize for each in (*operands, *results))
-        if expected > LONGEST or nbytes > free // PART_OF_MEMORY:
+        if expected > LONGEST or self._spent > ALL or nbytes > free // PART_OF_MEMORY:
             return None
         # The meta device gives a layer norm's statistics in fp32, which are in the input's dtype on the host.
         for dtype in (None, *dict.fromkeys(each.dtype for each in operands[:1] if each.is_floating_point())):
@@ -80,6 +84,7 @@ class MeasuredTimes:
             start = self._now()
             function(*args, **kwargs)
             end = self._now()
+            self._spent += end - start
             if number:
                 yield end - start
                 if end - began > _BUDGET:

@@ -15,7 +15,7 @@ from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.sim import measured
 from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.links import Links
-from infinity.sim.measured import LONGEST, PART_OF_MEMORY, MeasuredTimes
+from infinity.sim.measured import ALL, LONGEST, PART_OF_MEMORY, MeasuredTimes
 from infinity.sim.simulate import Simulation, simulate
 from support.configs import engine_config
 
@@ -123,6 +123,13 @@ def test_an_operation_larger_than_its_part_of_memory_is_not_executed(monkeypatch
 
 def test_an_operation_that_is_expected_to_be_slow_is_not_executed() -> None:
     assert seconds(MeasuredTimes(), aten.mm.default, meta(4, 4), meta(4, 4), expected=2 * LONGEST) is None
+
+
+def test_nothing_more_is_executed_once_all_calls_have_taken_long() -> None:
+    times = MeasuredTimes(ticking(ALL / 2 + 1))  # a warm-up and a repetition of each
+    assert seconds(times, aten.mm.default, meta(4, 4), meta(4, 4)) == ALL / 2 + 1
+    assert seconds(times, aten.mm.default, meta(4, 8), meta(8, 4)) is None
+    assert seconds(times, aten.mm.default, meta(4, 4), meta(4, 4)) == ALL / 2 + 1
 
 
 def test_an_operation_that_rejects_the_values_is_unknown() -> None:
