@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -242,6 +243,20 @@ def _nbytes(tensor: torch.Tensor) -> int:
     if 0 in tensor.stride():
         return prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.itemsize
     return tensor.numel() * tensor.itemsize
+
+
+class AsOnHost(TorchFunctionMode):
+    """Lets tensors on the meta device answer that they are in the host's memory, so that the model and its losses
+    choose as they do there.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return True if func == _IS_CPU else func(*args, **(kwargs or {}))
+
+
+_IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from infinity.errors import ConfigError
 from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
 from infinity.sim.clock import Clock, Record
-from infinity.sim.compute import Compute, fused_attention
+from infinity.sim.compute import AsOnHost, Compute, fused_attention
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost, Times
 from infinity.sim.exposed import Boundary, exposed
 from infinity.sim.links import Links
@@ -144,7 +144,8 @@ class _Loop:
         self._loss_of = loss_of
 
     def run(self, args: Sequence[Any], steps: int) -> None:
-        with fused_attention(), self._compute:
+        place = AsOnHost() if self._device.host_addressable else nullcontext()
+        with fused_attention(), place, self._compute:
             self._note()
             for _ in range(steps):
                 self.activation_bytes = self._compute.peak = 0

@@ -13,6 +13,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.nn.loss import CHUNK_ELEMENTS
 from infinity.observe.timeline import LANES
 from infinity.plan.placement import State
 from infinity.sim.device import DeviceFacts
@@ -138,6 +139,21 @@ def test_activations_of_checkpoints_are_smaller() -> None:
     inputs = SHAPE.num_layers * tokens * SHAPE.hidden_size * 4
     assert inputs < kept[True].activation_bytes < kept[False].activation_bytes / 2
     assert kept[True].activation_bytes < kept[True].working_bytes
+
+
+def test_a_loss_on_the_host_takes_the_memory_of_its_small_chunks(tmp_path: Path) -> None:
+    """Other devices compute larger chunks at a time."""
+    shape = GPT2Config(vocab_size=16_384, seq_length=64, num_layers=1, hidden_size=16, num_attention_heads=2)
+    batch = (torch.zeros(16, 64, dtype=torch.int64),) * 2
+    working = []
+    for device in DEVICES:
+        with torch.device("meta"):
+            model = GPT2(shape)
+        config = engine_config(folder=tmp_path, debug=False, bf16=True)
+        working.append(simulate(model, config, LINKS, batch=batch, device=device).working_bytes)
+    logits = 16 * 64 * 16_384
+    assert logits == 4 * CHUNK_ELEMENTS
+    assert working[1] - working[0] > 4 * logits  # bytes of the fp32 copy that it never makes whole
 
 
 def test_a_budget_of_a_node_is_divided_over_its_simulated_ranks(tmp_path: Path) -> None:
