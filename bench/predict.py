@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +118,21 @@ def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     return result
 
 
-def predict(kind: str, nvme_path: str, links: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of `infinity plan` for a run."""
+def predict(kinds: list[str], nvme_path: str, links: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Kind → the JSON of `infinity plan --this-machine` for its run."""
     from infinity.config import Config
     from infinity.sim.links import Links
     from infinity.sim.machine import Machine
+    from infinity.sim.measured import MeasuredTimes
     from infinity.sim.models import gpt2
     from infinity.sim.planner import predict as plan
 
-    shape, config = gpt2_of(parts_of(kind)[0]), Config.load(config_of(kind, nvme_path))
-    known = Links.from_json(json.dumps(links), "bench-links")
-    return plan(lambda: gpt2(shape), config, Machine.here(Path(nvme_path)), known).to_json()
+    known, times = Links.from_json(json.dumps(links), "bench-links"), MeasuredTimes()
+    found = {}
+    for kind in kinds:
+        model, config = partial(gpt2, gpt2_of(parts_of(kind)[0])), Config.load(config_of(kind, nvme_path))
+        found[kind] = plan(model, config, Machine.here(Path(nvme_path)), known, times).to_json()
+    return found
 
 
 # -- the rounds --------------------------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ def main() -> None:
 
         runs = harness.collect(kinds, args.rounds, run, show)
         known = medians(links)
-        predicted = {kind: predict(kind, args.nvme_path, known) for kind in kinds}
+        predicted = predict(kinds, args.nvme_path, known)
         head = harness.head("predict", path=args.nvme_path)
         counts = {"rounds": args.rounds, "steps": args.steps}
         harness.write_json(target, {**head, **counts, "links": known, "predicted": predicted, "runs": runs})

@@ -23,6 +23,7 @@ from infinity.observe.timeline import LANES
 from infinity.observe.units import counted, show_bytes, show_count
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
+from infinity.sim.measured import MeasuredTimes
 from infinity.sim.models import PlannedModel, gpt2, of_transformers
 from infinity.sim.needs import KINDS, TIERS
 from infinity.sim.planner import Formats, Prediction, largest, predict
@@ -81,6 +82,7 @@ def run(flags: Flags) -> None:
             config,
             machine,
             links,
+            _times(flags, machine, links),
             train_batch=flags.train_batch,
             formats=flags.formats,
             endurance=endurance,
@@ -145,6 +147,11 @@ def _links(flags: Flags) -> Links | None:
     return None if file is None else Links.from_json(file.read_bytes(), str(file))
 
 
+def _times(flags: Flags, machine: Machine, links: Links | None) -> MeasuredTimes | None:
+    """Return the times of operations on this machine, if the plan is for its processors and has seconds."""
+    return MeasuredTimes() if flags.this_machine and not machine.gpus and links is not None else None
+
+
 def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | None) -> None:
     baseline = links.baseline_rss if links is not None else 0
     tile_bytes = _tile_bytes(flags)
@@ -184,7 +191,8 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
         if passing := needs.passing[tier]:
             yield f"{show_bytes(passing)} of gradients take {tier} only in steps whose order is new, as the first three"
     if seen is not None:
-        yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s"
+        how = ", measured here" if found.is_measured else ""
+        yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"
         for lane in LANES:
             if lane != "compute" and (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
                 yield f"  waits for {lane}: {seconds:.3g} s"

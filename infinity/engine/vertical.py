@@ -236,7 +236,8 @@ def hooked(model: nn.Module) -> str | None:
 
 def is_plain_thread(device: Device) -> bool:
     """Return whether another thread would compute as this one does, in a context of `Device.like_this_thread`."""
-    if torch._C._len_torch_dispatch_stack() != device.modes or torch._C._len_torch_function_stack():
+    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    if modes != (device.modes, device.function_modes):
         return False
     kinds = filter(torch.amp.is_autocast_available, ("cpu", device.torch_device.type))
     if any(map(torch.is_autocast_enabled, kinds)) or torch.is_inference_mode_enabled():

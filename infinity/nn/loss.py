@@ -24,7 +24,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         total = logits.new_zeros((), dtype=torch.float32)
         log_normalizer = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        rows = _rows(logits)
+        ctx.rows = rows = _rows(logits)
         for start in range(0, len(logits), rows):
             part = slice(start, start + rows)
             scores = logits[part].float()
@@ -42,9 +42,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, log_normalizer, count = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        rows = _rows(logits)
-        for start in range(0, len(logits), rows):
-            part = slice(start, start + rows)
+        for start in range(0, len(logits), ctx.rows):
+            part = slice(start, start + ctx.rows)
             counted = targets[part] != ctx.ignore_index
             softmax = (logits[part].float() - log_normalizer[part, None]).exp_()
             softmax.scatter_add_(1, targets[part].clamp(min=0)[:, None], -torch.ones_like(softmax[:, :1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -49,8 +50,9 @@ _attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 class Compute(TorchDispatchMode):
     """Charges each operation to the calling thread, and counts the bytes of results that are alive.
 
-    A matrix product takes its operations ÷ FLOP/s, its largest operand ÷ the rate of weights, or its bytes ÷ bandwidth,
-    the longest of the three; others their bytes.
+    An operation takes its seconds in the device's `times`. One that is not known there takes its bytes ÷ bandwidth, and
+    a matrix product its operations ÷ FLOP/s, its largest operand ÷ the rate of weights, or its bytes, the longest of
+    the three.
     """
 
     def __init__(self, clock: Clock, device: SimulatedDevice, links: Links) -> None:
@@ -93,7 +95,7 @@ class Compute(TorchDispatchMode):
         known = self._known.get(key)
         if known is None:
             result = func(*args, **kwargs)
-            known = self._cost(func, args, kwargs, result)
+            known = self._cost(None if key is None else (func, *key[1:]), func, args, kwargs, result)
             if key is not None and _is_meta(result):
                 self._known[key] = known
         else:
@@ -101,7 +103,7 @@ class Compute(TorchDispatchMode):
         self.flops += known.flops
         if known.draws:
             torch.rand((), device="cpu")  # moves a generator, as the operation would
-        if known.nbytes:
+        if known.seconds or known.nbytes:
             self._device.operate(known.seconds, known.nbytes)
         if kind is not _Kind.SAME and self._clock.current.index == 0:
             for made in result if isinstance(result, (tuple, list)) else (result,):
@@ -113,14 +115,19 @@ class Compute(TorchDispatchMode):
         kind = self._kinds[id(func)] = _kind(func)
         return kind
 
-    def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
+    def _cost(self, key: Hashable, func: Any, args: Any, kwargs: Any, result: Any) -> _Operation:
         tensors: list[torch.Tensor] = []
         _collect(args, tensors)
         read = len(tensors)
         _collect(result, tensors)
         nbytes = 2 * sum(map(_nbytes, tensors[read:])) if func in _SPARSE else sum(map(_nbytes, tensors))
         flops, seconds = self._arithmetic(func, args, kwargs, result, tensors)
-        return _Operation(_specs(result), seconds, flops, 0 if func in _FREE else nbytes, _draws(func, args))
+        if func in _FREE:
+            nbytes = 0
+        elif self._device.times is not None and key is not None:
+            known = self._device.times.seconds(key, func, args, kwargs, result, seconds)
+            seconds, nbytes = (seconds, nbytes) if known is None else (known, 0)
+        return _Operation(_specs(result), seconds, flops, nbytes, _draws(func, args))
 
     def _arithmetic(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Any) -> tuple[float, float]:
         """Return the operations and seconds of a matrix product or attention; 0 for others."""
@@ -179,6 +186,7 @@ class _Operation:
     seconds: float
     flops: float
     nbytes: int
+    """Bytes whose access takes time in addition to `seconds`, at once with them."""
     draws: bool
     """True if it draws random numbers."""
 
@@ -267,6 +275,20 @@ def _nbytes(tensor: torch.Tensor) -> int:
     if 0 in tensor.stride():
         return prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.itemsize
     return tensor.numel() * tensor.itemsize
+
+
+class AsOnHost(TorchFunctionMode):
+    """Lets tensors on the meta device answer that they are in the host's memory, so that the model and its losses
+    choose as they do there.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return True if func == _IS_CPU else func(*args, **(kwargs or {}))
+
+
+_IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from infinity.plan.policy import DeviceInfo
 from infinity.sim.clock import Clock, Record, lane_of
 from infinity.sim.lanes import Stream
-from infinity.tiers.device import Device
+from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.modes import outside_modes
 
 META = torch.device("meta")
+_HOST = CpuDevice()
 
 
 class _Fingerprint:
@@ -58,11 +61,27 @@ class DeviceFacts:
     """Processors of the host."""
 
 
+class Times(Protocol):
+    """Times of operations and of the engine's kernels that are known by other means than from bandwidths."""
+
+    def seconds(
+        self, key: Hashable, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, expected: float
+    ) -> float | None:
+        """Return the seconds of a call with tensors of these shapes; None if they are not known.
+
+        key: equal for calls of equal times. args, kwargs, result: tensors are on the meta device. expected: seconds, by
+        the bandwidths.
+        """
+
+
 class SimulatedDevice(Device):
     """Base of both kinds. Memory of host and device differs by the buffer that allocated it."""
 
     torch_device = META
     modes = 1  # `infinity.sim.compute.Compute`
+
+    times: Times | None = None
+    """Times on this device; None: all follow from bandwidths."""
 
     def __init__(self, clock: Clock, facts: DeviceFacts, memory: float) -> None:
         """memory: bytes/s of host memory, by all processors."""
@@ -73,7 +92,7 @@ class SimulatedDevice(Device):
         """Storages of host memory. They stay alive, so that no other storage has their identity."""
 
     def like_this_thread(self) -> AbstractContextManager[object]:
-        return _entering(_get_current_dispatch_mode_stack())
+        return _entering([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])
 
     @property
     def info(self) -> DeviceInfo:
@@ -95,9 +114,21 @@ class SimulatedDevice(Device):
         """Return whether `tensor` is in a buffer of `host_buffer`."""
         return tensor.untyped_storage()._cdata in self._of_host
 
-    def work_on_host(self, lane: str, nbytes: float, name: str = "") -> None:
-        """Let the calling thread read and write `nbytes` of host memory."""
-        self._clock.work(lane, nbytes / self._memory, name)
+    def work_on_host(self, lane: str, seconds: float) -> None:
+        """Let the calling thread work for `seconds` on the host's processors."""
+        self._clock.work(lane, seconds)
+
+    def host_seconds(self, nbytes: float, function: Callable[..., Any], *args: Any) -> float:
+        """Return the seconds of a kernel that reads and writes `nbytes` of host memory. args: on the meta device; other
+        arguments than tensors do not change the time.
+        """
+        seconds = nbytes / self._memory
+        if self.times is None:
+            return seconds
+        tensors = (each for each in tree_leaves(args) if isinstance(each, torch.Tensor))
+        key = function, tuple((each.shape, each.stride(), each.dtype) for each in tensors)
+        known = self.times.seconds(key, function, args, {}, None, seconds)
+        return seconds if known is None else known
 
     def numbers(self, memory: torch.Tensor) -> list[Any]:
         return [1] * memory.numel()
@@ -120,7 +151,7 @@ class SimulatedDevice(Device):
 
 
 @contextmanager
-def _entering(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+def _entering(modes: Sequence[TorchDispatchMode | TorchFunctionMode]) -> Iterator[None]:
     with ExitStack() as entered:
         for mode in modes:
             entered.enter_context(mode)
@@ -131,6 +162,11 @@ class SimulatedHost(SimulatedDevice):
     """The host computes."""
 
     host_addressable = True
+    function_modes = 1  # `infinity.sim.compute.AsOnHost`
+
+    def __init__(self, clock: Clock, facts: DeviceFacts, memory: float, times: Times | None) -> None:
+        super().__init__(clock, facts, memory)
+        self.times = times
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         return True
@@ -140,7 +176,9 @@ class SimulatedHost(SimulatedDevice):
         if lane != "activations" and self.in_host_memory(source) != self.in_host_memory(destination):
             lane = "host_to_device" if self.in_host_memory(source) else "device_to_host"
         nbytes = destination.numel()
-        record = self._clock.work(lane, 2 * nbytes / self._memory, nbytes=nbytes)
+        record = self._clock.work(
+            lane, self.host_seconds(2 * nbytes, torch.Tensor.copy_, destination, source), nbytes=nbytes
+        )
         self._clock.submitted.append(record)
         return DONE
 
@@ -148,7 +186,8 @@ class SimulatedHost(SimulatedDevice):
         transfer.wait()
 
     def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
-        self.work_on_host("compute", memory.numel(), "fingerprint")
+        seconds = self.host_seconds(memory.numel(), _HOST.fingerprint, memory)
+        self._clock.work("compute", seconds, "fingerprint")
         return 0
 
     def operate(self, seconds: float, nbytes: float) -> None:
@@ -189,7 +228,7 @@ class SimulatedAccelerator(SimulatedDevice):
         if to_host and from_host:
             if after is not None:
                 after.wait()
-            self.work_on_host(lane_of(self._clock.current.name), 2 * nbytes)
+            self.work_on_host(lane_of(self._clock.current.name), 2 * nbytes / self._memory)
             return DONE
         stream = self._from if to_host else self._to
         stream.follow(self.stream.reached() if after is None else after)

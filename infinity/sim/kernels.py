@@ -1,14 +1,21 @@
-"""Kernels of the engine that compute nothing and take the time of the bytes that they access."""
+"""Kernels of the engine that compute nothing, and take the time of the bytes that they access or a measured one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from infinity.optim import cpu_adam
 from infinity.rules import MomentFormat, Rule
 from infinity.sim.device import SimulatedDevice
+from infinity.update import kernels
 from infinity.update.kernels import Kernels
+
+_receive = partial(kernels.receive, add=False, at=0)
+_receive_add = partial(kernels.receive, add=True, at=0)
 
 
 def simulated_kernels(device: SimulatedDevice) -> Kernels:
@@ -20,26 +27,27 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
         # States are read and written, gradients read. Parameters beside fp32 masters are only written.
         moved = 2 * sum(state.nbytes for state in states.values()) + grad.nbytes + param.nbytes
         moved += 0 if "master" in states else param.nbytes
-        work("update", moved, param)
+        work("update", moved, param, kernels.update_run, states, param, grad, *rest)
 
     def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, initial: float = 0.0, **more: Any) -> float:
-        width = target.itemsize
-        work("reduce", source.nbytes + (2 if add else 1) * source.numel() * width, target)
+        moved = source.nbytes + (2 if add else 1) * source.numel() * target.itemsize
+        kernel = _receive_add if add else _receive
+        work("reduce", moved, target, kernel, target.flatten()[: source.numel()], source)
         return initial + 1.0
 
     def sum_of_squares(values: torch.Tensor, *, initial: float = 0.0, **more: Any) -> float:
-        work("reduce", values.nbytes, values)
+        work("reduce", values.nbytes, values, cpu_adam.sum_of_squares, values)
         return initial + 1.0
 
     def squares_into(out: torch.Tensor, values: torch.Tensor) -> None:
-        work("reduce", values.nbytes, values)
+        work("reduce", values.nbytes, values, cpu_adam.sum_of_squares, values)
 
     def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None:
         """The native kernels exist on every simulated device."""
 
-    def work(lane: str, nbytes: int, memory: torch.Tensor) -> None:
+    def work(lane: str, nbytes: int, memory: torch.Tensor, kernel: Callable[..., Any], *args: Any) -> None:
         if device.is_host(memory):
-            device.work_on_host(lane, nbytes)
+            device.work_on_host(lane, device.host_seconds(nbytes, kernel, *args))
         else:
             device.operate(0.0, nbytes)
 

@@ -19,7 +19,7 @@ from infinity.observe.timeline import LANES
 from infinity.observe.units import show_bytes
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
-from infinity.sim.device import DeviceFacts
+from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.models import PlannedModel
@@ -58,6 +58,8 @@ class Prediction:
     formats: Formats = "engine"
     simulation: Simulation | None = None
     """None: bandwidths are unknown, so that there are no seconds."""
+    is_measured: bool = False
+    """True: the model's operations were timed on this machine."""
     wear: Wear | None = None
     """None: a step writes nothing to a drive, or is not simulated."""
 
@@ -69,6 +71,7 @@ class Prediction:
             step = {
                 "seconds": seen.seconds,
                 "compute_seconds": seen.compute_seconds,
+                "compute": "measured here" if self.is_measured else "from FLOP/s",
                 "nvme_bytes_read": seen.nvme_bytes_read * self.ranks_per_node,
                 "nvme_bytes_written": seen.nvme_bytes_written * self.ranks_per_node,
                 "activation_bytes_read": seen.activation_bytes_read * self.ranks_per_node,
@@ -94,6 +97,7 @@ def predict(
     config: Config,
     machine: Machine,
     links: Links | None,
+    times: Times | None = None,
     *,
     train_batch: bool = False,
     formats: Formats = "engine",
@@ -101,7 +105,8 @@ def predict(
 ) -> Prediction:
     """Predict training of the model that `make` returns.
 
-    links: of a node of the machine; None: bytes only, as with other formats than the engine's. train_batch: each step
+    links: of a node of the machine; None: bytes only, as with other formats than the engine's. times: of operations and
+    kernels on the machine's host, such as `MeasuredTimes`; by default they follow from `links`. train_batch: each step
     is a call of `engine.train_batch`, in place of a loop over micro-batches. endurance: bytes that the drives of a node
     are rated for. Raises ConfigError or ModelError for a config that cannot train the model.
     """
@@ -115,7 +120,7 @@ def predict(
         plan = plan_of(model, config, machine, formats)
         activations = _activations_of(model, config, machine, train_batch=train_batch)
     else:
-        simulation = _simulated(model, config, machine, links, train_batch=train_batch)
+        simulation = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
         plan, activations = simulation.plan, _activations(simulation)
     needs = needs_of(plan, machine, activations=activations, baseline_rss=0 if links is None else links.baseline_rss)
     found, wear = list(advice(plan, needs)), None
@@ -138,12 +143,20 @@ def predict(
         advice=found,
         formats=formats,
         simulation=simulation,
+        is_measured=simulation is not None and times is not None,
         wear=wear,
     )
 
 
 def _simulated(
-    model: PlannedModel, config: Config, machine: Machine, links: Links, *, train_batch: bool = False, steps: int = 3
+    model: PlannedModel,
+    config: Config,
+    machine: Machine,
+    links: Links,
+    *,
+    train_batch: bool = False,
+    steps: int = 3,
+    times: Times | None = None,
 ) -> Simulation:
     facts = machine.device_info(config)
     return simulate(
@@ -155,6 +168,7 @@ def _simulated(
         ranks=Ranks(machine.ranks, machine.ranks_per_node),
         train_batch=train_batch,
         steps=steps,
+        times=times,
     )
 
 

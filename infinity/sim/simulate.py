@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,8 @@ from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
 from infinity.sim.activations import SimulatedRoom
 from infinity.sim.clock import Clock, Record
-from infinity.sim.compute import Compute, fused_attention
-from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
+from infinity.sim.compute import AsOnHost, Compute, fused_attention
+from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost, Times
 from infinity.sim.exposed import Boundary, exposed
 from infinity.sim.links import Links
 from infinity.sim.platform import SimulatedPlatform
@@ -99,6 +99,7 @@ def simulate(
     steps: int = 3,
     loss_of: Callable[[Any], torch.Tensor] | None = None,
     train_batch: bool = False,
+    times: Times | None = None,
 ) -> Simulation:
     """Train `model` for `steps` steps in virtual time, and return the last one.
 
@@ -106,13 +107,14 @@ def simulate(
     those of one rank. batch: arguments of the model for one micro-batch; tensors are moved to the meta device. loss_of:
     returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
     since the first records the trace and the second is the first to follow it. train_batch: each step is a call of
-    `engine.train_batch`, whose first one records the blocks that the model calls, so that it is one step more.
+    `engine.train_batch`, whose first one records the blocks that the model calls, so that it is one step more. times:
+    of operations and kernels on the host, if that is the device; by default they follow from `links`.
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
     _separate_tiles(model)
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
-    place = _device(clock, facts, links, ranks)
+    place = _device(clock, facts, links, ranks, times)
     compute = Compute(clock, place, links)
     primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links))
     args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
@@ -154,7 +156,8 @@ class _Loop:
         self._loss_of = loss_of
 
     def run(self, args: Sequence[Any], steps: int, *, train_batch: bool) -> None:
-        with fused_attention(), self._compute:
+        place = AsOnHost() if self._device.host_addressable else nullcontext()
+        with fused_attention(), place, self._compute:
             self._note()
             for _ in range(steps):
                 self.activation_bytes = self._compute.peak = 0
@@ -224,10 +227,10 @@ def _separate_tiles(model: nn.Module) -> None:
                 setattr(tile, name, own)
 
 
-def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks) -> SimulatedDevice:
+def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks, times: Times | None) -> SimulatedDevice:
     memory = links.memory / ranks.per_node
     if facts.host_addressable:
-        return SimulatedHost(clock, facts, memory)
+        return SimulatedHost(clock, facts, memory, times)
     if links.host_to_device is None or links.device_to_host is None:
         raise ConfigError("a device has memory of its own, and the bandwidths have no host_to_device: measure it there")
     return SimulatedAccelerator(clock, facts, memory, links.host_to_device, links.device_to_host)

@@ -1,4 +1,4 @@
-"""Host memory and processors available to this process.
+"""Host memory, caches and processors available to this process.
 
 Memory: the machine's free memory, or less under a container's limit.
 """
@@ -64,6 +64,21 @@ def _cache(stat: Path) -> int:
     except (OSError, ValueError):
         return 0
     return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+
+
+def cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the bytes of all processors' caches of the last level; 0 if Linux does not list them."""
+    sizes: dict[tuple[int, str], int] = {}
+    for folder in root.glob("cpu[0-9]*/cache/index*"):
+        try:
+            level, sharers, size = (
+                (folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
+            )
+            sizes[int(level), sharers] = int(size.removesuffix("K")) << 10
+        except (OSError, ValueError):
+            continue
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 FEEDING = 3

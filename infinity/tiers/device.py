@@ -59,9 +59,11 @@ class Device(ABC):
 
     modes = 0
     """Number of dispatch modes in which the model computes on this device."""
+    function_modes = 0
+    """Number of function modes in which it does."""
 
     def like_this_thread(self) -> AbstractContextManager[object]:
-        """Return a context in which another thread computes as the calling one: on its stream, in `modes`."""
+        """Return a context in which another thread computes as the calling one: on its stream, in its modes."""
         return nullcontext()
 
     def follow_compute(self) -> None:  # noqa: B027 - compute in host memory is in order

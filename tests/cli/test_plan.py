@@ -63,6 +63,15 @@ def test_the_json_has_bytes_of_each_kind_and_seconds_of_each_lane(rates: Path) -
     assert step["nvme_bytes_read"] > 0 and step["nvme_bytes_written"] > 0
 
 
+def test_this_machine_times_the_operations_of_the_model(rates: Path) -> None:
+    """Another machine's follow from the bandwidths; without these there is no step."""
+    here = ("--this-machine", "--bandwidths", rates)
+    assert planned(*SHAPE, *here)["step"]["compute"] == "measured here"
+    assert "model computes" in (shown := run("plan", *SHAPE, *here).stdout) and "s, measured here" in shown
+    assert planned(*SHAPE, *MEMORY, "--bandwidths", rates)["step"]["compute"] == "from FLOP/s"
+    assert planned(*SHAPE, "--this-machine")["step"] is None
+
+
 def test_bytes_are_those_of_a_node() -> None:
     one, eight = (
         planned(*SHAPE[:-1], batch, *MEMORY, "--gpus", gpus, "--device-memory", "1GiB")

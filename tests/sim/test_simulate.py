@@ -16,6 +16,7 @@ from infinity.activations.store import ActivationStore
 from infinity.activations.stored import Stored
 from infinity.errors import ConfigError
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.nn.loss import CHUNK_ELEMENTS
 from infinity.observe.timeline import LANES
 from infinity.plan.placement import State
 from infinity.sim import simulate as simulating
@@ -261,6 +262,21 @@ def test_train_batch_keeps_the_activations_of_all_micro_batches(
     assert whole.ordinary == ""
     assert 2.5 * loop.activation_bytes < whole.activation_bytes < 3.5 * loop.activation_bytes
     assert loop.working_bytes + loop.activation_bytes < whole.working_bytes
+
+
+def test_a_loss_on_the_host_takes_the_memory_of_its_small_chunks(tmp_path: Path) -> None:
+    """Other devices compute larger chunks at a time."""
+    shape = GPT2Config(vocab_size=16_384, seq_length=64, num_layers=1, hidden_size=16, num_attention_heads=2)
+    batch = (torch.zeros(16, 64, dtype=torch.int64),) * 2
+    working = []
+    for device in DEVICES:
+        with torch.device("meta"):
+            model = GPT2(shape)
+        config = engine_config(folder=tmp_path, debug=False, bf16=True)
+        working.append(simulate(model, config, LINKS, batch=batch, device=device).working_bytes)
+    logits = 16 * 64 * 16_384
+    assert logits == 4 * CHUNK_ELEMENTS
+    assert working[1] - working[0] > 4 * logits  # bytes of the fp32 copy that it never makes whole
 
 
 def test_a_budget_of_a_node_is_divided_over_its_simulated_ranks(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -13,7 +12,7 @@ from infinity.cli.links.turns import Calls
 from infinity.config import Config
 from infinity.plan.formats import state_format
 from infinity.rules import Hyper
-from infinity.tiers.available import available_memory
+from infinity.tiers.available import available_memory, cache_bytes
 from infinity.tiers.device import Device
 from infinity.tiers.memory import PAGE, first_touch, host_tensor
 from infinity.tiers.transfer import DONE, Transfer
@@ -51,21 +50,6 @@ def adam(nbytes: int | None = None) -> tuple[Calls, int]:
 
     updated = record.nbytes + param.nbytes
     return Calls(run, 2 * updated + grad.nbytes), updated + grad.nbytes
-
-
-def cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the bytes of all processors' caches of the last level; 0 if Linux does not list them."""
-    sizes: dict[tuple[int, str], int] = {}
-    for folder in root.glob("cpu[0-9]*/cache/index*"):
-        try:
-            level, sharers, size = (
-                (folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
-            )
-            sizes[int(level), sharers] = int(size.removesuffix("K")) << 10
-        except (OSError, ValueError):
-            continue
-    last = max((level for level, _ in sizes), default=0)
-    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 class Copies:
