@@ -89,10 +89,16 @@ def test_an_empty_trace_is_drawn(tmp_path: Path) -> None:
     assert picture.stat().st_size > 0
 
 
+LINKS = Path(__file__).resolve().parents[2] / "docs" / "links.json"
+
+
 def test_a_simulated_trace_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     shape = ("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "256")
-    planned = run("plan", *shape, "--seq-length", "32", "--host-memory", "8GiB", "--nvme", "8GiB", "--trace", path)
+    links = tmp_path / "links.json"
+    links.write_text(json.dumps(json.loads(LINKS.read_text()) | {"flops": {"bfloat16": 1e12}}))
+    machine = ("--host-memory", "8GiB", "--nvme", "8GiB", "--bandwidths", links)
+    planned = run("plan", *shape, "--seq-length", "32", *machine, "--trace", path)
     assert planned.exit_code == 0, planned.output
     result = run("timeline", path)
     assert result.exit_code == 0, result.output
