@@ -1,12 +1,12 @@
 """Predictions of `infinity plan` beside real training runs: peak memory, bytes on the drive, seconds of a step.
 
-    python bench/predict.py                                # 28 kinds of runs; about 15 minutes a round on 2 cores
+    python bench/predict.py                                # 28 kinds of runs; about 20 minutes a round on 2 cores
     python bench/predict.py --kinds "small, nvme" --rounds 1 --results /tmp/predict
 
 Four shapes of GPT-2 are trained in four placements, each without a budget and, if there is a slower tier, with
-`infinity.memory.host`. `infinity bench-links` measures the machine's bandwidths before each round, and predictions use
-their medians. Every run is a process of its own. Writes bench/results/predict.json, then draws bench/results/predict.md
-from it.
+`infinity.memory.host`. `infinity bench-links` measures the machine's bandwidths before each round. Each run is
+predicted right after it, with operations timed anew, since a shared machine does not keep its speed. Every run and
+prediction is a process of its own. Writes bench/results/predict.json, then draws bench/results/predict.md from it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--kinds", metavar="TEXT", default="", help="only kinds whose names begin with TEXT")
     parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--links", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -118,8 +119,8 @@ def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     return result
 
 
-def predict(kinds: list[str], nvme_path: str, links: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Kind → the JSON of `infinity plan --this-machine` for its run."""
+def predict(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """The JSON of `infinity plan --this-machine` for a run, with the bandwidths of `args.links`."""
     from infinity.config import Config
     from infinity.sim.links import Links
     from infinity.sim.machine import Machine
@@ -127,12 +128,9 @@ def predict(kinds: list[str], nvme_path: str, links: dict[str, Any]) -> dict[str
     from infinity.sim.models import gpt2
     from infinity.sim.planner import predict as plan
 
-    known, times = Links.from_json(json.dumps(links), "bench-links"), MeasuredTimes()
-    found = {}
-    for kind in kinds:
-        model, config = partial(gpt2, gpt2_of(parts_of(kind)[0])), Config.load(config_of(kind, nvme_path))
-        found[kind] = plan(model, config, Machine.here(Path(nvme_path)), known, times).to_json()
-    return found
+    model, config = partial(gpt2, gpt2_of(parts_of(kind)[0])), Config.load(config_of(kind, args.nvme_path))
+    links = Links.from_json(args.links, "bench-links")
+    return plan(model, config, Machine.here(Path(args.nvme_path)), links, MeasuredTimes()).to_json()
 
 
 # -- the rounds --------------------------------------------------------------------------------------------------------
@@ -144,22 +142,10 @@ def measure_links(nvme_path: str) -> dict[str, Any]:
     return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
 
 
-def medians(links: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of each bandwidth; None where the hardware is absent."""
-    found: dict[str, Any] = {}
-    for name, value in links[0].items():
-        if isinstance(value, dict):
-            found[name] = medians([one[name] for one in links]) if name in ("flops", "weights") else value
-        else:
-            values = [one[name] for one in links]
-            found[name] = None if None in values else round(harness.spread(values).median)
-    return found
-
-
 def main() -> None:
     args = arguments()
     if args.only:
-        print(json.dumps(run_engine(args, args.only)))
+        print(json.dumps(predict(args, args.only) if args.links else run_engine(args, args.only)))
         return
     target = harness.target(args)
     if not args.redraw:
@@ -167,19 +153,22 @@ def main() -> None:
         links: list[dict[str, Any]] = []
 
         def run(kind: str) -> dict[str, Any]:
-            if kind == kinds[len(links) % len(kinds)] and len(links) < args.rounds:  # the first one of a round
+            if len(started) % len(kinds) == 0:
                 links.append(measure_links(args.nvme_path))
-            return harness.run_child(__file__, [*sys.argv[1:], "--only", kind])
+            started.append(kind)
+            command = [*sys.argv[1:], "--only", kind]
+            result = harness.run_child(__file__, command)
+            return result | {"predicted": harness.run_child(__file__, [*command, "--links", json.dumps(links[-1])])}
 
         def show(result: dict[str, Any]) -> str:
-            return f"{harness.spread(result['seconds']).median:.2f} s a step, {result['peak_rss'] / 1e9:.2f} GB"
+            predicted, seconds = result["predicted"]["step"]["seconds"], harness.spread(result["seconds"]).median
+            return f"{predicted:.2f} / {seconds:.2f} s a step, {result['peak_rss'] / 1e9:.2f} GB"
 
+        started: list[str] = []
         runs = harness.collect(kinds, args.rounds, run, show)
-        known = medians(links)
-        predicted = predict(kinds, args.nvme_path, known)
         head = harness.head("predict", path=args.nvme_path)
         counts = {"rounds": args.rounds, "steps": args.steps}
-        harness.write_json(target, {**head, **counts, "links": known, "predicted": predicted, "runs": runs})
+        harness.write_json(target, {**head, **counts, "links": links, "runs": runs})
     publish(target)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import Result, spread
+from harness import Result, median, spread
 from report import style
 from report.page import Report, setup, table
 
@@ -17,13 +17,13 @@ WITHIN = {"peak": 0.05, "read": 0.01, "written": 0.01, "step": 0.15}
 def compared(result: Result) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
     """Yield kind, and figure → (predicted, measured). Figures of which both are 0 are left out."""
     for kind, runs in result["runs"].items():
-        predicted = result["predicted"][kind]
-        step = predicted["step"]
+        predicted = [run["predicted"] for run in runs]
+        steps = [one["step"] for one in predicted]
         pairs = {
-            "peak": (predicted["peak_host_bytes"], spread(run["peak_rss"] for run in runs).median),
-            "read": (step["nvme_bytes_read"], spread(run["read"] for run in runs).median),
-            "written": (step["nvme_bytes_written"], spread(run["written"] for run in runs).median),
-            "step": (step["seconds"], spread(s for run in runs for s in run["seconds"]).median),
+            "peak": (median(predicted, "peak_host_bytes"), median(runs, "peak_rss")),
+            "read": (median(steps, "nvme_bytes_read"), median(runs, "read")),
+            "written": (median(steps, "nvme_bytes_written"), median(runs, "written")),
+            "step": (median(steps, "seconds"), spread(s for run in runs for s in run["seconds"]).median),
         }
         yield kind, {name: pair for name, pair in pairs.items() if any(pair)}
 
@@ -48,7 +48,7 @@ def fragments(result: Result) -> dict[str, str]:
 
 def recipe(result: Result) -> list[str]:
     return [
-        "Predicted by `infinity plan` from the medians of `infinity bench-links`, once a round.",
+        "Predicted by `infinity plan --this-machine` right after each run, with bandwidths measured once a round.",
         f"Measured: medians of {result['rounds']} processes of {result['steps']} steps each, the kinds taking turns.",
     ]
 
