@@ -37,6 +37,8 @@ Formats = Literal["engine", "paper"]
 
 _EXPOSED = 0.05
 """Share of a step from which a lane is worth advice."""
+_MOVES_PARAMS = ("nvme_read", "host_to_device", "gather")
+"""Lanes that carry parameters to where the model computes."""
 _MOST_SIMULATED = 32
 """Blocks from which more are extrapolated in any case."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
@@ -128,6 +130,8 @@ def predict(
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         if not found:
             found += faster(config, simulation, needs)
+            if not train_batch:
+                found += whole_step(make, config, machine, links, simulation, times)
         if wear is not None:
             found += longer(wear, config, simulation, needs, machine.ranks_per_node)
         if simulation.ordinary:
@@ -249,6 +253,27 @@ def faster(config: Config, simulation: Simulation, needs: Needs) -> Iterator[str
         if change not in given:
             given.add(change)
             yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {lane}: {change}"
+
+
+def whole_step(
+    make: Callable[[], PlannedModel],
+    config: Config,
+    machine: Machine,
+    links: Links,
+    loop: Simulation,
+    times: Times | None,
+) -> Iterator[str]:
+    """Yield that `engine.train_batch` is faster than the loop over micro-batches, if its simulation is and fits."""
+    exposed = sum(loop.exposed.get(lane, 0.0) for lane in _MOVES_PARAMS)
+    if config.resolve_batch(machine.ranks).accumulation == 1 or exposed < _EXPOSED * loop.seconds:
+        return
+    seen = _simulated(make(), config, machine, links, train_batch=True, times=times)
+    needs = needs_of(seen.plan, machine, activations=_activations(seen), baseline_rss=links.baseline_rss)
+    if not seen.ordinary and not needs.limits and seen.seconds < (1 - _EXPOSED) * loop.seconds:
+        yield (
+            "engine.train_batch moves parameters once a step in place of once a micro-batch: "
+            f"{seen.seconds:.3g} s in place of {loop.seconds:.3g} s"
+        )
 
 
 def _activations(simulation: Simulation) -> dict[str, int]:

@@ -378,6 +378,31 @@ def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tm
         assert (kept[1] > 2 * kept[0]) == is_vertical
 
 
+@pytest.mark.parametrize("nvme_read", [1e7, 1e12])
+def test_train_batch_is_advised_where_its_simulated_step_is_shorter(
+    rates: Path, tmp_path: Path, nvme_read: float
+) -> None:
+    rates.write_text(json.dumps(RATES | {"nvme_read": nvme_read, "nvme_mixed": 2 * nvme_read}))
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 3, "offload_param": place},
+        "infinity": {"unit_size": "64KiB", "prefetch_bytes": "300KB", "cache_bytes": 0},
+    }
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(config))
+    options = (*SHAPE[:-2], *MEMORY, "--config", file, "--bandwidths", rates)
+    loop, whole = (planned(*options, *more) for more in ((), ("--train-batch",)))
+    advised = [line for line in loop["advice"] if "engine.train_batch" in line]
+    if nvme_read == 1e7:
+        seconds = [f"{each['step']['seconds']:.3g} s" for each in (whole, loop)]
+        assert advised and advised[0].endswith(" in place of ".join(seconds))
+    else:
+        assert not advised
+    assert not any("engine.train_batch" in line for line in whole["advice"])
+
+
 def test_the_largest_model_counts_activations_in_their_tier(tmp_path: Path) -> None:
     """With activations on nvme, more layers fit in host memory, and a small drive is the limit."""
     section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "256KiB"}
