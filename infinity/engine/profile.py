@@ -17,6 +17,10 @@ from infinity.observe.recording import Recording
 from infinity.observe.timeline import chrome_trace
 
 
+_under_way: set[Path] = set()
+"""Files that profiles of this process will write."""
+
+
 class Profiler:
     """The profile of one engine, if one is asked for. Refers to neither model nor engine."""
 
@@ -44,6 +48,9 @@ class Profiler:
             raise UsageError(f"engine.profile(out={out!r}) names no file: pass a path such as trace.json")
         path = _of_rank(Path(out).resolve())  # a link stays one
         _check_writable(path)
+        if path in _under_way:
+            raise UsageError(f"another engine's profile goes on that writes {path}: give engine.profile() another file")
+        _under_way.add(path)
         self._steps = self._left = steps
         self._out = path
         if nbytes is not None:
@@ -68,6 +75,8 @@ class Profiler:
         """Write what has been recorded. Idempotent."""
         out, recording = self._out, self._recording
         self._out = self._recording = None
+        if out is not None:
+            _under_way.discard(out)
         if recording is None or out is None:
             return
         self._recorder.stop(recording)

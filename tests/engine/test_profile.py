@@ -303,6 +303,24 @@ def test_a_second_profile_at_a_time_is_refused(tmp_path: Path) -> None:
         engine.profile(2, tmp_path / "other.json")
 
 
+def test_another_engines_file_is_refused_while_it_will_be_written(tmp_path: Path) -> None:
+    """The later one would replace the earlier one's trace."""
+    first, second, later = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "later.json"
+    with opened() as one, opened() as other:
+        one.profile(2, first)
+        with pytest.raises(UsageError, match=r"another engine's profile goes on that writes .*first\.json"):
+            other.profile(1, first)
+        other.profile(1, second)
+        train(one, 2)
+        train(other, 1)
+        other.profile(1, first)
+        one.profile(1, later)  # is closed before it begins
+    with opened() as engine:
+        engine.profile(1, later)
+        train(engine)
+    assert all(json.loads(file.read_text())["traceEvents"] for file in (second, later))
+
+
 # -- simulation --------------------------------------------------------------------------------------------------------
 
 
