@@ -3,7 +3,8 @@
     python bench/simulate_large.py                              # 1 T parameters on 512 ranks of 32 nodes
     python bench/simulate_large.py --trace trace.json           # the timeline of the step, too
 
-The bandwidths are assumptions, printed with the result. Everything is on nvme.
+The bandwidths are assumptions, which the page states. Everything is on nvme. Writes bench/results/simulate_large.json,
+then draws bench/results/simulate_large.md from it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.sim.device import DeviceFacts
 from infinity.sim.links import Links
 from infinity.sim.ranks import Ranks
-from infinity.sim.simulate import simulate
+from infinity.observe.intervals import seconds, union, within
+from infinity.observe.timeline import LANES
+from infinity.sim.simulate import Simulation, simulate
+from report.page import publish
 
 LINKS = Links(
     nvme_read=25e9,
@@ -35,11 +39,13 @@ LINKS = Links(
     flops={"float32": 15e12, "bfloat16": 100e12, "float16": 100e12},
     baseline_rss=0,
 )
+BINS = 300
+"""Parts of the step for which the busy share of each lane is kept."""
 DEVICE = DeviceFacts(host_addressable=False, nbytes=32 << 30, bandwidth=0.9e12, processors=6)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__, "simulate_large")
     parser.add_argument("--layers", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=25600)
     parser.add_argument("--heads", type=int, default=256)
@@ -65,8 +71,26 @@ def config_of(args: argparse.Namespace) -> Config:
     )
 
 
+def busy(step: Simulation) -> dict[str, list[float]]:
+    """Lane → busy share of each of `BINS` parts of the step."""
+    start, width = step.steps[-2].time, step.seconds / BINS
+    found = {}
+    for lane in LANES:
+        work = union((one.start, one.end) for one in step.records if one.lane == lane)
+        edges = [start + number * width for number in range(BINS)]
+        found[lane] = [round(seconds(within(work, edge, edge + width)) / width, 3) for edge in edges]
+    return {lane: shares for lane, shares in found.items() if any(shares)}
+
+
 def main() -> None:
     args = parse()
+    path = harness.target(args)
+    if not args.redraw:
+        harness.write_json(path, simulated(args))
+    publish(path)
+
+
+def simulated(args: argparse.Namespace) -> harness.Result:
     shape = GPT2Config(
         vocab_size=args.vocab,
         seq_length=args.sequence,
@@ -92,18 +116,25 @@ def main() -> None:
     ended = time.process_time()
     if args.trace:
         harness.replace_text(args.trace, json.dumps(step.chrome_trace()))
-    result = {
+    return {
+        **harness.head("simulate_large"),
+        "shape": asdict(shape),
         "parameters": shape.num_parameters,
         "units": len(step.plan.units),
+        "ranks": [args.ranks, args.per_node],
+        "batch": args.batch,
+        "steps": args.steps,
         "process_seconds": {"model": built - began, "simulation": ended - built},
         "step_seconds": step.seconds,
         "compute_seconds": step.compute_seconds,
+        "flops": step.flops,
         "exposed": dict(step.exposed),
         "moved": dict(step.moved),
         "peak_bytes": dict(step.peak_bytes),
-        "assumptions": {"links": asdict(LINKS), "device": asdict(DEVICE), "ranks": [args.ranks, args.per_node]},
+        "busy": busy(step),
+        "links": asdict(LINKS),
+        "device": asdict(DEVICE),
     }
-    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,17 @@ def test_a_tiny_overhead_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "| memory | now | " in (tmp_path / "overhead.md").read_text()
 
 
+def test_a_tiny_step_on_many_ranks_is_simulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ["--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "64", "--sequence", "16"]
+    trace = tmp_path / "trace.json"
+    large = importlib.import_module("simulate_large")
+    result = run_main(large, monkeypatch, tmp_path, *flags, "--ranks", "4", "--per-node", "2", "--trace", str(trace))
+    assert {"compute", "gather", "reduce", "nvme_read", "nvme_write", "update"} <= set(result["busy"])
+    assert all(len(shares) == large.BINS and max(shares) <= 1.001 for shares in result["busy"].values())
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "4 GPUs, 2 a node" in (tmp_path / "simulate_large.md").read_text()
+
+
 def test_cuda_kernels_leave_table_and_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command of gpu_check.sh, with clocks and kernels replaced: a copy takes 1 s, everything else 2 s."""
     adam_cuda = importlib.import_module("adam_cuda")
