@@ -196,8 +196,8 @@ def measure(args: argparse.Namespace, file: Path) -> list[harness.Result]:
 def note(args: argparse.Namespace) -> str:
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
     return (
-        f"{version}; file of {args.size / 2**30:g} GiB; {args.rounds} rounds of {args.seconds:g} s a run, the kinds "
-        "in turn; buffers in huge pages on both sides."
+        f"{version}; file of {args.size / 2**30:g} GiB; {args.rounds} rounds of runs of {args.seconds:g} s, kinds "
+        "interleaved; buffers in huge pages on both sides."
     )
 
 

@@ -20,11 +20,11 @@ import torch
 import harness
 from infinity.config import Config
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.observe.intervals import seconds, union, within
+from infinity.observe.timeline import LANES
 from infinity.sim.device import DeviceFacts
 from infinity.sim.links import Links
 from infinity.sim.ranks import Ranks
-from infinity.observe.intervals import seconds, union, within
-from infinity.observe.timeline import LANES
 from infinity.sim.simulate import Simulation, simulate
 from report.page import publish
 

@@ -16,11 +16,11 @@ HEADER = ("rule", "parameter", "gradient", "moments", "bytes", "G/s", "GB/s", "�
 LEGEND = """\
 Medians.
 G/s: 10^9 parameters per second.
-GB/s: with the bytes that one pass has to read and write (40 for the three passes).
-÷ bare: speed beside a pass over the same streams with one addition a word, which is what memory allows; for torch and \
-the three passes by GB/s, beside the bare pass of fp32.
-÷ three passes: parameters/s beside convert to fp32, fused AdamW, cast to bf16.
-÷ torch: beside torch's default AdamW in fp32."""
+GB/s: parameters per second × the bytes that one pass has to read and write for each (40 for the three passes).
+÷ bare: speed relative to the bare pass, which reads and writes the same streams with one addition a word; for torch \
+and the three passes, GB/s relative to the bare pass of fp32.
+÷ three passes: parameters per second relative to three passes: convert to fp32, fused AdamW, cast to bf16.
+÷ torch: parameters per second relative to torch's default AdamW in fp32."""
 THREE_PASSES = "convert, fused AdamW, cast | bf16 + fp32 master | bf16 | fp32"
 BYTES = {case.name: case.bytes() for case in CASES}
 Times = Mapping[str, list[float]]
@@ -94,8 +94,8 @@ def bandwidth(result: Result) -> str:
     for (n, case), times in times_of(result).items():
         speeds.setdefault(n, []).extend(n * BYTES[case] / seconds / 1e9 for seconds in times["bare"])
     tenths = {n: statistics.quantiles(found, n=10) for n, found in speeds.items()}
-    ranges = ", ".join(f"{low[0]:.0f} to {low[-1]:.0f} GB/s of {short(n)}" for n, low in tenths.items())
-    return f"Eight in ten of the bare passes went over {ranges} parameters."
+    ranges = ", ".join(f"{low[0]:.0f} to {low[-1]:.0f} GB/s with {short(n)}" for n, low in tenths.items())
+    return f"Bare passes, 10th to 90th percentile: {ranges} parameters."
 
 
 def cells(row: Row) -> list[str]:

@@ -21,9 +21,9 @@ COLOURS = {
     "ours libaio": PALE,
     "ours io_uring": OURS,
 }
-LEGEND = "Medians of 10^9 bytes a second, smallest and largest in brackets. Point: block size × queue depth."
+LEGEND = "Medians in 10^9 bytes a second, the smallest and the largest in brackets. Point: block size × queue depth."
 LAST_ROW = (
-    "The last row's fio runs are of 1 MiB × 32, mixed; ours are 10 MiB requests that the engine cuts into blocks of "
+    "In the last row, fio runs 1 MiB × 32, mixed; ours are requests of 10 MiB, which the engine cuts into blocks of "
     "1 MiB, 32 in flight."
 )
 
@@ -76,7 +76,7 @@ def show_cpu(one: Figures | None) -> str:
 
 
 def speed_table(found: Mapping[tuple[str, str], Runs]) -> str:
-    header = ["point", "", *COLOURS, "best of fio", "ours (io_uring) ÷ it"]
+    header = ["point", "operation", *COLOURS, "best of fio", "ours (io_uring) ÷ best of fio"]
     rows = [
         [TITLES[point], op, *(show_speed(figures_of(runs, who)) for who in COLOURS), fastest_fio(runs),
          f"**{over_fio(runs):.2f}**"]
@@ -90,15 +90,15 @@ def cpu_table(found: Mapping[tuple[str, str], Runs]) -> str:
         [TITLES[point], op, *(show_cpu(figures_of(runs, who)) for who in COLOURS)]
         for (point, op), runs in found.items()
     ]
-    return table(["point", "", *COLOURS], rows)
+    return table(["point", "operation", *COLOURS], rows)
 
 
 def checksum(found: Mapping[tuple[str, str], Runs]) -> str:
     runs = found["tiles", "mixed"]
     off, on = runs["ours io_uring, tiles"], runs["ours io_uring, tiles, checksum"]
     return (
-        f"`aio.checksum` on the tiles: {on.gb_per_s.median:.2f} instead of {off.gb_per_s.median:.2f} GB/s "
-        f"({on.gb_per_s.median / off.gb_per_s.median:.2f} ×), and {on.cpu_s_per_gb:.4f} instead of "
+        f"With `aio.checksum`, tiles reach {on.gb_per_s.median:.2f} instead of {off.gb_per_s.median:.2f} GB/s "
+        f"({on.gb_per_s.median / off.gb_per_s.median:.2f} ×), and take {on.cpu_s_per_gb:.4f} instead of "
         f"{off.cpu_s_per_gb:.4f} CPU seconds per GB."
     )
 

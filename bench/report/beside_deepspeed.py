@@ -55,7 +55,7 @@ def fragments(result: Result) -> dict[str, str]:
             result,
             f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, vocabulary {args['vocab']}, sequence "
             f"{args['sequence']}, batch {args['batch']}, bf16, AdamW, clipping 1.0, stage 3, one process.",
-            f"Medians of {args['rounds']} processes of {args['steps']} steps each, the kinds in turns.",
+            f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved.",
         ),
         "table": table(["", *ENGINES, "ratio"], rows(result)),
         "faults": table(

@@ -25,7 +25,7 @@ def figures(result: Result) -> dict[str, float]:
         "peak RSS, GB": result["peak_rss"] / 1e9,
         "read, bytes a parameter": result["read"] / parameters,
         "written, bytes a parameter": result["written"] / parameters,
-        "drive, bytes a parameter": result["drive"] / parameters,
+        "stored on the drive, bytes a parameter": result["drive"] / parameters,
     }
 
 
@@ -40,7 +40,7 @@ def fragments(result: Result) -> dict[str, str]:
 def recipe(result: Result) -> list[str]:
     args = result["args"]
     return [
-        f"Width {args['hidden']}, {args['layers']} layers, random weights, bf16, moments of 8 bits, checkpointed "
+        f"Width {args['hidden']}, {args['layers']} layers, random weights, bf16, 8-bit moments, checkpointed "
         f"blocks, batch 1, sequence {args['sequence']}, all states on nvme, "
         f"{args['prefetch']} fetched ahead.",
         f"The control group has {args['limit']} of memory; its peak with page cache is {result['group'] / 1e9:.2f} GB."
@@ -55,7 +55,7 @@ def rows_of(result: Result) -> str:
     rows = {
         "step, s": f"{seconds(result):.1f}",
         "compute, s": f"{result['compute']:.1f}",
-        "bytes ÷ drive, s": f"{moved(result):.1f}",
+        "bytes of a step ÷ drive, mixed, s": f"{moved(result):.1f}",
         "drive, mixed, GB/s": f"{result['rates']['mixed'] / 1e9:.2f}",
         "drive, write, GB/s": f"{result['rates']['write'] / 1e9:.2f}",
         "construction, s": f"{made['seconds']:.1f}",
@@ -63,7 +63,7 @@ def rows_of(result: Result) -> str:
         "loss, first and last": f"{losses[0]:.3f}, {losses[-1]:.3f}",
         **{name: f"{value:.2f}" for name, value in figures(result).items()},
     }
-    return table(["", ""], [[name, text] for name, text in rows.items()])
+    return table(["figure", "value"], [[name, text] for name, text in rows.items()])
 
 
 REPORT = Report(title, fragments, figures)

@@ -7,15 +7,15 @@ from report.page import Report, setup, table
 
 LEGEND = """\
 All ranks run on one machine, over the loopback device.
-Cells are milliseconds of wall time / of rank 0's CPU, medians.
-pairs: `infinity.comm.pairs`, which training on gloo takes.
+Cells: median milliseconds of wall time / of rank 0's CPU time.
+pairs: `infinity.comm.pairs`, which training over gloo uses.
 Sizes are those of the whole tensor."""
 
 AGREEMENT = """\
 Before a collective, ranks agree that all issue the same one (`infinity/comm/announcer.py`).
-A collective that earlier ones predict costs no message; one without an example costs an exchange between all ranks.
-Cells are microseconds of wall time / of rank 0's CPU for each collective, medians, and messages that a rank sends.
-All ranks run on one machine, so wall time with more ranks than cores includes the work of others."""
+A collective that earlier ones predict costs no message; an unseen one costs an exchange between all ranks.
+Cells: median microseconds of wall time / of rank 0's CPU time for a collective; messages that a rank sends.
+All ranks run on one machine, so with more ranks than cores wall time includes the other ranks' work."""
 
 
 def tables(result: Result) -> str:

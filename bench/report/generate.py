@@ -27,7 +27,7 @@ def column(kind: str, runs: list[dict[str, Any]], disk: float) -> dict[str, floa
     }
     if kind != "plain":
         found["units fetched a token"] = runs[0]["fetches"]
-        found["of units"] = runs[0]["units"]
+        found["units of the model"] = runs[0]["units"]
         found["waited for units a token, s"] = median(runs, "wait")
         found["buffers of units, GB"] = runs[0]["tier_bytes"]["device"] / 1e9
     if kind.startswith("nvme"):
@@ -46,8 +46,9 @@ def recipe(result: Result) -> list[str]:
     return [
         f"Llama of transformers {result['transformers']}: hidden {args['hidden']}, {args['layers']} layers, vocabulary "
         f"{args['vocab']}, bf16: {2 * parameters(result) / 1e9:.3f} GB.",
-        f"A prompt of {args['prompt']} tokens and {args['tokens']} written, greedily, one sequence, KV cache.",
-        f"Medians of {args['rounds']} processes of each kind, in turns; all wrote the same tokens.",
+        f"Greedy generation of {args['tokens']} tokens after a prompt of {args['prompt']}: one sequence, with a KV "
+        "cache.",
+        f"Medians of {args['rounds']} processes of each kind, interleaved; all generated the same tokens.",
     ]
 
 

@@ -49,7 +49,8 @@ def fragments(result: Result) -> dict[str, str]:
 def recipe(result: Result) -> list[str]:
     return [
         "Predicted by `infinity plan --this-machine` right after each run, with bandwidths measured once a round.",
-        f"Measured: medians of {result['rounds']} processes of {result['steps']} steps each, the kinds taking turns.",
+        f"Measured: medians of {result['rounds']} × {result['steps']} steps, each round in processes of its own, kinds "
+        "interleaved.",
     ]
 
 
@@ -69,7 +70,7 @@ def summary(result: Result) -> str:
         for name, limit in WITHIN.items()
         if found[name]
     ]
-    return table(["figure", "limit", "runs within it", "median deviation", "largest"], rows)
+    return table(["figure", "deviation", "runs within it", "median deviation", "largest deviation"], rows)
 
 
 def rows_of(result: Result) -> str:

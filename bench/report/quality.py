@@ -15,8 +15,8 @@ from report.style import GRID, INK, MUTED, OURS, PALE, PEER, dress, new_figure, 
 
 COLOURS = {"reference": INK, "remainder": PALE, "bf16": OURS, "8bit": "#e4572e", "torch": PEER, "fp32": "#c9a227"}
 LEGEND = """\
-State: master or remainder, and moments, beside the parameter itself.
-Moved: bytes of it read and written a step and parameter, measured with the states on NVMe.
+State: bytes of the master or remainder and of the moments, without the parameter itself.
+Moved: bytes of the state that a step reads and writes for a parameter, measured with the states on NVMe.
 Difference: mean over seeds, in brackets the smallest and the largest.
 Spread: largest less smallest loss, in % of the mean."""
 Run = dict[str, Any]
@@ -71,7 +71,7 @@ def recipe_text(result: Result) -> list[str]:
         f"1.0; parameters and gradients in bf16{last}.",
         f"Held-out loss, in nats a byte, over {recipe.held_out_windows * recipe.sequence:,} bytes of files that are "
         "not trained on.",
-        "Same seed, same initial weights and batches.",
+        "Runs with the same seed have the same initial weights and batches.",
     ]
 
 
@@ -115,7 +115,7 @@ def cost(result: Result) -> str:
     )
     return (
         f"The {sum(map(len, found.values()))} runs took {sum(map(sum, found.values())) / 60:.1f} minutes of CPU time, "
-        f"one thread each.\nFor a step, that is {a_step}, its share of measuring held-out loss included."
+        f"one thread each.\nA step takes {a_step}, including its share of measuring held-out loss."
     )
 
 

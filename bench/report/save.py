@@ -41,7 +41,7 @@ def recipe(result: Result) -> list[str]:
         f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, vocabulary {args['vocab']}, sequence "
         f"{args['sequence']}, batch {args['batch']}, bf16, AdamW.",
         f"The checkpoint has {any_run(result)['checkpoint_bytes'] / 1e9:.2f} GB.",
-        f"Medians of {args['rounds']} processes, the kinds taking turns; each trains {args['steps']} steps from the "
+        f"Medians of {args['rounds']} processes, kinds interleaved; each trains {args['steps']} steps from the "
         "moment that the checkpoint is asked for, and waits for it at the end.",
     ]
 

@@ -28,8 +28,8 @@ def recipe(result: Result) -> list[str]:
     return [
         f"GPT-2: hidden {shape['hidden_size']}, {shape['num_layers']} layers, sequence {shape['seq_length']}, "
         f"{result['batch']} sequences a GPU, checkpointed activations, bf16, all states on nvme.",
-        f"{ranks} GPUs, {per_node} a node, which share its drive of {drive} GB/s (read/written/mixed) and its memory of "
-        f"{links['memory'] / 1e9:g} GB/s.",
+        f"{ranks} GPUs, {per_node} a node, which share its drive of {drive} GB/s (read/written/mixed) and its memory "
+        f"of {links['memory'] / 1e9:g} GB/s.",
         f"A GPU: {links['flops']['bfloat16'] / 1e12:g} TFLOP/s in bf16, {device['nbytes'] / 2**30:g} GiB, "
         f"{links['host_to_device'] / 1e9:g} GB/s to and from it, {links['collective'] / 1e9:g} GB/s of collectives.",
     ]

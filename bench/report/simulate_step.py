@@ -12,7 +12,10 @@ BUSY = "busy"
 PHASES = ("forward", "backward", "step")
 SHOWN = 5e-4
 """Least seconds that tables show."""
-WORK = "Seconds in which links and Adam worked, overlapped with compute or not, and of each step from the second on."
+WORK = (
+    "Seconds in which links and Adam worked, whether or not compute overlapped them; last column: seconds of each step "
+    "from the second on."
+)
 
 
 def mean(run: Result, phases: tuple[str, ...], kind: str = "steps") -> dict[str, float]:

@@ -15,7 +15,7 @@ ROWS = {
     "ratio_to_bound": "ratio to bound",
     "ratio_to_drive": "ratio to bytes ÷ disk",
     "wait_seconds": "compute waited for I/O, s",
-    "update_seconds": "in Adam, beside compute, s",
+    "update_seconds": "in Adam, overlapping compute, s",
     "read_bytes_per_parameter": "read, bytes per parameter",
     "written_bytes_per_parameter": "written, bytes per parameter",
     "peak_rss_gb": "peak RSS, GB",
@@ -97,7 +97,7 @@ def recipe(args: dict[str, int]) -> list[str]:
     return [
         f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, {args['heads']} heads, vocabulary {args['vocab']}, "
         f"sequence {args['sequence']}, batch {args['batch']}, bf16, AdamW, untied head.",
-        f"Medians of {args['rounds']} processes of {args['steps']} steps each, the kinds taking turns.",
+        f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved.",
     ]
 
 
@@ -105,8 +105,8 @@ def figures_table(result: Result) -> str:
     found = columns(result)
     rows = [[text, *(f"{one[key]:.2f}" for one in found.values())] for key, text in ROWS.items()]
     legend = (
-        f"Disk, read and write mixed: {disk_rate(result) / 1e9:.2f} GB/s in sum.\n"
-        "Bound: the bytes of a step at that rate; with clipping, plus the plain loop's backward."
+        f"Disk: {disk_rate(result) / 1e9:.2f} GB/s, reads and writes together.\n"
+        "Bound: the bytes of a step ÷ that rate; with clipping, plus the plain loop's backward."
     )
     return f"{legend}\n\n{table(['', *found], rows)}"
 

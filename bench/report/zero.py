@@ -17,11 +17,11 @@ COLLECTIVES = {
 }
 Row = dict[str, Any]
 BYTES_LEGEND = """\
-MB a step, of whole tensors: what was issued, and the theory where no unit stays between forward and backward \
-(stage 3: 2 × all-gather + 1 × reduce-scatter).
-Infinity's units that are still in a buffer when backward comes to them are not gathered again, nor is FSDP2's root.
-On the wire: what each rank sent, as the kernel counted it, beside the theory's, and beside what the issued bytes \
-need."""
+MB a step, counted as whole tensors: the collectives that were issued, and in theory if no unit stays between \
+forward and backward (stage 3: 2 × all-gather + 1 × reduce-scatter).
+Infinity does not gather units again that are still in a buffer when backward needs them; FSDP2 does not gather its \
+root again.
+On the wire: bytes that each rank sent by the kernel's counters, in theory, and as needed for the issued collectives."""
 
 
 def theory(args: dict[str, Any], contender: Contender, numel: int) -> dict[str, float]:
@@ -81,7 +81,7 @@ def steps_table(found: list[Row]) -> str:
          f"{row['peak_rss'] / 1e9:.2f}"]
         for row in found
     ]  # fmt: skip
-    return table(["", "step, ms", "beside its peer", "CPU of a rank, ms", "peak RSS of a rank, GB"], cells)
+    return table(["", "step, ms", "÷ peer", "CPU of a rank, ms", "peak RSS of a rank, GB"], cells)
 
 
 def bytes_table(found: list[Row]) -> str:
@@ -105,7 +105,7 @@ def recipe(result: Result) -> list[str]:
         f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, {args['heads']} heads, vocabulary {args['vocab']}, "
         f"sequence {args['sequence']}, batch {args['batch']} a rank; AdamW; gloo over the loopback device; "
         f"{result['threads']} of torch's threads a rank.",
-        f"Medians of {args['rounds']} rounds of {args['steps']} steps, all taking turns; ratios are medians of those "
+        f"Medians of {args['rounds']} rounds of {args['steps']} steps, interleaved; ratios are medians of the ratios "
         "within a round.",
         f"All losses agree within {result['apart']:.0e}.",
     ]

@@ -189,7 +189,8 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     yield table
     for tier in TIERS:
         if passing := needs.passing[tier]:
-            yield f"{show_bytes(passing)} of gradients take {tier} only in steps whose order is new, as the first three"
+            steps = "in steps that use units in a new order, such as the first three"
+            yield f"{show_bytes(passing)} of {tier} hold gradients only {steps}"
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"
@@ -206,7 +207,7 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
 
 
 def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:
-    """Yield the bytes of a step to and from the drive and for activations, and what they make of the drive."""
+    """Yield the bytes of a step to and from the drive and for activations, and the wear of the drive."""
     wear, ranks = found.wear, found.ranks_per_node
     lines = [
         f"{what}: {show_bytes(read * ranks)} read, {show_bytes(written * ranks)} written a step"
@@ -227,7 +228,7 @@ def _cell(nbytes: int) -> str:
 
 
 def flags_of(**given: Any) -> Flags:
-    """Return the flags of the command's arguments. Raises ConfigError for a shape that is none."""
+    """Return the flags of the command's arguments. Raises ConfigError for an invalid shape."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
     shape = {name: given[name] for name in names if given[name] is not None}
     default = GPT2Config(

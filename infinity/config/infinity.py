@@ -12,14 +12,14 @@ from infinity.sizes import parse_size
 
 
 def size_or_auto(value: object) -> object:
-    """Return a size in bytes, or "auto": outside the field's union, so that an invalid one gives one problem instead of
-    one for each member.
+    """Return a size in bytes, or "auto". Called outside of the field's union, so that an invalid value gives one
+    problem instead of one for each member.
     """
     return value if value == "auto" else parse_size(value)  # type: ignore[arg-type]
 
 
 def positive_size_or_auto(value: object) -> object:
-    """Return the same for sizes above 0."""
+    """Return a size above 0 in bytes, or "auto"."""
     size = size_or_auto(value)
     if size == 0:
         raise ValueError("must be more than 0, not 0")
@@ -30,38 +30,39 @@ class Memory(Section):
     """Budgets of memory. A node's `host` and `nvme` are divided over its ranks.
 
     States fill `host` before nvme: `offload_param` and `offload_optimizer` with the device nvme name the slowest memory
-    that they may use. A placement changes no result, except as `device_optimizer` says."""
+    that they may use. A placement changes no result, except that of `device_optimizer` without Infinity's kernels."""
 
     device: Size | None = None
-    """Bytes of device memory for this engine and the model's activations; by default all of it. On an accelerator,
-    torch may allocate no more. On the CPU, the limit holds for buffers of units and gradients and for states of offload
-    device `none`, not for activations. `unit_size: auto` is at most a 16th of it, or 64MiB if that is more.
-    `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations.
+    """Limit on the bytes of device memory for this engine and the model's activations; by default all of it. On an
+    accelerator, torch may allocate no more. On the CPU, the limit covers buffers of units and gradients and states of
+    offload device `none`, but no activations. `unit_size: auto` is at most a 16th of the limit, or 64MiB if that is
+    more. `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations.
 
-    On an accelerator, states that `offload_*` places elsewhere stay on it while they and the buffers take at most half
-    of these bytes: all states of one unit after the other, from the first unit on, and frozen units last. Without
-    Infinity's kernels for the device, whose update gives the host's bits, none do."""
+    On an accelerator, states that `offload_*` places elsewhere stay on the device while they and the buffers take at
+    most half of the limit. Units get room in the order of the model, each with all its states; frozen units come last.
+    Without Infinity's kernels for the device, no such state stays, since torch's update gives other bits."""
 
     device_optimizer: Fraction | None = None
-    """Share of the optimizer's states, with their gradients, that stays on an accelerator although `offload_optimizer`
-    places them elsewhere, by elements and whole units; 0: none, and no parameters. By default, as many as `device`
+    """Share of the optimizer states, by elements, that stays on an accelerator although `offload_optimizer` places them
+    elsewhere: those of the first units, with their gradients. 0: no state stays there. By default, as many as `device`
     allows; without `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the
-    host's. On a device without Infinity's kernels, the update's last bits are those of torch's operations there."""
+    host's. Without Infinity's kernels for the device, an update there rounds as torch's operations do."""
 
     host: Literal["auto"] | Size | None = None
-    """Bytes of a node's host memory for states and buffers. States that `offload_*` places on nvme stay in memory as
-    far as there is room: first parameters, then optimizer states and gradients that wait. A plan that needs more is
-    refused. On the CPU, buffers of units and gradients count, activations do not. `auto`: the free memory less an
-    eighth and 1 GiB; half of it on the CPU, which needs the rest for activations. By default, states stay where
-    `offload_*` places them."""
+    """Limit on the bytes of a node's host memory for states and buffers; a plan that needs more is refused. States that
+    `offload_*` places on nvme stay in host memory as far as there is room: first parameters, then optimizer states,
+    then gradients that wait; with several micro-batches, gradients before optimizer states. On the CPU, buffers of
+    units and gradients count, activations do not. `auto`: on the CPU half of the free memory, since activations need
+    the rest; beside an accelerator, the free memory less an eighth and 1 GiB. By default, states stay where `offload_*`
+    places them."""
 
     host_params: CountOrZero | None = None
-    """Parameters of each rank that stay in host memory although `offload_param` places them on nvme, in elements. With
-    `host`, at most as many as that has room for."""
+    """Number of parameters of each rank that stay in host memory although `offload_param` places them on nvme. With
+    `host`, no more than there is room for."""
 
     nvme: Literal["auto"] | Size | None = None
-    """Bytes of a node's `nvme_path` for states; a plan that needs more is refused. `auto`: the free space less 5 %. By
-    default, all of it."""
+    """Limit on the bytes of states in a node's `nvme_path`; a plan that needs more is refused. `auto`: the free space
+    less 5 %. By default, all of it."""
 
     @field_validator("host", "nvme", mode="before")
     @classmethod
@@ -80,17 +81,17 @@ class Infinity(Section):
 
     unit_size: Literal["auto"] | Size = "auto"
     """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.
-    Layers below a 64th of it join the unit of their parent. `auto`: 64MiB on the CPU; on a device with memory of its
-    own, or with `memory.device`, the largest repeated block, if it is larger, up to a 16th of that memory."""
+    Layers below a 64th of it join the unit of their parent. `auto`: 64MiB, or more on a device with memory of its own
+    or with `memory.device`: the size of the largest repeated block, up to a 16th of that memory."""
 
     prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
-    """Bytes of parameters fetched ahead of their use. `auto`: the next four units, or as many as a repeated block has
-    if that is more; fewer if their buffers exceed half of the device memory that states and gradients leave. 0: no
-    prefetching."""
+    """Bytes of parameters fetched ahead of their use; 0: no prefetching. `auto`: the next four units, or as many as a
+    repeated block has if that is more; fewer if their buffers exceed half of the device memory that states and
+    gradients leave."""
 
     read_ahead_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters on nvme that are read into host memory before a buffer on the GPU is free for them. `auto`:
-    twice the largest unit's shard; 0: none. No effect on a CPU, which computes in these buffers."""
+    twice the largest unit's shard; 0: none. No effect if the CPU computes: nvme is read into the buffers of units."""
 
     cache_bytes: Literal["auto"] | SizeOrZero = "auto"
     """Bytes of parameters cached on the device that computes, in addition to those prefetched. Cached units are not
@@ -108,8 +109,8 @@ class Infinity(Section):
     accumulation_buffers: Switch = False
     """Allocate buffers for the sum of several micro-batches' gradients although `gradient_accumulation_steps` is 1, so
     that `engine.no_sync()` and `engine.set_gradient_accumulation_boundary(False)` work. Needed only if gradients are
-    stored in less than `data_types.grad_accum_dtype`; an error says so. In stages 0 and 1 gradients are then reduced
-    once per step."""
+    stored in less than `data_types.grad_accum_dtype`; an error then names this key. In stages 0 and 1, gradients are
+    reduced once per step with it."""
 
     master: Literal["remainder", "fp32"] = "remainder"
     """Format of the fp32 master of a bfloat16 parameter. `remainder`: only the low 16 bits, which the parameter lacks;
@@ -121,12 +122,12 @@ class Infinity(Section):
     one scale per 256 elements) are rounded stochastically; docs/optimizer.md gives the effect on the loss."""
 
     seed: CountOrZero = Field(default=0, lt=1 << 64)
-    """Seed of the stochastic rounding of `moments`. The rounding depends only on this, the number of the step and the
-    position of a parameter in the model."""
+    """Seed of the stochastic rounding of `moments`. The rounding depends only on the seed, the number of the step and
+    the position of a parameter in the model."""
 
     adam_threads: CountOrZero = Field(default=0, le=1024)
-    """Threads of the update on the CPU; 0: one per processor that the process may use. Ranks of one machine share its
-    processors. Beside a GPU, three processors of a rank are left to the threads that feed the GPU."""
+    """Threads of the update on the CPU; 0: one per processor that the process may use, shared between the ranks of a
+    machine. Beside a GPU, three processors of a rank are left to the threads that feed the GPU."""
 
     norm_of: Literal["model", "optimizer"] = "model"
     """Gradients in the norm of `gradient_clipping`, if some trainable parameters are in no group of the optimizer.
@@ -138,11 +139,11 @@ class Infinity(Section):
     loss scale the step is skipped instead."""
 
     strict: Switch = False
-    """Refuse keys of DeepSpeed that have no effect here. By default a line of the log lists them."""
+    """Refuse keys of DeepSpeed that have no effect here. false: a line of the log lists them."""
 
     debug: Switch = False
-    """Expose lifetime errors: released buffers are filled with NaN and reused in the order of their release, and pools
-    hold no more buffers than needed."""
+    """Expose errors in the lifetime of buffers: released buffers are filled with NaN and reused in the order of their
+    release, and pools hold no more buffers than needed."""
 
     @field_validator("prefetch_bytes", "read_ahead_bytes", "cache_bytes", mode="before")
     @classmethod

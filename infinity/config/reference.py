@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,18 +50,18 @@ ranks. Set two of them, or one of the first two; the rest is derived. Sizes that
 _DEEPSPEED_HEAD = """\
 ## DeepSpeed's keys
 
-A configuration may hold any key of DeepSpeed 0.19.8, and older ones. The tables above have the keys that are honoured.
-The other keys have one of three verdicts: *mapped* to a key of this page, *no effect* on results here, or *refused*
-with an error, since ignoring the key would change the result or the memory. A row for a section covers all its keys.
+A configuration may have any key of DeepSpeed 0.19.8, and older ones. The tables above have the supported keys. Each
+other key has one of three verdicts: *mapped* to a key of this page, *no effect* on results here, or *refused* with an
+error, since ignoring the key would change the result or the memory. A row for a section covers all its keys.
 
-Null, values that switch a feature off and the values in parentheses are always accepted. One line of the log lists what
-was mapped or had no effect; `"infinity": {"strict": true}` makes a key without effect an error.
+Null, values that switch a feature off and the values in parentheses are always accepted. A line of the log lists the
+keys that were mapped or had no effect; `"infinity": {"strict": true}` makes a key without effect an error.
 
 ### Values of `"auto"`
 
 `Config.load(source, fill=Fill(lr=…, train_micro_batch_size_per_gpu=…))` replaces `"auto"` by values of the script, as
-Accelerate and transformers' Trainer do. Without a value the key has its default, and the log says so. Batch sizes and
-`scheduler.params.total_num_steps` have no default: an error asks for a number.
+Accelerate and transformers' Trainer do. Without a value the key has its default, and a line of the log names the key.
+Batch sizes and `scheduler.params.total_num_steps` have no default: an error names the key.
 
 ### Two dialects
 
@@ -161,8 +162,15 @@ def _name(annotation: Any) -> str:
 def _with_bounds(name: str, metadata: list[Any]) -> str:
     constraints = [c for item in metadata for c in getattr(item, "metadata", [item])]
     signs = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-    bounds = [f"{sign} {getattr(c, a):g}" for a, sign in signs for c in constraints if hasattr(c, a)]
+    bound = format_size if IN_BYTES in metadata else _bound
+    bounds = [f"{sign} {bound(getattr(c, a))}" for a, sign in signs for c in constraints if hasattr(c, a)]
     return " ".join(["size" if IN_BYTES in metadata else name, ", ".join(bounds)]).rstrip()
+
+
+def _bound(value: float) -> str:
+    """Return a bound: 2^64 for a large power of two, and 6 digits otherwise."""
+    is_power = value > 1 << 20 and math.log2(value).is_integer()
+    return f"2^{math.log2(value):g}" if is_power else f"{value:g}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -175,4 +183,6 @@ def _default(field: FieldInfo) -> str:
         return f"`{format_size(value)}`"
     if isinstance(value, bool):
         return str(value).lower()
+    if value == "":
+        return '`""`'
     return f"`{list(value) if isinstance(value, tuple) else value}`"

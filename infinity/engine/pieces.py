@@ -21,7 +21,7 @@ anchor = torch.zeros((), requires_grad=True)
 
 
 class NotInPieces(Exception):
-    """The graph cannot be run in pieces. Its text says why."""
+    """The graph cannot be run in pieces. Its text is the reason."""
 
 
 class _Cut:

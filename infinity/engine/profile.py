@@ -16,7 +16,6 @@ from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Recording
 from infinity.observe.timeline import chrome_trace
 
-
 _under_way: set[Path] = set()
 """Files that profiles of this process will write."""
 

@@ -172,9 +172,9 @@ class TrainingEngine(CheckpointingEngine):
         the output and the micro-batch.
 
         From the second step on, the micro-batches pass a list of blocks together, so that each block's parameters are
-        fetched once a step and not once a micro-batch. The graphs of all micro-batches are then in memory, or in the
-        tier of infinity.activations. A model that does not fit, and a step that does not, run in the ordinary order;
-        the log says why.
+        fetched twice a step, for forward and for backward, instead of twice a micro-batch. The graphs of all
+        micro-batches are then in memory, or in the tier of infinity.activations. A model or a step that does not suit
+        runs in the ordinary order, and the log has the reason.
 
         Raises UsageError, before anything is run, if the iterator ends early or within a step. After any exception the
         gradients of the step are dropped.

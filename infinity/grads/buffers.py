@@ -86,7 +86,7 @@ class Sent:
         del self.flat
 
     def drop(self) -> None:
-        """Wait for the reduction, whose error nobody needs, and release the buffer."""
+        """Wait for the reduction, ignore its error, and release the buffer."""
         with contextlib.suppress(Exception):
             self.reduced.wait()
         self.release()

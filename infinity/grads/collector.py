@@ -113,7 +113,7 @@ class GradCollector:
         self._unpredictable: set[int] = set()
         """Units that ever received a gradient after their last use."""
         self._predictable: set[int] = set()
-        """Units that were passed in an earlier backward and are not late."""
+        """Units that were passed in an earlier backward and are not in `_unpredictable`."""
         self._held: HeldGradients | None = None
         """Gradients of a micro-batch whose backward runs in pieces."""
         self._step = step
@@ -215,8 +215,9 @@ class GradCollector:
                     self._send(self._units[index], complete=True)
 
     def _stores_wider(self, unit: Unit) -> bool:
-        """Return whether sums of the unit's gradients are exact to more bits in their tier than where they are
-        collected. Several ranks sum in the dtype of their reduction, since a send is a collective.
+        """Return whether the unit's gradients are stored in a wider dtype than they are collected in.
+
+        False on several ranks, which sum in the dtype of their reduction, since a send is a collective.
         """
         dtypes = self._places.dtypes_of(unit)
         return self._ranks.is_single and dtypes.collected.itemsize < dtypes.stored.itemsize

@@ -90,7 +90,7 @@ class Landing:
     # -- cases -------------------------------------------------------------------------------------------------------
 
     def _arrive(self, sent: Sent, *, add: bool, stays: bool) -> tuple[Gradient, bool]:
-        """Return the gradient, and whether it is in its extent. stays: its extent is where it belongs."""
+        """Return the gradient, and whether it is in its extent. stays: it has to be stored in its extent."""
         try:
             sent.flat = self._ranks.shard(sent.flat)
             self._await_extent(sent.unit)
@@ -296,4 +296,4 @@ def _arrived(pieces: Iterable[Piece], copies: Iterable[Transfer]) -> Iterator[Pi
 
 
 def _unknown() -> float:
-    raise AssertionError("the squares of a sum that goes on are not summed")
+    raise AssertionError("the squares of an incomplete sum are not summed")

@@ -109,7 +109,7 @@ class GradStore:
             self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
 
     def _is_small(self, sent: Sent) -> bool:
-        """True if the move is faster than waking the thread and can only wait for the tier.
+        """Return whether moving the gradient here is faster than waking the thread, and waits for the tier at most.
 
         The result is the same for all gradients of a unit, which keeps them in order.
         """
@@ -135,7 +135,7 @@ class GradStore:
         if stored.done():
             _finish(stored, gradient)
             return None
-        # Another thread waits, so that this one brings the next gradient meanwhile.
+        # Another thread waits, so that this one moves the next gradient meanwhile.
         written = self._writer.submit(_finish, stored, gradient)
         self._landing.note_writing(sent.unit, written)
         return written

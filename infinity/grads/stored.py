@@ -42,7 +42,7 @@ class StoredPieces:
                 self._windows.popleft().release()
         finally:
             for window in self._windows:
-                with contextlib.suppress(Exception):  # nobody needs these bytes
+                with contextlib.suppress(Exception):  # these bytes are not used
                     window.arrived.wait()
                 window.release()
 

@@ -1,4 +1,4 @@
-"""Records the work of an engine's lanes while someone asks for it. While nobody does, a call costs one comparison.
+"""Records the work of an engine's lanes during a recording. Otherwise a call costs one comparison.
 
 The threads that do the work call it: tiers, copies of devices, collectives, updates, gradients, saved activations, and
 the model's. Nothing waits, and no tensor is kept alive.

@@ -20,7 +20,7 @@ Stamp: TypeAlias = "float | Callable[[], float | None]"
 
 
 class Timed(Protocol):
-    """Work that knows when it was submitted, and when it ended; None: not yet."""
+    """Work with the times of its submission and its end; None: not ended yet."""
 
     @property
     def times(self) -> tuple[float, float | None]: ...

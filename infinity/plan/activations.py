@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """Where tensors that autograd saves outside of units go. Their bytes are not known before a forward."""
+    """Tier of the tensors that autograd saves outside of units. Their bytes are unknown before a forward."""
 
     tier: str
     """ "host" or "nvme"."""
     min_bytes: int
     memory_bytes: int | None
-    """Bytes that stay in the memory of the device; None: by the largest tensor."""
+    """Limit on the bytes that stay on the device; None: derived from the largest tensor."""
     io: IoPlan | None
-    """Files of tier nvme, whose size is not planned."""
+    """Files of tier nvme, which grow as needed; None: tier host."""
 
     def pools(self) -> Iterator[PoolSpec]:
         """Yield the buffers between the device and nvme."""
@@ -33,7 +33,7 @@ class ActivationPlan:
 
 
 def plan_activations(config: Config, device: DeviceInfo) -> ActivationPlan | None:
-    """Return the plan of `infinity.activations`; None if they stay where they are computed."""
+    """Return the plan of `infinity.activations`; None if saved tensors stay where they are computed."""
     asked = config.infinity.activations
     tier = {"none": "device", "cpu": "host", "nvme": "nvme"}[asked.device]
     if tier == "device" or (tier == "host" and device.host_addressable):

@@ -1,4 +1,4 @@
-"""Placement by budget: the states that memory faster than the config's tiers has room for. Pure.
+"""Placement by budget: chooses the states that stay in faster memory than the config's tiers. Pure.
 
 A training step uses units in a cycle, and a fixed subset in fast memory is optimal for a cyclic scan: its bytes are
 saved in every step, while a cache of the least recently used units saves none. `on_device` chooses the states on the
@@ -16,7 +16,8 @@ from infinity.plan.placement import Placement, Policy, State, aligned
 from infinity.plan.policy import DeviceInfo
 
 _SHARE = 2
-"""Divisor of the device's memory. States and buffers fill this part; no plan knows the activations in the rest."""
+"""Divisor of the device's memory. States and buffers fill this part; the rest is for activations, which a plan does not
+count."""
 
 _KINDS = (State.PARAM, State.OPTIM, State.GRAD)
 """Kinds of states in the order in which those of equal traffic get room."""
@@ -31,11 +32,11 @@ class Budget:
     """Bytes of one rank's share of its node: `infinity.memory`. None: no budget."""
 
     host: int | None = None
-    """States fill it; it includes all buffers, and the device's memory if the host computes."""
+    """Bytes that states and buffers fill, those of the device included if the host computes."""
     params: int | None = None
     """Parameters, in elements, that stay in host memory. None: as `host` allows."""
     nvme: int | None = None
-    """Limit on states."""
+    """Limit on the bytes of states."""
     device_optimizer: float | None = None
     """Share of the optimizer states, by elements, that stays on the device. None: all states of as many units as
     `DeviceInfo.limit` allows; without a limit, none."""

@@ -88,8 +88,8 @@ class Policy:
     tile_size: int | None = None
     """Elements of a tile; None: by the tiers of the unit (`tile_of`)."""
     grads_pass: bool = False
-    """True if the update consumes gradients as they arrive. Their tier stores those of steps whose order is new, as of
-    the first, and of steps that depart from the last; it holds memory or space for them only meanwhile."""
+    """True if the update consumes gradients as they arrive. Their tier stores gradients only in steps that use units in
+    a new order, such as the first, and has memory or space for them only during these steps."""
     resident: bool = False
     """True if every unit stays in a device buffer."""
     grads_whole: bool = False

@@ -87,7 +87,7 @@ class Plan:
     def nbytes(self) -> dict[str, int]:
         """Return tier → bytes that the engine allocates for its whole life: extents and pools.
 
-        Room for saved activations, which no plan knows, is added while the model runs.
+        Room for saved activations is not counted: it is added while the model runs.
         """
         held = {"device": 0, "host": 0, "nvme": 0, **self.placement.nbytes}
         if self.io is not None:
@@ -270,7 +270,7 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
 
 
 def _smaller_budget(plan: Plan, tier: str) -> str:
-    """Return which key lowers the bytes that a budget holds in `tier`; empty if it holds none."""
+    """Return the fix that lowers the bytes that a budget holds in `tier`; empty if it holds none."""
     extents = plan.placement.extents.items()
     if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
         return ""
@@ -284,7 +284,7 @@ def _smaller_budget(plan: Plan, tier: str) -> str:
 
 
 def _fix(plan: Plan, tier: str) -> str:
-    """Return which keys lower the bytes in `tier`: those of its extents, or of its pools if they are more."""
+    """Return the fix that lowers the bytes in `tier`: of its extents, or of its pools if they are larger."""
     if tier == "nvme":
         return "take fewer bytes a parameter (bf16, infinity.moments), or use more ranks"
     tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)

@@ -47,7 +47,7 @@ _UPDATED = 1
 _AHEAD = 4
 """Number of units to prefetch by default: more if a block has more, fewer if the device has no room."""
 _SHARE = 2
-"""Divisor of the device's free memory: the rest is for activations, which no plan knows."""
+"""Divisor of the device's free memory: the rest is for activations, which a plan does not count."""
 _NARROW = 16
 """Largest ratio of a buffer to a unit in it: a tiny unit does not take one of the few buffers of large ones."""
 _SMALL = 256 << 10
@@ -203,7 +203,7 @@ def gradient_pools(
 
 
 def _of_neighbours(sizes: Sequence[int], at_once: int) -> dict[int, int]:
-    """Return the classes with which any `at_once` consecutive units have a gradient in transit at once.
+    """Return size classes with which any `at_once` consecutive units can have gradients in transit together.
 
     Backward reaches units in order, so an embedding and a head, the largest and the farthest apart, share a buffer. In
     another order gradients wait for one another.

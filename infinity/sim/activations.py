@@ -23,7 +23,7 @@ from infinity.tiers.transfer import Transfer
 
 _LANE = "activations"
 _Count = Callable[[torch.Tensor], None]
-"""Counts memory into which a storage comes back."""
+"""Counts memory into which a saved storage is read back."""
 
 
 class SimulatedRoom(Room, Protocol):

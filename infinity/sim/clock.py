@@ -1,7 +1,7 @@
 """Virtual time: threads of which one runs at a time, the one whose clock is least.
 
-At each call of a lock, queue, future or transfer, the running thread lets those run that are behind it. So threads meet
-in the order of their clocks, a poll sees everything that has ended by then, and every run is the same.
+At each call of a lock, queue, future or transfer, the running thread lets the threads behind it run. So threads meet in
+the order of their clocks, a poll finds everything that has ended by then, and runs are deterministic.
 
 Time passes by work of threads, and by resources that complete requests at times of their own (`Source`). Each record of
 work names the record that determined its start, so that waits can be followed back to their cause.
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class HostThread:
-    """A thread and its clock. It runs while it has the baton."""
+    """A thread and its clock. The thread runs while it holds `baton`."""
 
     def __init__(self, name: str, index: int, time: float) -> None:
         self.name, self.index, self.time = name, index, time
@@ -195,7 +195,7 @@ class Clock:
     def _yield(self, me: HostThread) -> None:
         time = me.time
         if time < self._horizon:
-            return None  # mostly, and the rest would find nothing
+            return None  # the common case: nothing else is due
         for source in self.sources:
             if source.due <= time:
                 return self._pass_on(me)

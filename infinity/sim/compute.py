@@ -278,9 +278,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 class AsOnHost(TorchFunctionMode):
-    """Lets tensors on the meta device answer that they are in the host's memory, so that the model and its losses
-    choose as they do there.
-    """
+    """Makes `is_cpu` true for all tensors, so that the model and its losses take the same branches as on the host."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -293,9 +291,9 @@ _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Let attention on the meta device be that of a fused kernel, as on real devices.
+    """Run attention on the meta device as a fused kernel, as real devices do.
 
-    torch would take the plain one, which keeps the matrix of scores.
+    torch would run the plain operations, which keep the matrix of scores.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _fused, "AutogradMeta")

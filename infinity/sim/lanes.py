@@ -37,7 +37,7 @@ class Stream:
         """The work that determined `_free`."""
 
     def follow(self, transfer: Transfer) -> None:
-        """Start work that is issued from now on after `transfer`. Waits for the part of host threads."""
+        """Order work that is issued from now on after `transfer`. Waits until host threads have issued the transfer."""
         transfer = issued(transfer)
         if not isinstance(transfer, Ended):
             transfer.wait()

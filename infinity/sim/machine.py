@@ -49,7 +49,7 @@ class Machine:
 
     @classmethod
     def here(cls, folder: Path | None = None) -> Machine:
-        """Return this machine. folder: on its drive; None: it has no nvme."""
+        """Return this machine. folder: a folder on its drive; None: without nvme."""
         info = default_device().info
         nvme = 0 if folder is None else shutil.disk_usage(_existing(folder)).free
         gpus = 0 if info.type == "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -78,7 +78,7 @@ class Machine:
         return DeviceInfo("cuda", host_addressable=False, nbytes=self.device_memory, processors=each, limit=limit)
 
     def resolved(self, config: Config) -> Config:
-        """Return `config` with bytes in place of `infinity.memory: auto`: those of a node with nothing in use."""
+        """Return `config` with bytes in place of `"auto"` in `infinity.memory`: those of a node with nothing in use."""
         memory, given = config.infinity.memory, {}
         if memory.host == "auto":
             given["host"] = host_share(self.host_memory, computes_on_host=not self.gpus)

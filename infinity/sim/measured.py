@@ -1,7 +1,8 @@
 """The time of a model's operations and of the engine's kernels, measured on this machine.
 
-Each is executed on tensors of its shapes. Operands are out of the caches, as weights and saved activations are when a
-step uses them, and results are new memory. The values are made up: small numbers, and indices that every operand has.
+Each is executed on tensors of its shapes. Operands are evicted from the caches, as weights and saved activations are
+when a step uses them, and results are new memory. The values are made up: small numbers, and indices below the size of
+every operand.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from infinity.tiers.available import available_memory, cache_bytes
 from infinity.units.modes import outside_modes
 
 PART_OF_MEMORY = 4
-"""Operands and results of an operation take at most this part of the memory that is free: a quarter."""
+"""Divisor of the free memory. An operation whose operands and results take a larger part is not executed."""
 LONGEST = 1.0
 """Seconds. An operation that is expected to take longer is not executed."""
 ALL = 30.0
-"""Seconds of all calls after which no other operation is executed, so that the plan of a large model is made soon."""
+"""Seconds of all calls after which no further operation is executed, which bounds the time of a plan."""
 _REPETITIONS = 5
 _BUDGET = 0.2
 """Seconds after which an operation is not repeated."""
 _PATTERN = 1 << 12
-"""Numbers after which the values of an operand repeat."""
+"""Period of the values of an operand, in elements."""
 _TIMES_CACHES = 2
 _ERRORS = (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError)
 """Errors of operations that reject the made-up values, or the host."""
 
 
 class MeasuredTimes:
-    """Times of calls on the host (`infinity.sim.device.Times`), each measured once, with torch's threads.
+    """Times of calls on the host (`infinity.sim.device.Times`). Each call is measured once, with torch's threads.
 
     One instance can serve several simulations.
     """

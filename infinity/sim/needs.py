@@ -25,7 +25,8 @@ class Needs:
     peak: Mapping[str, int]
     """Tier → the most bytes at once; host: with the processes themselves."""
     passing: Mapping[str, int]
-    """Tier → bytes of these for gradients that only the first steps, and those that depart from the trace, store."""
+    """Tier → bytes of gradients, counted in `tiers` and `peak`, that are stored only in the first steps and in steps
+    that depart from the trace."""
     available: Mapping[str, int]
 
     @property
@@ -38,7 +39,7 @@ class Needs:
 
 
 def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], baseline_rss: int) -> Needs:
-    """Return what all ranks of a node take together.
+    """Return the bytes that all ranks of a node take together.
 
     activations: tier → peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of
     a process before it makes an engine.

@@ -36,13 +36,13 @@ Formats = Literal["engine", "paper"]
 """Formats of states to count: the engine's, or those of the ZeRO-Infinity paper, 20 bytes a parameter."""
 
 _EXPOSED = 0.05
-"""Share of a step from which a lane is worth advice."""
+"""Exposed share of a step from which advice names a lane."""
 _MOVES_PARAMS = ("nvme_read", "host_to_device", "gather")
 """Lanes that carry parameters to where the model computes."""
 _MOST_SIMULATED = 32
-"""Blocks from which more are extrapolated in any case."""
+"""Number of blocks above which activations are extrapolated in any case."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
-"""Stands in for bandwidths that nobody measured; bytes do not depend on them."""
+"""Placeholder for bandwidths that were not measured; bytes do not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Prediction:
     advice: list[str]
     formats: Formats = "engine"
     simulation: Simulation | None = None
-    """None: bandwidths are unknown, so that there are no seconds."""
+    """None: bandwidths are unknown, so there are no seconds."""
     is_measured: bool = False
     """True: the model's operations were timed on this machine."""
     wear: Wear | None = None
@@ -130,7 +130,7 @@ def predict(
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         if not found:
             found += faster(config, simulation, needs)
-            if not train_batch:
+            if links is not None and not train_batch:
                 found += whole_step(make, config, machine, links, simulation, times)
         if wear is not None:
             found += longer(wear, config, simulation, needs, machine.ranks_per_node)
@@ -177,11 +177,11 @@ def _simulated(
 
 
 class Activations:
-    """Peak bytes of a model's results in a step, units excluded, by tier, on one rank, by the number of its blocks.
+    """Peak bytes of a model's results in a step, parameters excluded, by tier, on one rank, by the number of blocks.
 
-    When backward begins, every block holds what it saves; at other moments, fewer blocks do. So from some number on,
-    each block more adds the bytes that it saves, on the device or, once saved activations leave it, elsewhere. Models
-    of 1, 2, 4, … blocks are simulated until it does.
+    When backward begins, every block holds its saved tensors; at other times, fewer blocks do. So from some number of
+    blocks on, each further block adds the bytes that it saves: on the device, or in the tier of saved activations.
+    Models of 1, 2, 4, … blocks are simulated up to that number, and larger ones are extrapolated.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Simulation:
     activation_bytes_read: int
     activation_bytes_written: int
     ordinary: str
-    """Why `engine.train_batch` runs micro-batches one after the other; empty if it does not."""
+    """Reason why `engine.train_batch` runs micro-batches one after the other; empty if it does not."""
     plan: Plan
     steps: Sequence[Boundary]
     """The ends of steps, and before them the start of the first one."""
@@ -206,7 +206,7 @@ class _Loop:
 
 @contextmanager
 def _no_automatic_collection() -> Iterator[None]:
-    """Let no garbage be collected in the block by chance: finalizers ask transfers, which lets other threads run."""
+    """Disable automatic garbage collection in the block: finalizers poll transfers, which lets other threads run."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -217,8 +217,8 @@ def _no_automatic_collection() -> Iterator[None]:
 
 
 def _separate_tiles(model: nn.Module) -> None:
-    """Give each tile parameters of its own. On the meta device those of `infinity.nn.tile` share the count of edits of
-    their layer, so that the update of one would be an edit of all."""
+    """Give each tile parameters of its own. On the meta device, tiles of `infinity.nn.tile` share their layer's version
+    counter, so the update of one tile would count as an edit of all."""
     for tile in model.modules():
         if isinstance(tile, LinearTile):
             for name, parameter in tile.named_parameters(recurse=False):
