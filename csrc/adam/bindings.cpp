@@ -35,6 +35,10 @@ void py_bare(const std::vector<std::tuple<std::uintptr_t, std::size_t, bool>>& s
         if ((address == 0 && nbytes > 0) || address % 4 != 0) {
             throw py::value_error("a stream is at a null address, or not at a word's: pass tensor.data_ptr()");
         }
+        constexpr std::size_t kEnd = std::size_t{1} << 63;
+        if (address >= kEnd || nbytes >= kEnd - address) {
+            throw py::value_error("a stream ends beyond the address space: pass the bytes of a tensor");
+        }
         list.push_back({pointer<char>(address), nbytes, writes});
     }
     const py::gil_scoped_release release;

@@ -128,6 +128,24 @@ PYBIND11_MODULE(_aio, m) {
             },
             py::arg("files"), py::arg("chunk"))
         .def("keep_checksums", &File::keep_checksums, py::arg("nbytes"), py::arg("block"))
+        .def_property_readonly("checksums",
+                               [](const File& file) {
+                                   const auto values =
+                                       file.checksums() ? file.checksums()->values() : std::vector<uint32_t>{};
+                                   return py::bytes(reinterpret_cast<const char*>(values.data()), 4 * values.size());
+                               })
+        .def(
+            "restore_checksums",
+            [](File& file, const py::bytes& packed) {
+                const std::string_view bytes = packed;
+                std::vector<uint32_t> values(bytes.size() / 4);
+                std::memcpy(values.data(), bytes.data(), 4 * values.size());
+                if (!file.checksums()) throw std::invalid_argument("the file keeps no checksums");
+                file.checksums()->restore(values);
+            },
+            py::arg("packed"))
+        .def_property_readonly("repaired",
+                               [](const File& file) { return file.checksums() ? file.checksums()->repaired() : 0; })
         .def_property_readonly("direct", &File::has_direct)
         .def_property_readonly("alignment", &File::alignment);
 
@@ -139,6 +157,14 @@ PYBIND11_MODULE(_aio, m) {
                                    const auto failure = request.failure();
                                    return failure && failure->checksum;
                                })
+        .def("take_repaired",
+             [](Request& request) {
+                 py::list blocks;
+                 for (const Repaired& block : request.take_repaired()) {
+                     blocks.append(py::make_tuple(block.offset, block.bytes, fs_decode(block.path), block.count));
+                 }
+                 return blocks;
+             })
         .def_property_readonly("times",
                                [](const Request& request) {
                                    const auto seconds = [](std::chrono::steady_clock::time_point time) {
@@ -202,11 +228,13 @@ PYBIND11_MODULE(_aio, m) {
 
     const auto sum = [](auto function) {
         return [function](uint64_t address, int64_t nbytes) {
+            check_memory(address, nbytes);
             return function(reinterpret_cast<const void*>(address), static_cast<size_t>(nbytes));
         };
     };
     m.def("checksum", sum(&checksum), py::arg("address"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
     m.def("_portable_checksum", sum(&portable_checksum), py::arg("address"), py::arg("nbytes"));
+    m.def("_instruction_checksum", sum(&instruction_checksum), py::arg("address"), py::arg("nbytes"));
     m.def("checksum_kind", &checksum_kind);
 
     m.def(

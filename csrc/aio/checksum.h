@@ -9,12 +9,13 @@
 
 namespace infinity::aio {
 
-// Four interleaved CRC-32C (Castagnoli) over the words of memory, combined by a fifth. Four hide the latency of the
-// processor's CRC instruction, so that it runs at the speed of memory. The value is the same on every machine.
+// CRC-32C (Castagnoli) of memory, as fast as memory is read: by carry-less multiplication of 64-byte registers, or by
+// the processor's CRC instruction. The value is the same on every machine.
 uint32_t checksum(const void* memory, size_t bytes);
-// The same value without that instruction. For tests.
+// The same value by a table, and by the CRC instruction if there is one. For tests.
 uint32_t portable_checksum(const void* memory, size_t bytes);
-// Returns the implementation on this machine, such as "crc32c instruction (SSE4.2)".
+uint32_t instruction_checksum(const void* memory, size_t bytes);
+// Returns the implementation on this machine, such as "crc32c by VPCLMULQDQ".
 const char* checksum_kind();
 
 // Checksums of a file, 4 bytes of memory per block. A range of the file starts at the start of a block, and ends at the
@@ -31,9 +32,17 @@ class Checksums {
     // Returns the first block in [from, to), or ending at `end`, whose bytes differ from the recorded ones. Blocks that
     // were never written are skipped.
     std::optional<uint64_t> find_wrong(uint64_t from, uint64_t to, uint64_t end, const char* memory) const;
+    // Returns the checksums of all blocks, for `restore` in another process. No request may be under way.
+    std::vector<uint32_t> values() const;
+    // Sets the checksums of all blocks. Throws std::invalid_argument if their number differs.
+    void restore(const std::vector<uint32_t>& values);
+    // Counts a block that was wrong when it was read, and right in a second read; returns how many there are so far.
+    uint64_t count_repaired() { return repaired_.fetch_add(1, std::memory_order_relaxed) + 1; }
+    uint64_t repaired() const { return repaired_.load(std::memory_order_relaxed); }
 
   private:
     uint64_t block_;
+    std::atomic<uint64_t> repaired_{0};
     std::vector<std::atomic<uint32_t>> sums_;  // 0: never written
 };
 

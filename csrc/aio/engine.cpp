@@ -24,6 +24,20 @@ void check_range(const char* what, int64_t value, int64_t low, int64_t high) {
                                 std::to_string(low) + " and " + std::to_string(high));
 }
 
+}  // namespace
+
+void check_memory(uint64_t address, int64_t nbytes) {
+    check_range("nbytes", nbytes, 0, std::numeric_limits<int64_t>::max());
+    if (nbytes > 0 && address == 0) throw std::invalid_argument("address is 0 (a null pointer); pass that of a buffer");
+    constexpr auto kEnd = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    if (address > kEnd || static_cast<uint64_t>(nbytes) > kEnd - address) {
+        throw std::invalid_argument("nbytes is " + std::to_string(nbytes) +
+                                    ", with which the buffer ends beyond the address space; pass a buffer's size");
+    }
+}
+
+namespace {
+
 Options checked(const Options& options) {
     check_range("block_size", options.block_size, kBlock, kLargestBlock);
     if (options.block_size % kBlock != 0) {
@@ -84,7 +98,7 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
     if (!file) throw std::invalid_argument("file is None; open one first");
     check_range("offset", offset, 0, std::numeric_limits<int64_t>::max());
     check_range("nbytes", nbytes, 0, std::numeric_limits<int64_t>::max() - offset);
-    if (nbytes > 0 && address == 0) throw std::invalid_argument("address is 0 (a null pointer); pass that of a buffer");
+    check_memory(address, nbytes);
     if (getpid() != owner_) {
         throw std::logic_error("this I/O engine belongs to the process that created it, not to its forked children");
     }
@@ -115,6 +129,7 @@ std::shared_ptr<Request> Engine::start(Direction direction, std::shared_ptr<cons
 // Registers on all threads or on none: after a return of false the caller unmaps the memory without unregistering it.
 bool Engine::register_buffer(uint64_t address, int64_t nbytes) {
     check_range("nbytes", nbytes, 1, std::numeric_limits<int64_t>::max());
+    check_memory(address, nbytes);
     if (getpid() != owner_) return false;
     const std::lock_guard lock(mutex_);
     if (closed_) return false;

@@ -15,6 +15,9 @@ namespace infinity::aio {
 inline constexpr int64_t kLargestBlock = 1 << 30;  // bytes
 inline constexpr int64_t kMostThreads = 1024;
 
+// Throws std::invalid_argument unless [address, address + nbytes) can be memory of this process.
+void check_memory(uint64_t address, int64_t nbytes);
+
 struct Options {
     int64_t block_size = 1 << 20;  // bytes of one piece
     int64_t queue_depth = 32;      // pieces in flight per thread

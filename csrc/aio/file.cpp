@@ -8,6 +8,12 @@
 #include <utility>
 
 namespace infinity::aio {
+namespace {
+
+constexpr int64_t kLargestChunk = int64_t{1} << 30;  // so that products with blocks and numbers of files fit
+constexpr int64_t kLargestFile = int64_t{1} << 48;   // with checksums; theirs are in memory
+
+}  // namespace
 
 File::File(int direct_fd, int buffered_fd, std::string path, int64_t alignment)
     : members_{Member{direct_fd < 0 ? -1 : direct_fd, buffered_fd, std::move(path)}},
@@ -18,9 +24,9 @@ File::File(int direct_fd, int buffered_fd, std::string path, int64_t alignment)
         throw std::invalid_argument(
             "buffered_fd must be an open descriptor: unaligned edges and short transfers need it");
     }
-    if (alignment < 512 || (alignment & (alignment - 1)) != 0) {
+    if (alignment < 512 || alignment > kLargestChunk || (alignment & (alignment - 1)) != 0) {
         throw std::invalid_argument("alignment is " + std::to_string(alignment) +
-                                    "; it must be a power of two of at least 512");
+                                    "; it must be a power of two of at least 512, and at most 1 GiB");
     }
     // Only advice: a descriptor that rejects it works, too.
     if (has_direct()) (void)posix_fadvise(buffered_fd, 0, 0, POSIX_FADV_RANDOM);
@@ -37,9 +43,9 @@ File::File(const std::vector<std::shared_ptr<File>>& files, int64_t chunk)
         alignment_ = std::max(alignment_, file->alignment_);
         direct_ = direct_ && file->direct_;
     }
-    if (chunk <= 0 || chunk_ % alignment_ != 0) {
+    if (chunk <= 0 || chunk > kLargestChunk || chunk_ % alignment_ != 0) {
         throw std::invalid_argument("chunk is " + std::to_string(chunk) + "; it must be a positive multiple of " +
-                                    std::to_string(alignment_));
+                                    std::to_string(alignment_) + ", and at most 1 GiB");
     }
 }
 
@@ -67,7 +73,8 @@ std::string File::path() const {
 }
 
 void File::keep_checksums(int64_t nbytes, int64_t block) {
-    if (nbytes < 0 || block <= 0) throw std::invalid_argument("checksums need a size and a block, in bytes");
+    if (nbytes < 0 || nbytes > kLargestFile || block <= 0)
+        throw std::invalid_argument("checksums need a size and a block, in bytes");
     if (members_.size() > 1 && chunk_ % static_cast<uint64_t>(block) != 0) {
         throw std::invalid_argument("a checksum's block (" + std::to_string(block) + ") must divide the chunk (" +
                                     std::to_string(chunk_) + ")");

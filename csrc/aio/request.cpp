@@ -7,6 +7,8 @@
 #include <system_error>
 #include <utility>
 
+#include "second_read.h"
+
 namespace infinity::aio {
 
 Request::Request(Direction direction, std::shared_ptr<const File> file, uint64_t offset, uint64_t address,
@@ -55,12 +57,23 @@ void Request::end(uint64_t bytes) {
 }
 
 void Request::verify(uint64_t from, uint64_t to) {
-    const Checksums* sums = file->checksums();
+    Checksums* sums = file->checksums();
     if (!sums || direction != Direction::kRead || failed()) return;
     const uint64_t end = offset + nbytes;
-    if (const auto wrong = sums->find_wrong(from, to, end, memory(from))) {
-        fail(EBADMSG, *wrong, std::min(sums->block(), end - *wrong),
-             "their checksum shows that these bytes are not those that were written there", /*checksum=*/true);
+    while (const auto wrong = sums->find_wrong(from, to, end, memory(from))) {
+        const uint64_t bytes = std::min(sums->block(), end - *wrong);
+        const SecondRead second = read_again(*file, *wrong, bytes, memory(*wrong));
+        if (!second.right) {
+            fail(EBADMSG, *wrong, bytes,
+                 "their checksum shows that these bytes are not those that were written there; " + second.diagnosis,
+                 /*checksum=*/true);
+            return;
+        }
+        const uint64_t count = sums->count_repaired();
+        const File::Place place = file->locate(*wrong);
+        const std::lock_guard lock(mutex_);
+        repaired_.push_back(Repaired{place.offset, bytes, file->members()[place.member].path, count});
+        from = *wrong + bytes;
     }
 }
 
@@ -75,6 +88,11 @@ bool Request::wait_for(std::chrono::duration<double> timeout) {
     if (done()) return true;
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, timeout, [this] { return done(); });
+}
+
+std::vector<Repaired> Request::take_repaired() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(repaired_, {});
 }
 
 std::optional<Failure> Request::failure() const {

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "file.h"
 #include "queue.h"
@@ -22,6 +23,14 @@ struct Failure {
     std::string what;  // the failed operation, its offset and its request
     std::string path;  // of the file
     bool checksum;     // the bytes read do not match their checksum
+};
+
+// A block whose bytes were wrong at first and right in a second read.
+struct Repaired {
+    uint64_t offset;  // in the file of `path`
+    uint64_t bytes;
+    std::string path;
+    uint64_t count;  // of such blocks of the request's file so far
 };
 
 // Done means that the kernel no longer accesses the buffer: a failed request is done only once all its pieces in flight
@@ -42,7 +51,8 @@ class Request {
     // Records the first failure; ignores later ones.
     void fail(int error, uint64_t at, uint64_t size, const std::string& hint, bool checksum = false);
     void end(uint64_t bytes);
-    // Compares the bytes [from, to), which were read, with their checksums, and calls fail() if they differ.
+    // Compares the bytes [from, to), which were read, with their checksums. A block that differs is read once more; if
+    // it is wrong again, calls fail().
     void verify(uint64_t from, uint64_t to);
 
     // Returns the address of byte `at` of the file in memory.
@@ -57,6 +67,8 @@ class Request {
     bool wait_for(std::chrono::duration<double> timeout);
     // Returns the failure of a request that is done, if it failed.
     std::optional<Failure> failure() const;
+    // Returns the blocks that a second read repaired since the last call.
+    std::vector<Repaired> take_repaired();
     const std::chrono::steady_clock::time_point began;  // when it was submitted
     // The process that has the I/O threads; in a forked child a wait would never end.
     const pid_t owner;
@@ -71,9 +83,10 @@ class Request {
     std::atomic<bool> failed_{false};
     std::atomic<bool> done_{false};
     std::chrono::steady_clock::time_point ended_;  // written once, before done_
-    mutable std::mutex mutex_;                     // guards failure_, and prevents lost wake-ups for done_
+    mutable std::mutex mutex_;  // guards failure_ and repaired_, and prevents lost wake-ups for done_
     std::condition_variable changed_;
     std::optional<Failure> failure_;
+    std::vector<Repaired> repaired_;
 };
 
 }  // namespace infinity::aio

@@ -29,6 +29,11 @@ class Request:
     def mismatch(self) -> bool:
         """True if the request failed because the bytes read do not match the checksums of its file."""
 
+    def take_repaired(self) -> list[tuple[int, int, str, int]]:
+        """Return offset, bytes and path of each block whose bytes did not match their checksum at first and did in a
+        second read, and the number of such blocks of its file so far; empty in the next call. The buffer holds the
+        right bytes."""
+
     def done(self) -> bool:
         """Return True once the request has succeeded or failed. The kernel no longer accesses its buffer then."""
 
@@ -61,12 +66,27 @@ class File:
         `ValueError`."""
 
     def keep_checksums(self, nbytes: int, block: int) -> None:
-        """Record a checksum in every write, and verify it in every read; a mismatch is `EBADMSG`. Call it before any
-        request.
+        """Record a checksum in every write, and verify it in every read. Call it before any request.
+
+        A block that does not match is read once more from the drive. If the bytes are right then, they are used
+        (`Request.take_repaired`). Otherwise the request fails with `EBADMSG`, and its text says whether the second read
+        returned the same bytes.
 
         nbytes: the range from the start of the file that is covered. block: bytes per checksum (of 4 bytes of memory),
         a multiple of 4096 that divides the engine's `block_size`. Requests must start at a multiple of `block`, and end
         at one or at the end of the data in their last block."""
+
+    @property
+    def repaired(self) -> int:
+        """Blocks so far that were wrong when they were read, and right in a second read."""
+
+    @property
+    def checksums(self) -> bytes:
+        """Checksums of all blocks, 4 bytes each in this machine's byte order, for `restore_checksums` in another
+        process; empty if none are kept. No request may be under way."""
+
+    def restore_checksums(self, packed: bytes) -> None:
+        """Set the checksums of all blocks after `keep_checksums`. Raises `ValueError` if their number differs."""
 
     @property
     def path(self) -> str:
@@ -148,13 +168,16 @@ def backends() -> list[str]:
     """Return the names of this build's backends: Linux AIO through libaio, Linux AIO without it, then io_uring."""
 
 def checksum(address: int, nbytes: int) -> int:
-    """Return the checksum of memory that `File.keep_checksums` uses: 32 bits, combined from four CRC-32C."""
+    """Return the checksum of memory that `File.keep_checksums` uses: its CRC-32C."""
 
 def checksum_kind() -> str:
-    """Return the implementation of `checksum` on this machine, such as `crc32c instruction (SSE4.2)`."""
+    """Return the implementation of `checksum` on this machine, such as `crc32c by VPCLMULQDQ`."""
 
 def _portable_checksum(address: int, nbytes: int) -> int:
-    """Return `checksum`, computed without the processor's CRC instruction. For tests."""
+    """Return `checksum`, computed by a table. For tests."""
+
+def _instruction_checksum(address: int, nbytes: int) -> int:
+    """Return `checksum`, computed by the processor's CRC instruction, or by a table without one. For tests."""
 
 def _inject(faults: list[dict[str, object]]) -> None:
     """Inject `faults` (csrc/aio/faulty_queue.h lists them) into engines created later; `[]` ends it. For tests."""

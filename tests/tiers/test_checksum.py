@@ -1,10 +1,13 @@
-"""Checksums: they change no result, and a byte that a drive changes is an error with its location."""
+"""Checksums: they change no result. A byte that a drive stores wrongly is an error with its location, and one that
+changes on the way is read again."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -187,6 +190,7 @@ def test_a_flipped_bit(
         error = mismatch(engine, expected, 2)
         assert f"checksum mismatch in the {said} of unit {unit.name}, in {tmp_path}" in str(error)
         assert "bytes at offset" in str(error) and "resume from the last checkpoint" in str(error)
+        assert "a second read returned the same bytes" in str(error)
         assert error.errno == errno.EBADMSG and "states of rank 0" in str(error.filename)
         assert isinstance(error, StorageError) and isinstance(error, OSError)
         with pytest.raises(UsageError, match=r"the engine stopped \(checksum mismatch.*load the last checkpoint"):
@@ -274,10 +278,54 @@ def faults() -> Iterator[Any]:
     _aio._inject([])
 
 
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The engine's log."""
+    monkeypatch.setattr(logging.getLogger("infinity"), "propagate", True)
+    caplog.set_level(logging.WARNING, "infinity")
+    return caplog
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("after", [0, 40, 150])
-def test_a_transfer_that_changes_a_byte(faults: Any, tmp_path: Path, expected: list[float], after: int) -> None:
-    """Any read that changes a byte is reported."""
-    faults([{"where": "event", "flip": True, "only": "read", "after": after}])
+def test_a_transfer_that_changes_a_byte_is_repaired(
+    faults: Any, tmp_path: Path, expected: list[float], warnings: pytest.LogCaptureFixture, after: int, late: bool
+) -> None:
+    """Training goes on with the right bytes; the log names unit, file and offset, and counts."""
+    faults([{"where": "event", "flip": True, "only": "read", "after": after, "times": 3}])
+    with open_engine(seeded(Stack), configured(tmp_path), LateDevice(0.01) if late else None) as engine:
+        assert train(engine, BATCHES) == expected
+        engine.settle()
+        assert engine.ledger.snapshot().blocks_repaired == 3
+    said = [record.getMessage() for record in warnings.records if "read again" in record.getMessage()]
+    assert len(said) == 3
+    for text in said:
+        assert re.search(
+            rf"mismatch in the [\w ]+ of unit .*, in {tmp_path}.*: \d+ bytes at offset \d+ were wrong", text
+        )
+    assert {int(re.search(r"(\d+) such blocks so far", text)[1]) for text in said} <= {1, 2, 3}  # type: ignore[index]
+    assert any("3 such blocks" in text for text in said)
+
+
+def test_a_transfer_that_changes_bytes_of_a_bad_block(faults: Any, tmp_path: Path, expected: list[float]) -> None:
+    """Two reads that return different wrong bytes are an error that says so."""
+    faults([{"where": "nowhere"}])
     with open_engine(seeded(Stack), configured(tmp_path)) as engine:
-        error = mismatch(engine, expected, 0)
-        assert " of unit " in str(error)
+        assert train(engine, BATCHES[:2]) == expected[:2]
+        engine.settle()
+        flip(engine, engine.parts.plan.placement.of(engine.units[2].index, State.OPTIM), 100)
+        faults([{"where": "event", "flip": True, "only": "read", "times": -1}])
+        error = mismatch(engine, expected, 2)
+        assert " of unit " in str(error) and "a second read returned other bytes, wrong too" in str(error)
+
+
+def test_activations_are_repaired(faults: Any, tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    activations = {"device": "nvme", "min_bytes": 256, "memory_bytes": 4096}
+    results = []
+    for injected in ([], [{"where": "event", "flip": True, "only": "read", "times": -1}]):
+        faults(injected)
+        config = configured(tmp_path, activations=activations)
+        with open_engine(seeded(Stack), config, LateDevice(0.01)) as engine:
+            results.append(train(engine, BATCHES[:2]))
+    assert results[0] == results[1]
+    assert "checksum mismatch in the saved activations, in" in warnings.text

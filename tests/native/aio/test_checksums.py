@@ -18,17 +18,35 @@ SUM = 2 * BLOCK
 NBYTES = 16 * BLOCK
 
 
-def checksums(values: bytes) -> tuple[int, int]:
+def checksums(values: bytes) -> tuple[int, int, int]:
+    """Return the checksum by the fastest implementation, by the CRC instruction, and by the table."""
     memory = ctypes.create_string_buffer(values, len(values))
     address = ctypes.addressof(memory)
-    return _aio.checksum(address, len(values)), _aio._portable_checksum(address, len(values))
+    by_instruction = _aio._instruction_checksum(address, len(values))
+    return _aio.checksum(address, len(values)), by_instruction, _aio._portable_checksum(address, len(values))
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.integers(0, 700), st.integers(0, 2**32))
-def test_every_processor_gives_the_same(nbytes: int, seed: int) -> None:
-    by_instruction, by_table = checksums(random.Random(seed).randbytes(nbytes))
-    assert by_instruction == by_table
+@given(st.integers(0, 700) | st.integers(0, 40_000), st.integers(0, 2**32))
+def test_every_implementation_gives_the_same(nbytes: int, seed: int) -> None:
+    fastest, by_instruction, by_table = checksums(random.Random(seed).randbytes(nbytes))
+    assert fastest == by_instruction == by_table
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_it_is_crc32c(values: bytes, expected: int) -> None:
+    """Values of RFC 3720, B.4, and of the catalogue of parametrised CRC algorithms."""
+    assert checksums(values) == (expected,) * 3
 
 
 def test_every_bit_counts() -> None:
@@ -42,7 +60,7 @@ def test_every_bit_counts() -> None:
 
 
 def test_neighbours_do_not_cancel_out() -> None:
-    """A plain CRC of CRCs would miss two flipped bits in neighbouring lanes, one row apart."""
+    """Two flipped bits in neighbouring words are found, which sums of several lanes may miss."""
     values = random.Random(0).randbytes(256)
     seen = {checksums(values)[0]}
     for row in range(6):
@@ -113,18 +131,96 @@ def test_a_lost_write_is_found(store: Any, memory: Any, scramble: Any, engine: A
         io.read(disk.file, SUM, buffer.address, SUM).wait(10)
 
 
-def test_bytes_changed_on_the_way(store: Any, memory: Any, scramble: Any, engine: Any, faults: Any) -> None:
-    disk, buffer, io = store(NBYTES), memory(NBYTES), engine(SUM)
+def corrupt(disk: Any, at: int) -> None:
+    """Change one bit of a file, as a drive might."""
+    with disk.path.open("r+b") as file:
+        (byte,) = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte ^ 4]), at)
+        os.fsync(file.fileno())
+
+
+FLIPPED = {"where": "event", "flip": True, "only": "read"}
+"""A read changes the first byte of a piece."""
+
+
+def test_bytes_changed_on_the_way_are_read_again(
+    store: Any, memory: Any, scramble: Any, engine: Any, faults: Any, mode: str
+) -> None:
+    disk, buffer, io = store(NBYTES, mode), memory(NBYTES), engine(SUM)
+    disk.file.keep_checksums(NBYTES, SUM)
+    buffer[:] = values = scramble(NBYTES)
+    io.write(disk.file, 0, buffer.address, NBYTES).wait(10)
+    for count in (1, 2):
+        faults({**FLIPPED, "after": 2})
+        buffer[:] = bytes(NBYTES)
+        request = io.read(disk.file, 0, buffer.address, NBYTES)
+        assert request.wait(10) == NBYTES
+        assert buffer[:] == values
+        # Requests complete in any order: the third to complete need not be the third block.
+        [(offset, nbytes, path, number)] = request.take_repaired()
+        assert offset % SUM == 0 and (nbytes, path, number) == (SUM, str(disk.path), count)
+        assert request.take_repaired() == [] and not request.mismatch
+    assert disk.file.repaired == 2
+
+
+@pytest.mark.parametrize("size", [NBYTES, NBYTES - 1, NBYTES - BLOCK - 1, 1])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shift", [0, 8])
+def test_every_block_of_a_request_can_be_repaired(
+    store: Any, memory: Any, scramble: Any, engine: Any, faults: Any, mode: str, size: int, threads: int, shift: int
+) -> None:
+    """Pieces of two blocks, whole requests that take the page cache, and a last block in two pieces are repaired."""
+    disk, buffer, io = store(NBYTES, mode), memory(NBYTES + BLOCK), engine(2 * SUM, 4, threads)
+    disk.file.keep_checksums(NBYTES, SUM)
+    buffer[shift : shift + size] = values = scramble(size)
+    io.write(disk.file, 0, buffer.address + shift, size).wait(10)
+    faults({**FLIPPED, "times": -1})
+    request = io.read(disk.file, 0, buffer.address + shift, size)
+    request.wait(10)
+    assert buffer[shift : shift + size] == values
+    repaired = request.take_repaired()
+    assert {offset for offset, *_ in repaired} >= set(range(0, size, 2 * SUM))
+    assert all(offset % SUM == 0 and nbytes == min(SUM, size - offset) for offset, nbytes, *_ in repaired)
+
+
+def test_a_repair_takes_short_transfers(store: Any, memory: Any, scramble: Any, engine: Any, faults: Any) -> None:
+    disk, buffer, io = store(NBYTES, "seam"), memory(NBYTES), engine(2 * SUM, 4, 2)
+    disk.file.keep_checksums(NBYTES, SUM)
+    buffer[:] = values = scramble(NBYTES)
+    io.write(disk.file, 0, buffer.address, NBYTES).wait(10)
+    faults({"where": "block", "bytes": 3000, "times": 5}, {**FLIPPED, "times": 3})
+    request = io.read(disk.file, 0, buffer.address, NBYTES)
+    request.wait(10)
+    assert buffer[:] == values and request.take_repaired()
+
+
+def test_a_bad_block_is_told_from_a_bad_cable(
+    store: Any, memory: Any, scramble: Any, engine: Any, faults: Any, mode: str
+) -> None:
+    """The error says whether the second read returned the same wrong bytes, other ones, or none."""
+    disk, buffer, io = store(NBYTES, mode), memory(NBYTES), engine(SUM)
     disk.file.keep_checksums(NBYTES, SUM)
     buffer[:] = scramble(NBYTES)
     io.write(disk.file, 0, buffer.address, NBYTES).wait(10)
-    faults({"where": "event", "flip": True, "only": "read", "after": 2})
-    # Requests complete in any order: the third to complete need not be the third block.
-    with pytest.raises(
-        OSError, match=rf"read of {SUM} bytes at offset \d+, part of a read of {NBYTES} bytes"
-    ) as caught:
-        io.read(disk.file, 0, buffer.address, NBYTES).wait(10)
-    assert caught.value.errno == errno.EBADMSG
+    corrupt(disk, SUM + 100)
+    request = io.read(disk.file, 0, buffer.address, NBYTES)
+    with pytest.raises(OSError, match=rf"{SUM} bytes at offset {SUM}.*; a second read returned the same bytes: a b"):
+        request.wait(10)
+    assert request.mismatch and request.take_repaired() == []
+    faults({**FLIPPED, "times": -1})
+    request = io.read(disk.file, SUM, buffer.address, SUM)
+    with pytest.raises(OSError, match=rf"read of {SUM} bytes at offset {SUM}.*; a second read returned other bytes, w"):
+        request.wait(10)
+    assert request.mismatch
+    faults({"where": "event", "hold": True})
+    request = io.read(disk.file, SUM, buffer.address, SUM)
+    with pytest.raises(TimeoutError):
+        request.wait(0.2)
+    disk.truncate(BLOCK)
+    _aio._release_held()
+    with pytest.raises(OSError, match="a second read found that the file ends before them"):
+        request.wait(10)
+    assert request.mismatch and disk.file.repaired == 0
 
 
 def test_what_was_never_written_is_not_known(store: Any, memory: Any, scramble: Any, engine: Any) -> None:
@@ -146,9 +242,27 @@ def test_striped(store: Any, memory: Any, scramble: Any, engine: Any) -> None:
     content = bytearray(disks[1].content())
     content[SUM] ^= 1
     disks[1].fill(bytes(content))
-    with pytest.raises(OSError, match=f"at offset {SUM}, part of") as caught:
+    with pytest.raises(OSError, match=f"at offset {SUM}, part of .*a second read returned the same bytes") as caught:
         io.read(whole, 0, buffer.address, 2 * NBYTES).wait(10)
     assert caught.value.filename == str(disks[1].path)
+
+
+def test_a_striped_file_is_repaired_where_its_block_lies(
+    store: Any, memory: Any, scramble: Any, engine: Any, faults: Any
+) -> None:
+    disks = [store(NBYTES), store(NBYTES), store(NBYTES)]
+    whole = _aio.File.striped([disk.file for disk in disks], 2 * SUM)
+    whole.keep_checksums(3 * NBYTES, SUM)
+    buffer, io = memory(3 * NBYTES), engine(SUM, threads=3)
+    buffer[:] = values = scramble(3 * NBYTES)
+    io.write(whole, 0, buffer.address, 3 * NBYTES).wait(10)
+    faults({**FLIPPED, "times": -1})
+    request = io.read(whole, 0, buffer.address, 3 * NBYTES)
+    request.wait(10)
+    assert buffer[:] == values
+    places = {(path, offset) for offset, _, path, _ in request.take_repaired()}
+    assert places == {(str(disk.path), offset) for disk in disks for offset in range(0, NBYTES, SUM)}
+    assert whole.repaired == 3 * NBYTES // SUM
 
 
 def test_requests_start_with_a_block(store: Any, memory: Any, engine: Any) -> None:
