@@ -124,6 +124,16 @@ def failures(failure: str, group: dist.ProcessGroup) -> str:
     return text and f"{text}. Fix the error and restart all ranks."
 
 
+def failed_collective(error: Exception, cause: str) -> str:
+    """Return the text for a collective that raised `error`. cause: which rank left and why, if that is known."""
+    if cause:
+        return f"{cause}. Fix the error and restart all ranks."
+    return (
+        f"a collective failed ({error}). Another rank probably ended, closed its engine, or did not answer within the "
+        "process group's timeout: see the last messages of the other ranks."
+    )
+
+
 def _first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
     theirs = [list(lines)]
     dist.broadcast_object_list(theirs, group_src=0, group=group)

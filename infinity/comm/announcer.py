@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from infinity.comm.agreement import by_value, failures
+from infinity.comm.agreement import by_value, failed_collective, failures
 from infinity.comm.announcements import WORDS, Announcement, Operation, pack_flags, unpack_flags
 from infinity.comm.groups import store_of
 from infinity.comm.history import Agreed, History
@@ -77,7 +77,8 @@ class Announcer:
     """Agreement of the `size` ranks of `group`, a gloo group that nothing else uses. rank: this rank's number.
 
     Collectives run on one thread. pending: those that a device executes after they return; None if they end before they
-    return, as on gloo, where they also fail when a rank that they wait for leaves.
+    return, as on gloo, where they also fail when a rank that they wait for leaves. cause: returns which rank left and
+    why, if that is known, after a collective has failed.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class Announcer:
         rank: int,
         size: int,
         pending: Pending | None = None,
+        cause: Callable[[], str] = lambda: "",
     ) -> None:
         self._group = group
         self._rank, self._size = rank, size
         self._pairs = PairwiseCollectives(group, rank, size)
         self._pending = pending
+        self._cause = cause
         self.error = ""
         """The error that prevents all further collectives; empty if there is none."""
         self.failure = ""
@@ -186,10 +189,7 @@ class Announcer:
         except RuntimeError as error:
             if error.__traceback__ is not None:  # its frames refer to the group, whose connections are to close
                 traceback.clear_frames(error.__traceback__)
-            self.error = self.error or (
-                f"a collective failed ({error}). Another rank probably ended, closed its engine, or did not answer "
-                "within the process group's timeout: see the last messages of the other ranks."
-            )
+            self.error = self.error or failed_collective(error, self._cause())
             raise RanksError(self.error) from error
 
     def _agreed(self, wait: _Wait, predicted: Agreed | None) -> Agreed:

@@ -8,7 +8,7 @@ all ranks issue the same collectives in the same order, regardless of when reads
 from __future__ import annotations
 
 import ctypes
-import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -22,10 +22,13 @@ from infinity import concurrency
 from infinity.comm.agreement import disagreement
 from infinity.comm.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
 from infinity.comm.announcer import Announcer
+from infinity.comm.connections import disconnect
 from infinity.comm.groups import Group, OnDevice, backend_of, data_parallel, destroy_group, duplicate_group
+from infinity.comm.heartbeat import RANK_TIMEOUT, Heartbeat
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import RanksError
+from infinity.inputs import number_of
 from infinity.plan.layout import UnitLayout
 from infinity.plan.policy import RankInfo
 from infinity.plan.pools import largest_sum
@@ -56,10 +59,13 @@ class Communicator:
     """Data-parallel ranks of one engine. Without an initialised process group there is one, and nothing is exchanged.
 
     sharded: units have one shard per rank; otherwise one shard, replicated on all ranks. group: the ranks, by default
-    all; see `infinity.comm.groups.data_parallel`.
+    all; see `infinity.comm.groups.data_parallel`. rank_timeout: seconds without a sign of life after which a rank is
+    lost; 0: never.
     """
 
-    def __init__(self, device: Device, *, sharded: bool = True, group: Group | None = None) -> None:
+    def __init__(
+        self, device: Device, *, sharded: bool = True, group: Group | None = None, rank_timeout: float = RANK_TIMEOUT
+    ) -> None:
         self._device = device
         self._sharded = sharded
         self.traffic = Traffic()
@@ -83,8 +89,9 @@ class Communicator:
             self._words = duplicate_group(self.replicas, "gloo")
             # A rank whose construction fails leaves at once, while others are still connecting to it.
             dist.barrier(self._words)
+            self._heartbeat = Heartbeat(self._words, self.rank, self.size, rank_timeout, disconnect)
             pending = None if self.backend == "gloo" else OnDevice(self._group, device)
-            self._announcer = Announcer(self._words, self.rank, self.size, pending)
+            self._announcer = Announcer(self._words, self.rank, self.size, pending, self._heartbeat.cause)
             self._thread = concurrency.one_thread("infinity-comm", device.enter_thread)
 
     @property
@@ -101,6 +108,11 @@ class Communicator:
     def error(self) -> str:
         """The error that prevents all further collectives; empty if there is none."""
         return "" if self.is_single else self._announcer.error
+
+    @property
+    def cause(self) -> Callable[[], str]:
+        """Function that returns which ranks left and why, after a collective has failed. Refers to no group."""
+        return str if self.is_single else self._heartbeat.cause
 
     @property
     def exchanges(self) -> int:
@@ -121,7 +133,7 @@ class Communicator:
     def local_size(self) -> int:
         """Number of ranks on this node, tensor-parallel ones included; without torchrun's LOCAL_WORLD_SIZE, all."""
         every = self.size * self.model.size
-        return max(1, min(every, int(os.environ.get("LOCAL_WORLD_SIZE", every))))
+        return max(1, min(every, number_of("LOCAL_WORLD_SIZE", every, least=1)))
 
     @property
     def shards(self) -> int:
@@ -406,7 +418,9 @@ class Communicator:
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""
         if not self.is_single:
+            self._heartbeat.leave(sys.exc_info()[1])
             self._thread.shutdown()
+            self._heartbeat.close()
             self._leave()
             self._announcer.close()
             destroy_group(self._words)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from infinity.comm import connections
 from infinity.errors import UsageError
 from infinity.tiers.device import Device
 
@@ -62,12 +63,17 @@ def duplicate_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup
     everybody = dist.get_world_size(group) == dist.get_world_size()
     if not everybody:
         _count_alike(group)
+    return new_group(None if everybody else dist.get_process_group_ranks(group), timeout_of(group), backend)
+
+
+def new_group(ranks: list[int] | None, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
+    """Create a group of `ranks` of the whole job, None for all. All of them call it."""
+    opening = connections.Opening()
     made: dist.ProcessGroup = dist.new_group(
-        None if everybody else dist.get_process_group_ranks(group),
-        timeout=timeout_of(group),
-        backend=backend,
-        use_local_synchronization=not everybody,
+        ranks, timeout=timeout, backend=backend, use_local_synchronization=ranks is not None
     )
+    if backend == "gloo":
+        opening.belongs_to(made)
     return made
 
 
@@ -93,6 +99,7 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     if not dist.is_initialized():
         return
     name = _names().get(group)
+    connections.forget(group)
     dist.destroy_process_group(group)
     if name is not None:
         _occupy(name)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.comm.dtensor import is_distributed, local, spec_of
-from infinity.comm.groups import timeout_of
+from infinity.comm.groups import new_group, timeout_of
 from infinity.errors import ModelError
 
 if TYPE_CHECKING:
@@ -70,13 +70,7 @@ class TensorParallelMesh:
         """Create a gloo group of these ranks, apart from the model's own; None without a mesh. All of them call it."""
         if self._mesh is None:
             return None
-        made: dist.ProcessGroup = dist.new_group(
-            self._mesh.mesh.flatten().tolist(),
-            timeout=timeout_of(self._mesh.get_group(0)),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        return made
+        return new_group(self._mesh.mesh.flatten().tolist(), timeout_of(self._mesh.get_group(0)), "gloo")
 
     def copies(self, parameter: torch.Tensor) -> int:
         """Return the number of these ranks that hold the same values of `parameter`."""

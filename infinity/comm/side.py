@@ -6,17 +6,39 @@ process groups of its own, on gloo, since it exchanges host memory only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from infinity.comm.agreement import failed_collective
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import destroy_group, duplicate_group
+from infinity.errors import InfinityError, RanksError
 
 Place = tuple[slice, ...]
 """Slices of a part in the whole tensor."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _exchange(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make `method` raise RanksError, which says why, if a rank leaves without its part."""
+
+    @wraps(method)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except InfinityError:
+            raise
+        except RuntimeError as error:
+            channel = args[0]
+            assert isinstance(channel, SideChannel)
+            raise RanksError(failed_collective(error, channel._cause())) from error
+
+    return guarded
 
 
 class SideChannel:
@@ -30,6 +52,8 @@ class SideChannel:
         self.rank, self.shards, self.shard_rank = ranks.rank, ranks.shards, ranks.shard_rank
         self.shard = ranks.shard
         self.writes = ranks.is_main_rank
+        self.is_single = ranks.replicas is None
+        self._cause = ranks.cause
         self._replicas: dist.ProcessGroup | None = None
         self._model: dist.ProcessGroup | None = None
         self._number, self._root = ranks.model.number, 0
@@ -40,6 +64,7 @@ class SideChannel:
             self.sum(0.0)  # connects all ranks
             self._root = self.of_model(ranks.model.first).index(True)
 
+    @_exchange
     def complete(self, flat: torch.Tensor) -> None:
         """Gather the shards of `flat` (numel,), in host memory, on the first replica. The others send their shard."""
         if self._replicas is None or self.shards == 1:
@@ -56,6 +81,7 @@ class SideChannel:
             assert transfer is not None
             transfer.wait()
 
+    @_exchange
     def join(self, part: torch.Tensor, places: Sequence[Place], shape: tuple[int, ...]) -> torch.Tensor:
         """Gather a tensor of `shape` from its parts on the rank that writes. All ranks of the first replica call it.
 
@@ -80,6 +106,7 @@ class SideChannel:
             dist.recv(received.view(-1).view(torch.uint8), group=self._model, group_src=number)
         return received
 
+    @_exchange
     def sum(self, value: float) -> float:
         """Return the sum of one number over all ranks."""
         for group in (self._replicas, self._model):
@@ -89,12 +116,14 @@ class SideChannel:
                 value = float(parts.sum())
         return value
 
+    @_exchange
     def agree(self, values: torch.Tensor) -> None:
         """Broadcast `values`, in host memory, from the first rank."""
         for group, root in ((self._model, self._root), (self._replicas, 0)):
             if group is not None:
                 dist.broadcast(values, group=group, group_src=root)
 
+    @_exchange
     def gather(self, mine: Any) -> list[Any]:
         """All-gather a small object over all ranks; data-parallel ranks vary fastest."""
         found = [mine]
@@ -103,6 +132,7 @@ class SideChannel:
             dist.all_gather_object(found, mine, group=self._replicas)
         return [each for column in self.of_model(found) for each in column]
 
+    @_exchange
     def of_model(self, mine: Any) -> list[Any]:
         """All-gather a small object over the ranks of this replica."""
         if self._model is None:

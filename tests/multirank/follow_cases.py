@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from infinity.comm.announcements import Announcement, Operation
 from infinity.comm.announcer import Announcer
 from infinity.comm.communicator import Communicator
+from infinity.comm.connections import disconnect
 from infinity.comm.groups import destroy_group, duplicate_group
+from infinity.comm.heartbeat import Heartbeat
 from infinity.errors import RanksError
 from infinity.plan.discovered import Member
 from infinity.plan.layout import UnitLayout, layout_unit
@@ -255,9 +258,10 @@ class Executor:
 
 
 def on_device(rank: int, *, how: str) -> dict[str, Any]:
-    """Rank 1 departs from collectives of a device, or ends. Returns the error and the seconds until it was raised."""
+    """Rank 1 departs from collectives of a device, ends or stops. Returns the error and its seconds."""
     words, device = duplicate_group(dist.group.WORLD, "gloo"), Executor()
-    announcer = Announcer(words, rank, dist.get_world_size(), device)
+    heartbeat = Heartbeat(words, rank, dist.get_world_size(), 1.0, disconnect)
+    announcer = Announcer(words, rank, dist.get_world_size(), device, heartbeat.cause)
     announcer.unit_names = UNITS
     for _ in range(4):
         for unit in (0, 1):
@@ -266,10 +270,13 @@ def on_device(rank: int, *, how: str) -> dict[str, Any]:
     try:
         if rank == 1 and how == "ends":
             os._exit(1)
+        if rank == 1 and how == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
         for unit in (2, 1) if rank == 1 else (0, 1):
             announcer.run(Announcement(Operation.ALL_GATHER, unit), set(), 0, device.issue)
     except RanksError as error:
         seconds = time.perf_counter() - began
+        heartbeat.close()
         announcer.close()
         destroy_group(device.group)  # wakes the other rank's barrier
         del device.group

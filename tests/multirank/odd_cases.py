@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Config
-from infinity.errors import InfinityError, RanksError, UsageError
+from infinity.errors import InfinityError, RanksError
 from infinity.native import _aio
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
@@ -128,49 +126,6 @@ def odd(
         losses = train(engine, token_batches(2, batch=SAMPLES, seed=rank))
     assert all(torch.isfinite(torch.tensor(losses)))
     return raised
-
-
-def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> dict[str, Any]:
-    """Rank 1 ends in its third step, in forward, in backward or before `step()`: its process is killed or exits, or it
-    raises an error of the user's own and closes its engine.
-
-    Returns what the other one raised, and what it says when it is used after that.
-    """
-    places = ("nvme", "nvme") if stage == 3 else ("none", "nvme")
-    config = engine_config(*places, folder=folder, micro=SAMPLES, stage=stage)
-    model = seeded(Stack)
-    ending = False
-
-    def end(*_: Any) -> None:
-        if not ending or rank != 1:
-            return
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exits":
-            os._exit(1)
-        raise ValueError("the user's own")
-
-    model.blocks[3].register_forward_hook(lambda *_: end() if where == "forward" else None)
-    model.blocks[3].register_full_backward_hook(lambda *_: end() if where == "backward" else None)
-    said = {"raised": "", "stopped": ""}
-    engine = infinity.initialize(model=model, config=config, device=CpuDevice())[0]
-    try:
-        for number, batch in enumerate(token_batches(6, batch=SAMPLES, seed=rank)):
-            ending = number == 2
-            loss = engine(*batch)
-            engine.backward(loss)
-            if where == "step":
-                end()
-            engine.step()
-    except (RanksError, ValueError) as error:
-        said["raised"] = f"{type(error).__name__}: {error}"
-        if rank == 0:
-            try:
-                engine(*batch)
-            except (UsageError, RanksError) as again:
-                said["stopped"] = str(again)
-    engine.close()
-    return said
 
 
 def is_single(rank: int, *, folder: str, stage: int, what: str) -> str:

@@ -40,8 +40,8 @@ class Group:
         """The results of `case(rank, **options)` by rank.
 
         RankFailed if one raised or took longer than `timeout` seconds; the group starts anew after that, since its
-        ranks may wait for each other. dies: a rank whose process ends in the case, for which the result is None; the
-        group starts anew after that too.
+        ranks may wait for each other. dies: a rank whose process ends or stops in the case, for which the result is
+        None; the group starts anew after that too.
         """
         if not self._processes:
             self._start()
@@ -50,12 +50,15 @@ class Group:
         answers = []
         failed = ""
         for rank, pipe in enumerate(self._pipes):
+            if rank == dies:
+                answers.append(None)
+                continue
             try:
                 done, answer = (
                     pipe.recv() if pipe.poll(timeout if not failed else 2) else (False, "no answer: it hangs")
                 )
             except EOFError:
-                done, answer = (True, None) if rank == dies else (False, "the process ended")
+                done, answer = False, "the process ended"
             failed += "" if done else f"\nrank {rank}: {answer}"
             # Its own memory: what arrives is shared, and takes a file descriptor for each tensor as long as it lives.
             answers.append(tree_map_only(torch.Tensor, torch.clone, answer))

@@ -27,6 +27,7 @@ from infinity.plan.plan import Plan
 from infinity.sim.simulate import Simulation
 from infinity.tiers.base import Tier
 from infinity.tiers.device import CpuDevice, Device
+from infinity.tiers.durable import DurableFiles
 from infinity.tiers.io import engine_of
 from infinity.tiers.transfer import Transfer
 from infinity.update.job import Gradient, UpdateJob
@@ -104,8 +105,8 @@ class Recorder(Machine):
         self.order: Order = defaultdict(list)
         self.room: RecordedHost | RecordedDisk | None = None
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
-        tiers = super().open_tiers(plan, device, rank)
+    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+        tiers = super().open_tiers(plan, device, rank, durable)
         for name, tier in tiers.items():
             read, write = ("_read", "_write") if name == "nvme" else ("read", "write")
             lanes = ("nvme_read", "nvme_write") if name == "nvme" else ("host_to_device", "device_to_host")

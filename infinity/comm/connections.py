@@ -1,0 +1,77 @@
+"""Connections of gloo groups: the sockets that a group opened, by which waits in its collectives can be ended.
+
+gloo has no other way: `abort` and `shutdown` of its groups leave a blocked wait blocked (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+_Sockets = set[tuple[int, int]]
+"""(descriptor, inode) of each."""
+
+_opened: dict[dist.ProcessGroup, _Sockets] = {}
+"""Sockets of the engine's own gloo groups."""
+
+
+class Opening:
+    """Sockets that this process opens from now on."""
+
+    def __init__(self) -> None:
+        self._before = _open_sockets()
+
+    def belongs_to(self, group: dist.ProcessGroup) -> None:
+        """Attribute those opened since then to `group`."""
+        _opened[group] = _open_sockets() - self._before
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Forget the sockets of a group that is destroyed."""
+    _opened.pop(group, None)
+
+
+def addresses_of(group: dist.ProcessGroup) -> list[tuple[int, Any]]:
+    """Return the (family, address) of this rank's ends of the connections of `group`."""
+    return [(each.family, each.getsockname()) for each in _connected(_opened.get(group, set()))]
+
+
+def disconnect(rank: int) -> None:
+    """Close the connections of the engine's own groups that contain `rank` of the whole job.
+
+    Their collectives, which wait for that rank, fail, in progress or later. Callable from any thread.
+    """
+    for group, sockets in list(_opened.items()):
+        with suppress(RuntimeError, ValueError, KeyError):  # destroyed meanwhile
+            if rank not in dist.get_process_group_ranks(group):
+                continue
+            for each in _connected(sockets):
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+
+def _connected(sockets: _Sockets) -> Iterator[socket.socket]:
+    """Yield those that are still open and connected, as duplicates that are closed at the end of each turn."""
+    for descriptor, inode in sorted(sockets):
+        with suppress(OSError):
+            if os.fstat(descriptor).st_ino != inode:
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as each:
+                if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
+                    yield each
+
+
+def _open_sockets() -> _Sockets:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, as the listing's own
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found

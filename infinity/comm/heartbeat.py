@@ -1,0 +1,247 @@
+"""Finds ranks that ended or hang. See docs/design.md [Note: ranks that end or hang].
+
+Every rank has one connection to the first rank of its group, and the first rank one to each other. A thread in native
+code sends a sign of life over them every second, without the GIL. Another one receives: it reports a rank whose
+connection closes or that is silent. The first rank relays each report to all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from multiprocessing.util import Finalize
+
+import torch.distributed as dist
+
+from infinity.comm.meeting import Link, meet
+from infinity.comm.processes import Process, oom_kills
+from infinity.comm.stuck import StuckMain
+from infinity.errors import RanksError
+from infinity.native import _heartbeat
+from infinity.observe.log import logger
+
+RANK_TIMEOUT = 30.0
+"""Seconds of silence after which a rank counts as hanging, by default."""
+_PERIOD = 1.0
+"""Seconds between two signs of life, at most."""
+_PATIENCE = 2.0
+"""Seconds that the report on a rank may arrive later than the error of a collective with it."""
+_LONGEST_TEXT = 2000
+_JOIN = 5.0
+
+
+class Report(Enum):
+    """Ways in which a rank leaves."""
+
+    LOST = "lost"
+    """It ended without a word, or it is silent."""
+    FAILED = "failed"
+    """It closed its engine, or ended, because of an exception."""
+    CLOSED = "closed"
+    """It closed its engine."""
+    FOLLOWED = "followed"
+    """It closed its engine because another rank had left."""
+
+
+class Heartbeat:
+    """Signs of life between the `size` ranks of `group`, a gloo group. Constructed on all ranks at once.
+
+    timeout: seconds of silence after which a rank is lost; 0: a silent rank is never lost. on_lost: called with a rank
+    of the whole job that is lost, by a thread of this object, which holds no reference to its owner.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, size: int, timeout: float, on_lost: Callable[[int], None]
+    ) -> None:
+        processes, links = meet(group, rank, size)
+        self._watch = _Watch(processes, rank, links, timeout, on_lost)
+        self._watch.start()
+        # Unlike weakref.finalize, it also runs at the end of a process that multiprocessing started, and in no fork.
+        self._finalizer = Finalize(self, _leave_unclosed, (self._watch,), exitpriority=0)
+
+    def cause(self) -> str:
+        """Return which ranks left and why, or nothing. For a collective that failed: waits for a report on its way."""
+        self._watch.is_reported.wait(_PATIENCE)
+        return self._watch.cause()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Send the other ranks that this one leaves on purpose, or because of `error`."""
+        self._watch.leave(error)
+
+    def close(self) -> None:
+        """End the threads and the connections. Without `leave`, the other ranks report this one as lost."""
+        if self._finalizer.still_active():
+            self._finalizer.cancel()
+            self._watch.close()
+
+
+class _Watch:
+    """The threads of a heartbeat and what they know. Holds no reference to the heartbeat, which ends them."""
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        rank: int,
+        links: Mapping[int, Link],
+        timeout: float,
+        on_lost: Callable[[int], None],
+    ) -> None:
+        self._processes = processes
+        self._rank = rank
+        self._links = links
+        self._timeout = timeout
+        self._on_lost = on_lost
+        self._period = min(_PERIOD, timeout / 4) if timeout else _PERIOD
+        self._silence = dict.fromkeys(links, 0.0)
+        self._oom_kills = oom_kills()
+        self._main = StuckMain()
+        self._lost = ""
+        """Text of the first report on a lost rank."""
+        self._reports: dict[int, tuple[Report, str]] = {}
+        self.is_reported = threading.Event()
+        """Set once a rank is lost or failed."""
+        self._stopped, self._stop = os.pipe()
+        beats = ([link.fileno() for link in links.values()], self._period, self._stopped)
+        self._threads = [
+            threading.Thread(target=_heartbeat.beat, args=beats, name="infinity-beat", daemon=True),
+            threading.Thread(target=self._receive_all, name="infinity-ranks", daemon=True),
+        ]
+        _watches.add(self)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def cause(self) -> str:
+        """Return which ranks left, and why: those that failed or are lost, else those that closed their engines."""
+        found = dict(self._reports)
+        first = [text for report, text in found.values() if report in (Report.LOST, Report.FAILED)]
+        return "; ".join(first or [text for report, text in found.values() if report is Report.CLOSED])
+
+    def leave(self, error: BaseException | None) -> None:
+        name = self._processes[self._rank].name
+        if isinstance(error, RanksError):
+            self._send(self._rank, Report.FOLLOWED, "")
+        elif error is not None and not (isinstance(error, SystemExit) and not error.code):
+            text = f"{name} failed: {type(error).__name__}: {str(error) or 'without a message'}"
+            self._send(self._rank, Report.FAILED, text[:_LONGEST_TEXT])
+        else:
+            self._send(self._rank, Report.CLOSED, f"{name} closed its engine, or ended")
+
+    def close(self) -> None:
+        os.write(self._stop, b"1")  # a forked child may keep the pipe open, so its end would not be seen
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # garbage collection may end it in any thread
+                thread.join(_JOIN)
+        for link in self._links.values():
+            link.finish()
+            link.close()
+        os.close(self._stop)
+        os.close(self._stopped)
+
+    def abandon(self) -> None:
+        """Close this process's copies of the connections."""
+        for link in self._links.values():
+            link.close()
+
+    # -- the receiving thread ----------------------------------------------------------------------------------------
+
+    def _receive_all(self) -> None:
+        """Receive until `close`.
+
+        Silence is counted in this thread's own turns, of which each counts at most two periods: after this rank was
+        stopped itself, the others' signs of life have yet to be read.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stopped, selectors.EVENT_READ)
+            for rank, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, rank)
+            turn = time.monotonic()
+            while True:
+                for key, _ in selector.select(max(0.0, turn + self._period - time.monotonic())):
+                    if key.data is None:
+                        return
+                    if not self._receive(key.data):
+                        selector.unregister(key.fileobj)
+                now = time.monotonic()
+                if now - turn >= self._period:
+                    self._count_silence(min(now - turn, 2 * self._period))
+                    turn = now
+                    if self._lost:
+                        self._main.check(self._lost)
+
+    def _receive(self, rank: int) -> bool:
+        """Receive from `rank`. Return whether more can arrive."""
+        try:
+            lines = self._links[rank].receive()
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            lines = None
+        except OSError:  # its machine or network: silence follows
+            return False
+        if lines is None:
+            if rank not in self._reports:
+                process = self._processes[rank]
+                self._report(rank, Report.LOST, f"{process.name} is lost: {process.how_it_ended(self._oom_kills)}")
+            self._silence.pop(rank, None)
+            return False
+        if rank in self._silence:
+            self._silence[rank] = 0.0
+        for line in filter(None, lines):
+            about, report, text = json.loads(line)
+            self._report(about, Report(report), text)
+        return True
+
+    def _count_silence(self, seconds: float) -> None:
+        for rank in list(self._silence):
+            self._silence[rank] += seconds
+            if self._timeout and self._silence[rank] >= self._timeout:
+                del self._silence[rank]
+                process = self._processes[rank]
+                text = f"{process.name} has not responded for {self._timeout:g} s (infinity.rank_timeout)"
+                self._report(rank, Report.LOST, f"{text}: {process.why_silent()}")
+
+    def _report(self, rank: int, report: Report, text: str) -> None:
+        """Record how `rank` left, once, and send it to the ranks that have no connection to it."""
+        if rank in self._reports:
+            return
+        self._reports[rank] = report, text
+        if self._rank == 0:
+            self._send(rank, report, text)
+        if report in (Report.LOST, Report.FAILED):
+            self.is_reported.set()
+        if report is Report.LOST:
+            logger.error("%s", text)
+            self._lost = self._lost or text
+            self._on_lost(self._processes[rank].rank)
+
+    def _send(self, about: int, report: Report, text: str) -> None:
+        line = json.dumps([about, report.value, text]).encode() + b"\n"
+        for link in self._links.values():
+            link.send(line)
+
+
+_watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Close the connections in a forked child: one that outlives its parent would hide that the parent ended."""
+    for watch in list(_watches):
+        watch.abandon()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _leave_unclosed(watch: _Watch) -> None:
+    """Leave when the process exits, or when the engine is garbage."""
+    watch.leave(sys.exc_info()[1] or getattr(sys, "last_value", None))
+    watch.close()

@@ -1,0 +1,56 @@
+"""Ends the process if, after a rank is lost, its main thread waits for that rank in a call that nothing else ends.
+
+The engine can end waits in its own groups, not in those of the script. See docs/design.md [Note: ranks that end or
+hang].
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from infinity.observe.log import logger
+
+EXIT_STATUS = 75
+"""Exit status of a process that is ended: EX_TEMPFAIL of sysexits.h."""
+PATIENCE = 10.0
+"""Seconds of one wait, after which it is ended."""
+_LIBRARY = os.path.dirname(dist.__file__) + os.sep
+
+
+class StuckMain:
+    """Watches the main thread."""
+
+    def __init__(self) -> None:
+        self._wait: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def check(self, cause: str) -> None:
+        """End the process if the main thread has been in the same call of torch.distributed since `PATIENCE` seconds of
+        calls of this function. cause: the error to print.
+        """
+        wait, now = _present_wait(), time.monotonic()
+        if wait is None or wait != self._wait:
+            self._wait, self._since = wait, now
+        elif now - self._since >= PATIENCE:
+            logger.error(
+                "%s. The script waits in torch.distributed for that rank, so this process ends with exit status %d. "
+                "Fix the error and restart all ranks.",
+                cause,
+                EXIT_STATUS,
+            )
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(EXIT_STATUS)
+
+
+def _present_wait() -> tuple[int, int] | None:
+    """Return what identifies the main thread's call of torch.distributed; None if it is in no such call."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or not frame.f_code.co_filename.startswith(_LIBRARY):
+        return None
+    return id(frame), frame.f_lasti

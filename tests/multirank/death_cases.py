@@ -1,0 +1,90 @@
+"""A rank that ends, hangs or fails in mid-training. The code runs in the processes of a `support.ranks.Group`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.errors import CheckpointError, RanksError, UsageError
+from infinity.tiers.device import CpuDevice
+from infinity.units.records import Flats
+from infinity.units.states import UnitStates
+from support.configs import engine_config
+from support.models import Stack, seeded, token_batches
+
+SAMPLES = 4
+TIMEOUT = 2
+"""Seconds after which a silent rank is lost. Generous for a busy machine, since signs of life need no GIL."""
+TOO_MUCH = 1 << 50
+"""Bytes that no machine has."""
+
+
+def _raise() -> None:
+    raise ValueError("the user's own")
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(1),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raises": _raise,
+    "MemoryError": lambda: bytearray(TOO_MUCH),
+    "allocation": lambda: torch.empty(TOO_MUCH, dtype=torch.uint8),
+}
+
+
+def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> dict[str, Any]:
+    """The last rank ends in its third step, in one of WAYS: in forward, in backward, before `step()`, or in a save.
+
+    Returns what this rank raised, and what it says when it is used after that.
+    """
+    last = rank == torch.distributed.get_world_size() - 1
+    places = ("nvme", "nvme") if stage == 3 else ("none", "nvme")
+    config = engine_config(*places, folder=folder, micro=SAMPLES, stage=stage, rank_timeout=TIMEOUT)
+    model = seeded(Stack)
+    step = 0
+    read = UnitStates.read_shards
+
+    def end(at: str) -> None:
+        if last and step == 2 and at == where:
+            WAYS[how]()
+
+    def read_shards(*given: Any) -> Flats:
+        end("save")
+        end("background save")
+        return read(*given)
+
+    model.blocks[3].register_forward_hook(lambda *_: end("forward"))
+    model.blocks[3].register_full_backward_hook(lambda *_: end("backward"))
+    said = {"raised": "", "stopped": ""}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitStates, "read_shards", read_shards)
+        engine = infinity.initialize(model=model, config=config, device=CpuDevice())[0]
+        try:
+            for step, batch in enumerate(token_batches(6, batch=SAMPLES, seed=rank)):
+                loss = engine(*batch)
+                engine.backward(loss)
+                end("step")
+                engine.step()
+                if step == 2 and where.endswith("save"):
+                    engine.save_checkpoint(Path(folder, "saved"), "a", background=where == "background save")
+        except (RanksError, CheckpointError) as error:
+            said["raised"] = f"{type(error).__name__}: {error}"
+            try:
+                engine(*batch)
+            except (UsageError, RanksError) as again:
+                said["stopped"] = str(again)
+        except Exception as error:  # noqa: BLE001 - of WAYS
+            said["raised"] = f"{type(error).__name__}: {error}"
+            engine.close()
+        with suppress(CheckpointError):  # of a background save, unless it was raised before
+            engine.close()
+    return said
