@@ -15,7 +15,7 @@ PAGES = {
 } - HIDDEN
 
 
-@pytest.mark.parametrize("page", sorted(PAGES | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}))
+@pytest.mark.parametrize("page", sorted(PAGES | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}))
 def test_a_page_is_in_the_navigation(page: str) -> None:
     assert re.search(rf": {re.escape(page)}$", SITE, re.MULTILINE), f"add {page} to nav in mkdocs.yml"
 
@@ -25,7 +25,7 @@ def test_the_navigation_names_pages_that_exist() -> None:
         assert (ROOT / page).is_file(), page
 
 
-@pytest.mark.parametrize("page", sorted(PAGES | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}))
+@pytest.mark.parametrize("page", sorted(PAGES | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}))
 def test_links_lead_to_files_of_the_site(page: str) -> None:
     """mkdocs refuses other links, in `make docs`."""
     shown = re.findall(r'^    "(\S+)",$', (ROOT / "docs" / "site_files.py").read_text(), re.MULTILINE)
