@@ -57,7 +57,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--config", None, "configuration of the engine (default: AdamW, every state on NVMe)", metavar="ENGINE.json")
     add("--data", None, "text to train on (default: source of Python's standard library)", metavar="FILE_OR_DIR")
     add("--save", None, "folder for the checkpoint; 'none' saves nothing (default: OUTPUT/checkpoint)", metavar="DIR")
-    add("--load", None, "folder of the checkpoint to resume from", metavar="DIR")
+    text = "folder of the checkpoint to resume from; 'auto': the durable run's last step, else a fresh start"
+    add("--load", None, text + " (default: 'auto' for a durable run)", metavar="DIR")
+    text = "commit each step to NVME_PATH/run, so that a killed job goes on from the last one; set infinity.durable in "
+    parser.add_argument("--durable", action="store_true", help=text + "the file of --config instead")
     add("--seed", JobOptions.seed, "seed of the initial weights and of the order of the text", type=_seed, metavar="N")
     add("--metrics", None, "file for one JSON object per step", metavar="FILE.jsonl")
     add("--nvme-path", None, "folder for states on NVMe, without --config (default: OUTPUT/nvme)", metavar="DIR")
@@ -99,6 +102,7 @@ def job_options(args: argparse.Namespace) -> JobOptions:
         data=args.data,
         save=None if args.save == "none" else Path(args.save or output / "checkpoint"),
         load=args.load,
+        durable=args.durable,
         seed=args.seed,
         metrics=args.metrics,
         nvme_path=args.nvme_path,

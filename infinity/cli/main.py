@@ -240,6 +240,29 @@ def run_script(
     )
 
 
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the run: NVME_PATH/RUN.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Only show the last committed step, and whether its files are intact.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check: write one JSON object.")] = False,
+) -> None:
+    """Go on with a durable run: execute the command line that started it, in its working directory.
+
+    The command is printed to stderr first. It has to call engine.resume(). A folder is refused that belongs to another
+    user or that others may write.
+
+    \b
+    --check --json writes {run, step, ranks, intact}: the run's name, its last
+    committed step, its number of ranks, and whether each rank's record and states
+    are there. It exits with 0 if they are, and with 1 otherwise.
+    """
+    from infinity.cli.resume import run
+
+    run(folder, check, as_json)
+
+
 @app.command("aio-bench")
 def aio_bench(
     path: Paths,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.cli.console import USAGE, fail, note
+from infinity.outputs import replacing
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -47,17 +48,12 @@ def write_output(option: str, file: Path, text: str) -> str:
     A file that is no regular one, or that lies in a folder that is not writable, is written in place.
     """
     target = file.resolve()
-    aside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         if not os.access(target.parent, os.W_OK) or (target.exists() and not target.is_file()):
             target.write_text(text, encoding="utf-8")
             return ""
-        try:
+        with replacing(target) as aside:
             aside.write_text(text, encoding="utf-8")
-            os.replace(aside, target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
     except OSError as error:
         return f"{option} {file} was not written: {error.strerror or error}"
     return ""

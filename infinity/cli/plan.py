@@ -144,7 +144,7 @@ def _machine(flags: Flags) -> Machine:
 
 def _links(flags: Flags) -> Links | None:
     file = flags.bandwidths
-    return None if file is None else Links.from_json(file.read_bytes(), str(file))
+    return None if file is None else Links.read(file)
 
 
 def _times(flags: Flags, machine: Machine, links: Links | None) -> MeasuredTimes | None:

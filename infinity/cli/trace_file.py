@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import UsageError
+from infinity.inputs import parse_json, read_input
 from infinity.observe.timeline import LANES, TIERS, Sample, Span, StepSpan
 from infinity.observe.units import counted
 
@@ -53,13 +53,11 @@ def read_trace(path: Path) -> Trace:
     """Read one trace. Raises UsageError with the first problem, and OSError."""
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is no file: pass a trace of engine.profile() or infinity plan --trace")
-    with path.open("rb") as file:
-        text = file.read(_LARGEST_FILE + 1)
-    if len(text) > _LARGEST_FILE:
+    if path.stat().st_size > _LARGEST_FILE:
         raise UsageError(f"{path} is larger than {_LARGEST_FILE >> 30} GiB: profile fewer steps")
     try:
-        return _parsed(json.loads(text))
-    except (ValueError, RecursionError) as error:
+        return _parsed(parse_json(read_input(path, _LARGEST_FILE)))
+    except ValueError as error:
         raise UsageError(f"{path} is no trace of engine.profile() or infinity plan --trace: {error}") from None
 
 

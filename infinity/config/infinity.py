@@ -7,7 +7,18 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from infinity.config.activations import Activations
-from infinity.config.fields import Count, CountOrZero, Fraction, Section, Size, SizeOrZero, Switch, aligned, show
+from infinity.config.fields import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Number,
+    Section,
+    Size,
+    SizeOrZero,
+    Switch,
+    aligned,
+    show,
+)
 from infinity.sizes import parse_size
 
 
@@ -134,9 +145,22 @@ class Infinity(Section):
     `model`: of all trainable parameters, as `clip_grad_norm_(model.parameters())`; `optimizer`: of those in its groups,
     as DeepSpeed does in stages 1 to 3 and with 16-bit parameters, and Lightning."""
 
+    durable: Switch = False
+    """Keep the states of every step, so that a killed run goes on from the last one with `engine.resume()` or
+    `infinity resume`. Parameters and optimizer states, those in memory too, have two slots each in `nvme_path`/`run`:
+    twice their space. The folder stays when the engine is closed."""
+
+    run: str = "run"
+    """Name of the folder of durable states in `nvme_path`."""
+
     check_nan: Switch = True
     """Stop with an error if the loss, the gradient norm or a gradient is NaN or infinite, before it is used. With a
     loss scale the step is skipped instead."""
+
+    rank_timeout: Number = 30.0
+    """Seconds without a sign of life after which a rank counts as stopped or unreachable, and ends the job with an
+    error that names it. A rank sends one every second, whatever it computes, loads or waits for. 0: no limit, for a
+    debugger that stops the process."""
 
     strict: Switch = False
     """Refuse keys of DeepSpeed that have no effect here. false: a line of the log lists them."""
@@ -144,6 +168,13 @@ class Infinity(Section):
     debug: Switch = False
     """Expose errors in the lifetime of buffers: released buffers are filled with NaN and reused in the order of their
     release, and pools hold no more buffers than needed."""
+
+    @field_validator("run")
+    @classmethod
+    def _name_of_a_folder(cls, value: str) -> str:
+        if not value or value.startswith(".") or "/" in value or "\0" in value:
+            raise ValueError(f"must be the name of a folder, without a slash or a dot at the start, not {value!r}")
+        return value
 
     @field_validator("prefetch_bytes", "read_ahead_bytes", "cache_bytes", mode="before")
     @classmethod

@@ -17,11 +17,14 @@ from infinity.config.notes import Dialect, Notes
 from infinity.config.problems import problems
 from infinity.config.translate import translate
 from infinity.errors import ConfigError
+from infinity.inputs import check_depth, parse_json, read_input, without_duplicates
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
-_COMMENTS = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
-"""Comments of Hjson, outside of text."""
+_COMMENTS = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+"""Comments of Hjson, outside of text. One without an end takes the rest, which is searched once then."""
+_LARGEST = 1 << 20
+"""Bytes of a file."""
 
 
 def load_config(
@@ -58,7 +61,7 @@ def read_content(path: Path) -> dict[str, Any]:
             "a configuration is a dict or the path of a JSON file, not a string of JSON: pass json.loads(text)"
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_input(path, _LARGEST).decode("utf-8-sig")
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder: pass the path of the JSON file in it") from None
     except OSError as error:
@@ -80,17 +83,17 @@ def read_content(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: is not JSON: {error.msg}{hint}"
         ) from None
-    except _DuplicateKey as error:
-        raise ConfigError(f"{path}: the key {error} is duplicated in one section; remove one") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold one JSON object, {{ … }}, not a {type(content).__name__}")
     return content
 
 
 def _parse(text: str) -> Any:
-    """Return the value of `text`, JSON or Hjson. Raises json.JSONDecodeError or _DuplicateKey."""
+    """Return the value of `text`, JSON or Hjson. Raises ValueError, such as json.JSONDecodeError."""
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return parse_json(text)
     except json.JSONDecodeError:
         content = _read_hjson(text)
         if content is None:
@@ -107,9 +110,10 @@ def _read_hjson(text: str) -> dict[str, Any] | None:
     if not _COMMENTS.sub("", text).lstrip().startswith("{"):  # Hjson without braces looks like YAML
         return None
     try:
-        content = hjson.loads(text, object_pairs_hook=_without_duplicates)
-    except hjson.HjsonDecodeError:
+        content = hjson.loads(text, object_pairs_hook=without_duplicates)
+    except (hjson.HjsonDecodeError, RecursionError):
         return None
+    check_depth(content)
     return content if isinstance(content, dict) else None
 
 
@@ -119,17 +123,3 @@ def _is_yaml(path: Path, text: str) -> bool:
         return True
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---")))
     return re.match(r"[A-Za-z_][\w-]*:(\s|$)", next(lines, "")) is not None
-
-
-class _DuplicateKey(Exception):
-    pass
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict, and raise for duplicate keys, of which json would silently use the last."""
-    section: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in section:
-            raise _DuplicateKey(key)
-        section[key] = value
-    return section

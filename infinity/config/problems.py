@@ -12,11 +12,15 @@ from infinity.config.deepspeed_keys import TABLE, VALUES
 from infinity.config.fields import show
 from infinity.config.keys import walk
 
+_MOST = 100
+"""Largest number of errors that are translated: the nearest names are searched for each unknown key."""
+
 
 def problems(error: ValidationError, model: type[BaseModel], content: Mapping[Any, Any]) -> list[str]:
     """Return one line for each error in `error`, in the order in which `model` declares its keys."""
     lines = []
-    for detail in error.errors(include_url=False):
+    details = error.errors(include_url=False)
+    for detail in details[:_MOST]:
         dotted = _dotted(detail["loc"], content)
         if detail["type"].startswith("union_tag"):
             dotted += f".{detail['ctx']['discriminator'].strip(chr(39))}"
@@ -26,6 +30,8 @@ def problems(error: ValidationError, model: type[BaseModel], content: Mapping[An
             text = _sentence(detail, dotted)
             # The text of an error about several keys contains their names.
             lines.append(f"{dotted}: {text}" if dotted else text)
+    if len(details) > _MOST:
+        lines.append(f"and {len(details) - _MOST:,} problems more")
     return lines
 
 

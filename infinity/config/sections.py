@@ -156,6 +156,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _durable_states_need_a_folder(self) -> Config:
+        if self.infinity.durable and not self.zero_optimization.durable_paths:
+            raise ValueError(
+                "infinity.durable is true, but no folder is named: set zero_optimization.offload_optimizer.nvme_path "
+                'to a folder on a local disk, such as "/local_nvme"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_16_bit_type(self) -> Config:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16 and fp16 are both enabled: choose one")

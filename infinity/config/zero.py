@@ -53,6 +53,12 @@ class ZeroOptimization(Section):
         """The folders over which all files are striped; empty if no state is on nvme."""
         return next(iter(self._paths_on_nvme()), ())
 
+    @property
+    def durable_paths(self) -> tuple[Path, ...]:
+        """The folders of durable states, of which none may lie on nvme: those of nvme, or else the first named."""
+        named = (section.nvme_path for section in (self.offload_param, self.offload_optimizer) if section.nvme_path)
+        return self.nvme_paths or next(named, ())
+
     def _paths_on_nvme(self) -> list[tuple[Path, ...]]:
         sections = (self.offload_param, self.offload_optimizer)
         return [section.nvme_path or () for section in sections if section.device == "nvme"]

@@ -20,7 +20,7 @@ from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
 from infinity.engine.precision import ForwardPrecision
 from infinity.engine.restore import restoring
-from infinity.errors import RanksError, UsageError
+from infinity.errors import RanksError, StorageError, UsageError
 from infinity.interrupts import ForcedInterrupt
 from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.observe.ledger import Ledger
@@ -246,10 +246,10 @@ class BaseEngine(ABC):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Stop the engine on errors in the block that leave states inconsistent (I/O, Ctrl-C, other ranks)."""
+        """Stop the engine on errors in the block that leave states inconsistent (I/O, commits, Ctrl-C, other ranks)."""
         try:
             yield
-        except (OSError, ForcedInterrupt, RanksError) as error:
+        except (OSError, ForcedInterrupt, RanksError, StorageError) as error:
             self._broken = str(error)
             raise
 

@@ -12,8 +12,11 @@ from infinity.checkpoint.format import Index
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import save
+from infinity.durable.record import Progress
+from infinity.durable.source import open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_scheduler import RateScheduler
+from infinity.engine.durable import DurableSteps, client_state_of, restore_generators
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.optimizer import UnitOptimizer
 from infinity.engine.parts import UpdateParts
@@ -134,6 +137,10 @@ class CheckpointingEngine(BaseEngine):
         load_lr_scheduler_states: False: keep the present state of the scheduler. load_module_only: load only values of
         parameters and buffers, which begins a new run. Values are those of the fp32 masters.
 
+        The folder of a durable run (infinity.durable) loads its last commit, also in an engine of another run; `tag`
+        is ignored. The loaded states are the first commit of a durable engine, which removes those that another number
+        of ranks or other units wrote to its own folder. See `resume`.
+
         Raises CheckpointError, before any change, if the checkpoint is missing, damaged or of another model.
         """
         self.updates.saver.join()
@@ -141,23 +148,56 @@ class CheckpointingEngine(BaseEngine):
         self._conclude_backward()
         self._settle()
         optimizer = load_optimizer_states and not load_module_only
-        loading = Loading(
-            self.parts,
-            self.module,
-            self._run_state(),
-            directory,
-            tag,
-            verify=verify,
-            load_rng=load_rng and not load_module_only,
-            optimizer=optimizer,
-            strict=load_module_strict,
-        )
-        self._abandon_step()
-        loading.apply()
+        durable = self.updates.durable
+        if durable is not None:
+            durable.wait()
+            if optimizer and durable.can_adopt(Path(directory)):
+                return Path(directory), self._adopt(durable, scheduler=load_lr_scheduler_states, load_rng=load_rng)
+        with open_saved(self.ranks, directory, tag, None if durable is None else durable.run) as saved:
+            loading = Loading(
+                self.parts,
+                self.module,
+                self._run_state(),
+                saved,
+                verify=verify,
+                load_rng=load_rng and not load_module_only,
+                optimizer=optimizer,
+                strict=load_module_strict,
+            )
+            self._abandon_step()
+            loading.apply()
         if not load_module_only:
             self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
         loading.restore_rng()
-        return loading.folder, loading.client_state
+        if durable is not None:
+            with self._failing():
+                durable.commit_loaded(saved.path, self._run_state(), self.module, loading.client_state)
+        return saved.path, loading.client_state
+
+    def resume(self, *, load_rng: bool = True) -> dict[str, Any] | None:
+        """Go on from the last committed step of this engine's durable run, and return its client_state.
+
+        Returns None if nothing is committed, or without infinity.durable. Collective; call it before the first step.
+        The number of ranks, units, tiers, tile size and formats may differ from those of the step: the states are
+        converted and committed again. load_rng: also restore the RNG states of torch, Python and numpy, if the number
+        of ranks is the same.
+        """
+        self._check_open()
+        durable = self.updates.durable
+        if durable is None or durable.run.source is None:
+            return None
+        return self.load_checkpoint(durable.run.path, load_rng=load_rng)[1]
+
+    def _adopt(self, durable: DurableSteps, *, scheduler: bool, load_rng: bool) -> dict[str, Any]:
+        """Go on from the last commit in its own slots. Returns its client_state."""
+        self._abandon_step()
+        with self._failing():
+            record = durable.adopt(self.module)
+        self._restore(record.progress, optimizer=True, scheduler=scheduler)
+        if load_rng:
+            restore_generators(record, durable.run.path, self.parts.device.torch_device)
+        durable.run.is_loaded = True
+        return client_state_of(record, durable.run.path)
 
     def _run_state(self) -> Run:
         """Return the settings and the progress that a checkpoint saves."""
@@ -176,8 +216,8 @@ class CheckpointingEngine(BaseEngine):
             loss_scale=self.loss_scale.state_dict() if config.scales_loss else None,
         )
 
-    def _restore(self, index: Index, *, optimizer: bool, scheduler: bool) -> None:
-        """Restore step counts from a checkpoint's index.
+    def _restore(self, index: Index | Progress, *, optimizer: bool, scheduler: bool) -> None:
+        """Restore step counts from a checkpoint's index, or from a commit.
 
         optimizer: also hyper-parameters and loss scale. scheduler: also the schedule.
         """

@@ -49,6 +49,7 @@ def describe(plan: Plan) -> str:
             + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))
             + passing,
             *_activations(plan),
+            *_durable(plan),
         ]
     )
 
@@ -56,6 +57,12 @@ def describe(plan: Plan) -> str:
 def _activations(plan: Plan) -> Iterator[str]:
     if (moved := plan.activations) is not None:
         yield f"tensors saved for backward, from {show_bytes(moved.min_bytes)}: on {moved.tier}, beside these bytes"
+
+
+def _durable(plan: Plan) -> Iterator[str]:
+    if plan.io is not None and (durable := plan.io.durable) is not None:
+        folders = ", ".join(str(folder / durable.run) for folder in plan.io.folders)
+        yield f"durable run {durable.run}: two slots of each state in {folders}, {show_bytes(durable.slot_nbytes)}"
 
 
 @dataclass

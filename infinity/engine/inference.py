@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from infinity.checkpoint.agree import folder_of
 from infinity.checkpoint.load import load_parameters
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
+from infinity.durable.source import open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
@@ -47,7 +47,8 @@ class InferenceEngine(BaseEngine):
         seam = device or default_device()
         called, model = model, uncompiled(model)
         # Unsharded parameters are replicated, and ranks exchange nothing.
-        ranks = Communicator(seam, sharded=Sharding.of(config.zero_optimization.stage).params, group=process_group)
+        sharded = Sharding.of(config.zero_optimization.stage).params
+        ranks = Communicator(seam, sharded=sharded, group=process_group, rank_timeout=config.infinity.rank_timeout)
         with ranks.construction(), ExitStack() as undo:
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -56,7 +57,7 @@ class InferenceEngine(BaseEngine):
             if next(model.parameters(), None) is None:
                 raise ModelError("the model has no parameters: call the model directly, without an engine")
             planned = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
-            parts = assemble(model, planned, seam, ranks, self._on_backward, self._on_backward_end)
+            parts = assemble(model, planned, config, seam, ranks, self._on_backward, self._on_backward_end)
             undo.callback(parts.closer())
             ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()
@@ -73,16 +74,16 @@ class InferenceEngine(BaseEngine):
         self, directory: str | Path, tag: str | None = None, *, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
         """Load the parameters and buffers of directory/tag (default: the checkpoint named by `latest`), saved by a
-        training engine with any ranks, tiers or units. Optimizer states and progress are ignored.
+        training engine with any ranks, tiers or units. The folder of a durable run (infinity.durable) loads its last
+        commit. Optimizer states and progress are ignored.
 
         Masters are rounded to bf16 half away from zero, as in training, and cast to other dtypes. verify: first read
         all files once to compare their checksums. Returns the checkpoint's path and its client_state. Raises
         CheckpointError, before any change, if it is missing, damaged or of another model.
         """
         self.settle()
-        folder = folder_of(self.ranks, directory, tag)  # outside of _failing, since its errors change nothing
-        with self._failing():
-            return load_parameters(self.parts, self.module, folder, verify=verify)
+        with open_saved(self.ranks, directory, tag) as saved, self._failing():
+            return saved.path, load_parameters(self.parts, self.module, saved, verify=verify)
 
     # -- calls of training engines -------------------------------------------------------------------------------------
 

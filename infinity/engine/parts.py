@@ -11,6 +11,7 @@ from torch import nn
 from infinity.activations.store import ActivationStore
 from infinity.checkpoint.background import Saver
 from infinity.comm.communicator import Communicator
+from infinity.engine.durable import DurableSteps
 from infinity.engine.profile import Profiler
 from infinity.engine.step import Step
 from infinity.engine.updater import Updater
@@ -41,19 +42,28 @@ class UpdateParts:
     passing: PassingTier | PassingSpace | None
     """Memory or space of stored gradients that no tier reserves."""
     profiler: Profiler
+    durable: DurableSteps | None = None
+    """Commits of a durable run."""
     saver: Saver = field(default_factory=Saver)
 
     def closer(self, then: Callable[[], None]) -> Callable[[], None]:
         """Return a function that joins the threads of saves and updates, and then calls `then`."""
         saver, pipeline, gradients, profiler = self.saver, self.pipeline, self.gradients, self.profiler
+        end_commits, unlock = (_nothing, _nothing) if self.durable is None else self.durable.closers()
 
         def release() -> None:
             profiler.close()
+            end_commits()  # which wait for updates
             pipeline.close()
             gradients.close()
             then()
+            unlock()
 
         return lambda: saver.close(then=release)  # joins saves first: updates may wait for them
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(kw_only=True)
@@ -116,6 +126,7 @@ class EngineParts:
             "reduce_scatter_bytes": traffic.reduce_scatter_bytes,
             "updated_elements": training.pipeline.elements if training else 0,
             "fetches": self.store.fetches,
+            "blocks_repaired": getattr(nvme, "blocks_repaired", 0) + (room.blocks_repaired if room else 0),
         }
 
     def closer(self) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -14,16 +14,21 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
+from infinity.durable.run import DurableRun, open_run
 from infinity.plan.activations import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.durable import DurableFiles
 from infinity.tiers.open_tiers import open_tiers
 from infinity.units.discover import UnitParameters
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit
 from infinity.update.kernels import NATIVE, Kernels
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 class Platform(Protocol):
@@ -31,11 +36,18 @@ class Platform(Protocol):
 
     @property
     def kernels(self) -> Kernels: ...
-    def communicator(self, device: Device, *, sharded: bool, group: Group | None) -> Communicator: ...
+    def communicator(
+        self, device: Device, *, sharded: bool, group: Group | None, rank_timeout: float
+    ) -> Communicator: ...
     def prepare(self, model: nn.Module) -> None:
         """Make the buffers of a model on the meta device, and check that all values exist or can be made."""
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]: ...
+    def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
+        """Open the folder of durable states; None if the plan has none."""
+
+    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+        """Open the tiers of a plan."""
+
     def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None: ...
     def stream_in(
         self,
@@ -54,15 +66,20 @@ class Machine:
 
     kernels = NATIVE
 
-    def communicator(self, device: Device, *, sharded: bool, group: Group | None) -> Communicator:
-        return Communicator(device, sharded=sharded, group=group)
+    def communicator(self, device: Device, *, sharded: bool, group: Group | None, rank_timeout: float) -> Communicator:
+        return Communicator(device, sharded=sharded, group=group, rank_timeout=rank_timeout)
 
     def prepare(self, model: nn.Module) -> None:
         make_buffers(model)
         check_values(model)
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
-        return open_tiers(plan, device, rank)
+    def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
+        if plan.io is None or plan.io.durable is None:
+            return None
+        return open_run(plan, config, ranks)
+
+    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+        return open_tiers(plan, device, rank, durable)
 
     def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:
         return open_activations(plan, device, rank)

@@ -15,6 +15,7 @@ from infinity.observe.log import logger
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Recording
 from infinity.observe.timeline import chrome_trace
+from infinity.outputs import replacing
 
 _under_way: set[Path] = set()
 """Files that profiles of this process will write."""
@@ -112,10 +113,5 @@ def _check_writable(path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write `path` completely or not at all."""
-    aside = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write_text(text, encoding="utf-8")

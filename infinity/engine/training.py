@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -75,14 +76,16 @@ class TrainingEngine(CheckpointingEngine):
         self.loss_scale = LossScale.of(config)
         """The loss scale of fp16; `loss_scale.value` is 1 in other dtypes."""
         sharded = Sharding.of(config.zero_optimization.stage).optim
-        ranks = platform.communicator(seam, sharded=sharded, group=process_group)
+        timeout = config.infinity.rank_timeout
+        ranks = platform.communicator(seam, sharded=sharded, group=process_group, rank_timeout=timeout)
         with ranks.construction(), ExitStack() as undo:
             self.batch = config.resolve_batch(ranks.size)
             """Batch sizes: `micro` samples per forward, `accumulation` forwards per step, `train` samples per step."""
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
             planned = plan_model(model, config, groups, seam, ranks, platform=platform)
-            parts = assemble(model, planned, seam, ranks, self._on_backward, self._on_backward_end, platform)
+            begin, end = self._on_backward, self._on_backward_end
+            parts = assemble(model, planned, config, seam, ranks, begin, end, platform)
             undo.callback(parts.closer())
             self.optimizer = UnitOptimizer(
                 present_groups(groups, names, parts.units),
@@ -199,10 +202,11 @@ class TrainingEngine(CheckpointingEngine):
         return self._step.scaled.watch(loss * (scale / accumulation))
 
     @eager
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, client_state: dict[str, Any] | None = None) -> None:
         """Update the parameters and advance the lr scheduler if this was the last micro-batch of the step.
 
-        lr_kwargs: arguments of the scheduler's `step`.
+        lr_kwargs: arguments of the scheduler's `step`. client_state: a durable run (infinity.durable) commits it with
+        the step, such as the position in the data, and `resume` returns it.
 
         A step whose gradients overflowed (fp16) is skipped, and the scheduler does not advance. Raises UsageError if no
         backward preceded it, in a `no_sync` block, and, before any change, if `lr_kwargs` do not fit the scheduler.
@@ -218,7 +222,10 @@ class TrainingEngine(CheckpointingEngine):
         skipped = self.skipped_steps
         losses = self._step.known_losses if self.monitor.enabled else ()
         self._reports.begin(Phase.STEP)
+        durable = self.updates.durable
         with self._failing():
+            if durable is not None:
+                durable.begin_step()
             over = self.updates.saver.poll_finished(self.ranks)
             with uninterrupted():  # the scheduler advances with the update, whenever Ctrl-C arrives
                 self.optimizer.step()
@@ -226,11 +233,16 @@ class TrainingEngine(CheckpointingEngine):
                 self._log.step(self.global_steps, self._loss, rate, self._grad_norm.known)
                 if self.lr_scheduler is not None and self.skipped_steps == skipped:
                     self.lr_scheduler.step(**arguments)
+                if durable is not None:
+                    durable.commit(self._run_state(), self.module, client_state or {})
         self._reports.end(Phase.STEP)
         if self._reports.active:
             self._reports.step(self._facts(losses))
         if over:
             self._finish_saving()
+        if durable is not None and durable.must_stop:
+            self.close()
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _facts(self, losses: Losses) -> StepFacts:
         """Return what the reports show of the step that has ended. losses: those of its micro-batches, if known."""
@@ -317,6 +329,8 @@ class TrainingEngine(CheckpointingEngine):
             raise after_a_failed_backward()
         if self.micro_steps == 0:
             return
+        if self.updates.durable is not None:
+            self.updates.durable.check_begun()
         self._check_scaled()
         parts = self.parts
         self.updates.updater.hypers = self._step_hypers()
@@ -509,6 +523,8 @@ class TrainingEngine(CheckpointingEngine):
     def _on_backward(self) -> None:
         self._reports.begin(Phase.BACKWARD)
         self._step.begin_backward()
+        if self.updates.durable is not None:
+            self.parts.store.start_due_updates()  # updates of this backward wait for a commit, and that for these
         self.updates.updater.hypers = self.optimizer.hypers()
 
     def _on_backward_end(self) -> None:
@@ -573,6 +589,8 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.saver.join()
         self.settle()
         with self._failing():
+            if self.updates.durable is not None:
+                self.updates.durable.wait()
             offload(self.parts)
 
     def reload_states(self) -> None:
@@ -653,3 +671,5 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.gradients.settle()
         self.parts.store.settle()
         self._check_refused(len(self.updates.pipeline.refused))
+        if self.updates.durable is not None:
+            self.updates.durable.wait()

@@ -51,6 +51,7 @@ class Updater:
             gradient,
             require_finite=gradient is not None and self._check_nan,
             slots=frozenset(unit.collected) if self._ranks.is_single else None,
+            gate=unit.snapshot_read,
         )
 
     def can_update_now(self, unit: Unit) -> bool:

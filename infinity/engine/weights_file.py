@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from infinity.engine.base import BaseEngine
 from infinity.errors import CheckpointError
 from infinity.nn.pieces import Pieces
 from infinity.observe.log import logger
+from infinity.outputs import replacing
 from infinity.units.compiled import own_name
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -51,17 +50,14 @@ def write_weights(weights: Weights, target: Path, *, writes: bool) -> None:
             pass
         return
     whole = dict(weights)
-    part = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.suffix == ".safetensors":
-            save_file(_unshared(whole), part, metadata={"format": "pt"})
-        else:
-            torch.save(whole, part)
-        os.replace(part, target)
+        with replacing(target) as file:
+            if target.suffix == ".safetensors":
+                save_file(_unshared(whole), file, metadata={"format": "pt"})
+            else:
+                torch.save(whole, file)
     except Exception as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise CheckpointError(f"the weights {target} could not be written: {error}") from error
     logger.info("weights of the model written to %s", target)
 

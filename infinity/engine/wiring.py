@@ -18,7 +18,9 @@ from infinity.checkpoint.tiles import check_tiles
 from infinity.comm.agreement import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
+from infinity.durable.run import DurableRun
 from infinity.engine.budget import budget_of
+from infinity.engine.durable import DurableSteps
 from infinity.engine.parts import EngineParts, UpdateParts
 from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
@@ -117,6 +119,7 @@ def plan_model(
 def assemble(
     model: nn.Module,
     planned: PlannedModel,
+    config: Config,
     device: Device,
     ranks: Communicator,
     on_backward_begin: Callable[[], None],
@@ -137,21 +140,31 @@ def assemble(
         device.limit(plan.device.limit)
     tiers: dict[str, Tier] = {}
     activations: ActivationStore | None = None
+    run: DurableRun | None = None
     try:
-        tiers = platform.open_tiers(plan, device, ranks.rank)
+        run = platform.open_run(plan, config, ranks)
+        rank, files = (ranks.rank, None) if run is None else (run.rank, run.files)
+        tiers = platform.open_tiers(plan, device, rank, files)
         activations = platform.open_activations(plan.activations, device, ranks.rank)
         states = UnitStates(plan.placement, tiers, plan.policy.states, ranks, device)
         in_order = planned.units.in_order(plan.units)
         units = platform.stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         backward = BackwardTracker(on_backward_begin, on_backward_end)
-        return wire(
+        parts = wire(
             plan, units, planned.units.needed, tiers, activations, states, device, ranks, backward, platform.kernels
         )
+        if run is not None and (training := parts.training) is not None:
+            refused = training.pipeline.refused
+            steps = DurableSteps(run, plan, tiers, parts.store, ranks, device, lambda: bool(refused))
+            training.durable = steps
+        return parts
     except BaseException:
         if activations is not None:
             activations.close()
         for tier in tiers.values():
             tier.close()
+        if run is not None:
+            run.close()
         device.lift_limit()
         raise
 

@@ -48,6 +48,7 @@ def _default_config(options: JobOptions) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}},
         "scheduler": _default_schedule(options.train_iters or MIN_STEPS),
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"durable": options.durable},
     }
 
 

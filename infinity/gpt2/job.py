@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from infinity.engine.initialize import initialize
-from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.gpt2.data import load_corpus
 from infinity.gpt2.duration import JOB_SECONDS, MEASURED_STEPS
 from infinity.gpt2.engine_config import engine_config, scheduled_steps, set_schedule
 from infinity.gpt2.meter import MetricsFile, StepRecord
 from infinity.gpt2.model import GPT2
-from infinity.gpt2.options import PROMPTS, JobOptions
+from infinity.gpt2.options import AUTO, NOT_DURABLE, PROMPTS, JobOptions
 from infinity.gpt2.outputs import Output, joined, refuse_unwritable, working_folder, write_outputs
 from infinity.gpt2.pretraining import Pretraining
 from infinity.gpt2.progress import Progress
 from infinity.gpt2.report import closing_table, output_lines
+from infinity.inputs import number_of
 from infinity.observe.units import show_count, show_seconds
 
 
@@ -47,9 +49,9 @@ def join_ranks(stack: ExitStack) -> int:
         return 0
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(number_of("LOCAL_RANK", 0))
     else:  # torchrun gives each rank one thread, however many cores there are
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // number_of("LOCAL_WORLD_SIZE", 1, least=1)))
     dist.init_process_group("nccl" if cuda else "gloo")
     stack.callback(dist.destroy_process_group)
     return dist.get_rank()
@@ -60,6 +62,8 @@ def open_training(options: JobOptions, stack: ExitStack, clock: Callable[[], flo
     config, corpus = engine_config(options), load_corpus(options.data)
     if options.config is None:
         stack.enter_context(working_folder(options.nvme_folder))
+    if config.infinity.durable:  # the engine commits the step under way, and ends the process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.manual_seed(options.seed)
     with torch.device("meta"):
         model = GPT2(options.shape)
@@ -68,13 +72,12 @@ def open_training(options: JobOptions, stack: ExitStack, clock: Callable[[], flo
     return Pretraining(engine, options.shape, corpus, options.seed, options.evaluation, clock)
 
 
-def load_progress(engine: TrainingEngine, folder: str, steps: int | None) -> tuple[Path, int]:
-    """Load a checkpoint. Returns its path, and `steps` or else the number of steps of the job that saved it."""
-    path, state = engine.load_checkpoint(folder)
+def steps_of(state: Mapping[str, Any], path: Path, steps: int | None) -> int:
+    """Return `steps`, or else the number of steps of the job that saved `state`, the client_state of `path`."""
     steps = steps or state.get("train_iters")
     if steps is None:
         raise ConfigError(f"The checkpoint {path} does not say how many steps to train. Give --train-iters.")
-    return path, int(steps)
+    return int(steps)
 
 
 class Job:
@@ -86,6 +89,11 @@ class Job:
         self._options = options
         self._training = training
         self._engine = training.engine
+        self._durable = self._engine.config.infinity.durable
+        self._resumed: int | None = None
+        """The step of the loaded checkpoint or commit."""
+        self._last: StepRecord | None = None
+        """The record of that step, if a commit has it."""
         self._console = console
         self._print = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self._clock = clock
@@ -97,25 +105,52 @@ class Job:
         self._print(f"text: {corpus.source}, {show_count(len(corpus.train))} bytes")
 
     def resume(self) -> int | None:
-        """Load the checkpoint, if there is one. Returns the number of steps in all; None: it is chosen later."""
-        options = self._options
+        """Load the last commit or the checkpoint, if there is one. Returns the number of steps in all; None: it is
+        chosen later.
+        """
+        options, engine = self._options, self._engine
         steps = options.train_iters
         if steps is None and options.config is not None:
-            steps = scheduled_steps(self._engine.config)
-        if options.load is not None:
-            path, steps = load_progress(self._engine, options.load, steps)
-            self._print(f"resumed: {path} at step {self._engine.global_steps} of {steps}")
+            steps = scheduled_steps(engine.config)
+        path, state = self._load(options.load)
+        if state is not None:
+            steps = steps_of(state, path, steps)
+            self._training.go_on(state)
+            self._resumed = engine.global_steps
+            self._last = StepRecord(**state["record"]) if "record" in state else None
+            self._print(f"resumed: {path} at step {engine.global_steps} of {steps}")
+        if self._durable and steps is None:
+            raise ConfigError("A durable run needs the number of its steps, which must not change. Give --train-iters.")
         return steps
+
+    def _load(self, load: str | None) -> tuple[Path, dict[str, Any] | None]:
+        """Load the last commit of a durable run, or else the checkpoint in `load`. Returns its path and client_state;
+        None: there is none.
+        """
+        if self._durable and (state := self._engine.resume()) is not None:
+            return self._run_folder, state
+        if load == AUTO and not self._durable:
+            raise ConfigError(NOT_DURABLE)
+        return (Path(), None) if load in (None, AUTO) else self._engine.load_checkpoint(load)
+
+    @property
+    def _run_folder(self) -> Path:
+        config = self._engine.config
+        return config.zero_optimization.durable_paths[0] / config.infinity.run
 
     def open_metrics(self, stack: ExitStack) -> Callable[[StepRecord], None]:
         """Return the function that records a step in the metrics file."""
         options = self._options
         if options.metrics is None or self._training.rank != 0:
             return lambda record: None
-        return stack.enter_context(MetricsFile(options.metrics, resume=options.load is not None)).write
+        file = MetricsFile(options.metrics, self._resumed, self._last, sync=self._durable)
+        return stack.enter_context(file).write
 
     def train(self, steps: int | None, record: Callable[[StepRecord], None]) -> int:
         """Train up to step `steps`; None: choose the number by the speed of the first ones. Returns the number."""
+        if self._durable and steps is not None and self._engine.global_steps >= steps:
+            self._print(f"steps: all {steps} are done")  # by a job that ended before its outputs were written
+            return steps
         if steps is None:
             end = show_seconds(JOB_SECONDS)
             self._print(f"steps: chosen after step {MEASURED_STEPS}, so that the job ends after about {end}")
@@ -126,13 +161,19 @@ class Job:
                 steps = self._training.choose_steps(progress, record, prompts=len(PROMPTS), sample=sample)
             if self._options.config is None:
                 set_schedule(self._engine, steps)
-            self._training.train(steps, progress, record)
+            try:
+                self._training.train(steps, progress, record)
+            except (KeyboardInterrupt, SystemExit):
+                if self._durable:
+                    progress.say(f"stopped; infinity resume {self._run_folder} goes on from the last committed step")
+                raise
         return steps
 
     def finish(self, steps: int) -> None:
         """Save the checkpoint, write the other files and print the closing table."""
         options, training = self._options, self._training
-        outputs = self._save(options.save, steps) if options.save is not None else []
+        outputs: list[Output] = [("durable run", str(self._run_folder))] if self._durable else []
+        outputs += self._save(options.save, steps) if options.save is not None else []
         tiers = training.tier_bytes()
         texts: list[str] = []
         began = self._clock()
@@ -147,12 +188,13 @@ class Job:
             prompts = ", ".join(repr(prompt.strip()) for prompt in PROMPTS)
             self._console.rule(f"sample: {options.sample_bytes} bytes after each of {prompts}")
             self._print(joined(texts))
-        self._console.rule("this run")
-        self._console.print(closing_table(training.meter.totals, parameters=options.shape.num_parameters,
-                                          losses=training.last_losses(), tier_bytes=tiers,
-                                          job_seconds=self._clock(), sample_seconds=sample_seconds))  # fmt: skip
+        if training.losses:
+            self._console.rule("this run")
+            self._console.print(closing_table(training.meter.totals, parameters=options.shape.num_parameters,
+                                              losses=training.last_losses(), tier_bytes=tiers,
+                                              job_seconds=self._clock(), sample_seconds=sample_seconds))  # fmt: skip
         self._print(*output_lines(outputs), sep="\n")
 
     def _save(self, folder: Path, steps: int) -> list[Output]:
-        path = self._engine.save_checkpoint(folder, client_state={"train_iters": steps})
+        path = self._engine.save_checkpoint(folder, client_state=self._training.client_state(steps))
         return [("checkpoint", str(path))]

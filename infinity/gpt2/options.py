@@ -11,10 +11,14 @@ from infinity.gpt2.model import GPT2Config
 from infinity.gpt2.pretraining import Evaluation
 
 BATCH_SIZE = 8
+AUTO = "auto"
 PROMPTS = ("    def ", "\n\nclass ", "\nimport ")
 SAMPLE_BYTES = 200
 SHAPE = GPT2Config(vocab_size=VOCAB_SIZE, seq_length=128, num_layers=6, hidden_size=384, num_attention_heads=6)
 """The default model, of 10.8 M parameters."""
+
+
+NOT_DURABLE = "--load auto goes on with a durable run. Give --durable, or set infinity.durable in the file of --config."
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class JobOptions:
     save: Path | None = None
     """Folder for the checkpoint; None: nothing is saved."""
     load: str | None = None
-    """Folder of the checkpoint to resume from."""
+    """Folder of the checkpoint to resume from; `AUTO`: the last committed step of the durable run, if there is one."""
+    durable: bool = False
+    """Commit each step to a durable run, without `config`."""
     seed: int = 0
     """Seed of the initial weights and of the order of the text."""
     metrics: str | None = None
@@ -55,6 +61,10 @@ class JobOptions:
             )
         if self.config is not None and self.nvme_path is not None:
             raise ConfigError(f"--nvme-path is given with --config. Set nvme_path in {self.config} instead.")
+        if self.config is not None and self.durable:
+            raise ConfigError(f"--durable is given with --config. Set infinity.durable in {self.config} instead.")
+        if self.config is None and self.load == AUTO and not self.durable:
+            raise ConfigError(NOT_DURABLE)
 
     @property
     def nvme_folder(self) -> Path:

@@ -54,7 +54,8 @@ def write_outputs(training: Pretraining, folder: Path, texts: Sequence[str]) -> 
     """Write the loss curve and, if there are texts, the sample."""
     folder.mkdir(parents=True, exist_ok=True)
     sample = [_write_sample(folder / "sample.txt", texts)] if texts else []
-    return [_draw_curve(training, folder / "loss.png"), *sample]
+    curve = [_draw_curve(training, folder / "loss.png")] if training.losses else []
+    return [*curve, *sample]
 
 
 def _write_sample(path: Path, texts: Sequence[str]) -> Output:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ class Pretraining:
         self.engine, self.shape, self.seed, self.evaluation = engine, shape, seed, evaluation
         self.corpus = corpus
         self.device = engine.device
+        self._durable = engine.config.infinity.durable
         self.rank, self.world = engine.ranks.rank, engine.ranks.size
         self.text = TokenDataset(corpus.train, shape.seq_length, seed)
         self._held_out = self._held_out_windows(corpus)
@@ -63,6 +65,8 @@ class Pretraining:
         self.losses: list[tuple[int, float]] = []
         """(step, mean loss of its batch) of the steps trained here."""
         self.held_out_losses: list[tuple[int, float]] = []
+        self.position = 0
+        """Samples of the text that steps have consumed, on all ranks together."""
         self._clock = clock
         self._step_seconds: list[float] = []
         self._evaluation_seconds = 0.0
@@ -90,7 +94,7 @@ class Pretraining:
         self.meter.start()
         for step in range(first, last + 1):
             began = self._clock()
-            loss = self._step(step)
+            loss = self._step(step, last)
             evaluates = self.evaluation.is_due(step, last)
             if evaluates:
                 self.engine.settle()  # all transfers of the step belong in its record
@@ -142,15 +146,28 @@ class Pretraining:
         self.sample(texts, measured)
         return (self._clock() - began) / measured
 
-    def _step(self, step: int) -> float:
-        """One optimizer step; the mean loss of this rank's samples. Which they are depends on nothing but `step`."""
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on in the text after a load. state: the client_state of a checkpoint or a commit."""
+        self.position = int(state.get("position", self.engine.global_steps * self.engine.batch.train))
+
+    def client_state(self, last: int) -> dict[str, Any]:
+        """Return the client_state of a checkpoint. last: the step that training is to end with."""
+        return {"train_iters": last, "position": self.position}
+
+    def _step(self, step: int, last: int) -> float:
+        """One optimizer step; the mean loss of this rank's samples. Which they are depends on `position` only."""
         batch, total = self.engine.batch, 0.0
+        start, self.position = self.position, self.position + batch.train
         for number in range(batch.accumulation):
-            first = (step - 1) * batch.train + (number * self.world + self.rank) * batch.micro
+            first = start + (number * self.world + self.rank) * batch.micro
             inputs, targets = self.text.batch(first, batch.micro)
             loss = self.engine(inputs.to(self.device), targets.to(self.device))
             self.engine.backward(loss)
-            self.engine.step()
+            if self._durable and number == batch.accumulation - 1:
+                record = self.meter.measure(step, (total + loss.item()) / batch.accumulation)
+                self.engine.step(client_state={**self.client_state(last), "record": asdict(record)})
+            else:
+                self.engine.step()
             total += loss.item()
         return total / batch.accumulation
 
@@ -185,7 +202,7 @@ class Pretraining:
     def last_losses(self) -> dict[str, float]:
         """Return the training loss, a mean over ten steps since batches differ, and the held-out loss, by name."""
         recent = [loss for _, loss in self.losses[-10:]]
-        losses = {f"last {len(recent)} batches": sum(recent) / len(recent)}
+        losses = {f"last {len(recent)} batches": sum(recent) / len(recent)} if recent else {}
         return {**losses, "held-out text": self.held_out_losses[-1][1]} if self.held_out_losses else losses
 
     def tier_bytes(self) -> dict[str, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.plan.durable import DurablePlan, plan_durable
 from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, checksum_block
 from infinity.plan.stripe import shares, stripe_chunk
 
@@ -20,9 +21,9 @@ class IoPlan:
     folders: tuple[Path, ...]
     """States are striped over them in turn."""
     nbytes: int
-    """Bytes of all extents."""
+    """Bytes of all extents and slots."""
     passing: int
-    """Bytes at their end that gradients take only while they are stored (`Placement.passing`)."""
+    """Bytes of them that gradients take only while they are stored (`Placement.passing`)."""
     chunk: int
     """Bytes of a stripe's chunk."""
     engine: str
@@ -32,6 +33,8 @@ class IoPlan:
     """I/O threads over all folders."""
     checksum_block: int
     """Bytes of a block whose checksum is kept; 0: no checksums."""
+    durable: DurablePlan | None = None
+    """Slots of states that survive the process; None: nothing does."""
 
     @property
     def reserved(self) -> int:
@@ -41,10 +44,15 @@ class IoPlan:
         return sum(shares(self.nbytes, self.chunk, len(self.folders))) - self.passing
 
 
-def plan_io(config: Config, placement: Placement) -> IoPlan | None:
-    """Return the plan of the nvme tier; None if no extent lies there."""
+def plan_io(config: Config, placement: Placement, *, train: bool) -> IoPlan | None:
+    """Return the plan of the nvme tier; None if no extent lies there and no state is durable. train: states change."""
     passing = placement.passing.get("nvme", 0)
     nbytes = placement.nbytes.get("nvme", 0) + passing
+    if train and config.infinity.durable and placement.extents:
+        durable = plan_durable(config.infinity.run, placement, nbytes)
+        paths = config.zero_optimization.durable_paths
+        io = io_in(config, paths, nbytes + durable.nbytes, passing, placement.granule)
+        return replace(io, durable=durable)
     if not nbytes:
         return None
     return io_in(config, config.zero_optimization.nvme_paths, nbytes, passing, placement.granule)

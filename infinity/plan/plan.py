@@ -210,7 +210,7 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) 
     if bare.update is not None:
         pools += gradient_pools(trained, rules, placement, ranks, device, debug=bare.debug)
         pools += update_pools(trained, rules, placement, device, debug=bare.debug)
-    io = plan_io(config, placement)
+    io = plan_io(config, placement, train=bare.update is not None)
     if io is not None and not device.host_addressable:
         pools += staging_pools(config, layouts, placement)
     if bare.activations is not None:

@@ -8,6 +8,8 @@ Pure functions; `infinity.tiers.files` creates the files, and the native engine 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 1 << 20
 
@@ -40,3 +42,13 @@ def ranges(offset: int, nbytes: int, chunk: int, paths: int) -> list[tuple[int, 
         return rows * chunk + min(max(rest - member * chunk, 0), chunk)
 
     return [(before(offset, member), before(offset + nbytes, member)) for member in range(paths)]
+
+
+def pieces(offset: int, nbytes: int, chunk: int, paths: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (file, byte in it, bytes) for bytes [offset, offset + nbytes) in order, cut at chunks."""
+    stop = offset + nbytes
+    while offset < stop:
+        row, inside = divmod(offset, chunk)
+        length = min(stop - offset, chunk - inside if paths > 1 else nbytes)
+        yield row % paths, row // paths * chunk + inside, length
+        offset += length

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 
 import torch
 
+from infinity.inputs import number_of
 from infinity.observe.log import logger
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Stamp
@@ -208,5 +209,5 @@ def default_device() -> Device:
         return CpuDevice()
     index = _current_index()
     if "LOCAL_RANK" in os.environ:
-        index = int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()
+        index = number_of("LOCAL_RANK", 0) % torch.accelerator.device_count()
     return AcceleratorDevice(torch.device(accelerator.type, index))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from infinity.inputs import number_of
+
 
 def available_memory(root: str | Path = "/") -> int:
     """Return the available bytes. root: parent folder of /proc and /sys/fs/cgroup.
@@ -92,7 +94,7 @@ def update_processors(*, feeding: bool) -> int:
     bound to some of them has these to itself. feeding: leave `FEEDING` to threads that feed an accelerator.
     """
     own, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if own == present else 1
+    ranks = number_of("LOCAL_WORLD_SIZE", 1, least=1) if own == present else 1
     if ranks == 1 and not feeding:
         return 0
     return max(1, own // ranks - (FEEDING if feeding else 0))

@@ -9,6 +9,8 @@ against 6.7 GB/s), but reading it is nearly free, since it is marked as zero. Ze
 write and make the first read as slow as later ones.
 
 Space that is rarely used is released in between, as holes of the file, if the file system can make them.
+
+The files of a durable run have names and stay; only their owner may read them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import errno
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -35,11 +38,11 @@ _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno
 
 
 class SwapFile:
-    """An open file with `nbytes` bytes reserved, deleted when it is closed or the process ends.
+    """An open file with `nbytes` bytes reserved, deleted when it is closed or the process ends unless it is durable.
 
     `file`: the file for `infinity.native._aio.Engine`, which may be striped over several. `path`: a name for messages
-    (no such file exists). `nbytes`: the requested size, rounded up to the file's alignment or to whole chunks of the
-    stripe.
+    (no such file exists if it is not durable). `nbytes`: the requested size, rounded up to the file's alignment or to
+    whole chunks of the stripe.
     """
 
     def __init__(
@@ -103,6 +106,14 @@ class SwapFile:
             if start < stop
         ]
 
+    def sync(self) -> None:
+        """Wait until the bytes written so far have reached the drives. Raises OSError with the folder."""
+        for fd, folder in self._members:
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                raise OSError(error.errno, os.strerror(error.errno or 0), str(folder)) from error
+
     def close(self) -> None:
         """Release the space. All requests on the file must be done before. Idempotent."""
         fds, self._fds = self._fds, []
@@ -123,11 +134,14 @@ class SwapFile:
         return f"SwapFile({self.path!r}, {self.nbytes:,} bytes, {'direct' if self.direct else 'buffered'})"
 
 
-def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chunk: int = LARGEST_CHUNK) -> SwapFile:
+def open_swap_files(
+    paths: Sequence[str | Path], nbytes: int, *, name: str, chunk: int = LARGEST_CHUNK, durable: bool = False
+) -> SwapFile:
     """Create one logical file of `nbytes` reserved bytes, striped over an anonymous file in each folder of `paths`.
 
     chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.stripe`). name: for messages, and for
-    files that cannot be anonymous. Bytes read as zeros until they are written. Warns for each folder whose file system
+    files that cannot be anonymous. durable: open the file `name` in each folder instead, with its bytes, or create it;
+    it stays. Bytes read as zeros until they are written. Warns for each folder whose file system
     refuses `O_DIRECT`, where I/O goes through the page cache, and once if folders are on one file system.
 
     Raises:
@@ -143,7 +157,8 @@ def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chun
     for folder in folders:
         check_folder(folder)
     sizes = [whole(nbytes, alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
-    together = _by_file_system(folders, sizes)
+    held = [_held(folder / name) if durable else 0 for folder in folders]
+    together = _by_file_system(folders, [max(0, size - there) for size, there in zip(sizes, held, strict=True)])
     for where, needed in together:
         _check_space(where, needed)
     for where, _ in together:
@@ -157,7 +172,7 @@ def open_swap_files(paths: Sequence[str | Path], nbytes: int, *, name: str, chun
     with ExitStack() as undo:
         opened = []
         for folder, size in zip(folders, sizes, strict=True):
-            opened.append(undo.enter_context(_open_one(folder, size, name)))
+            opened.append(undo.enter_context(_open_one(folder, size, name, durable=durable)))
         swap = opened[0] if len(opened) == 1 else _striped(opened, whole(nbytes, chunk), chunk)
         undo.pop_all()
         return swap
@@ -176,12 +191,12 @@ def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:
     )
 
 
-def _open_one(folder: Path, nbytes: int, name: str) -> SwapFile:
-    """Create and reserve one file. nbytes: a multiple of the alignment."""
-    fd, named = open_anonymous(folder, name)
+def _open_one(folder: Path, nbytes: int, name: str, *, durable: bool) -> SwapFile:
+    """Open and reserve one file. nbytes: a multiple of the alignment."""
+    fd, named = (_open_durable(folder / name), None) if durable else open_anonymous(folder, name)
     direct_fd = -1
     try:
-        direct_fd = _open_direct(fd, folder)
+        direct_fd = _open_direct_again(fd) if os.fstat(fd).st_size else _open_direct(fd, folder)
         reserve(Range(fd, folder, 0, nbytes))
         path = str(folder / name)
         fds = [direct_fd, fd] if direct_fd >= 0 else [fd]
@@ -257,6 +272,36 @@ def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
     except OSError:
         return fd, own
     return fd, None
+
+
+def _open_durable(path: Path) -> int:
+    """Open or create a file of a durable run. Raises StorageError if it is a link, not a file, or another user's."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(fd)
+        raise StorageError(f"{path} is not a file of this user: remove it, or name another run (infinity.run)")
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def _held(path: Path) -> int:
+    """Return the bytes on the drive of a file that may not exist."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _open_direct_again(fd: int) -> int:
+    """Return a descriptor with `O_DIRECT` of a file with content; -1 if the file system refuses it."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 def _unwritable(folder: Path, error: OSError) -> StorageError:

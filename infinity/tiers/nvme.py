@@ -8,6 +8,7 @@ Transfers use host memory directly. Device memory that the host cannot address g
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterable, Mapping
 
@@ -24,6 +25,8 @@ from infinity.tiers.pool import Pool
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Failed, Transfer
 from infinity.tiers.windows_ahead import WindowsAhead
+
+_log = logging.getLogger("infinity")
 
 
 class Request:
@@ -43,9 +46,23 @@ class Request:
         finally:
             if self._request.done():  # it continues if Ctrl-C ends the wait
                 self._memory = None
+                _warn_of_repairs(self._request, self._extent)
 
     def done(self) -> bool:
         return self._request.done()
+
+
+def _warn_of_repairs(request: _aio.Request, extent: Extent) -> None:
+    for offset, nbytes, path, count in request.take_repaired():
+        _log.warning(
+            "checksum mismatch in the %s, in %s: %d bytes at offset %d were wrong, and right when they were read "
+            "again, so they are used. %d such blocks so far: check the drive's cable, its controller and the memory",
+            extent.name,
+            path,
+            nbytes,
+            offset,
+            count,
+        )
 
 
 def _with_name(error: OSError, extent: Extent, *, mismatch: bool) -> OSError:
@@ -54,8 +71,8 @@ def _with_name(error: OSError, extent: Extent, *, mismatch: bool) -> OSError:
         return OSError(error.errno, f"{error.strerror} ({extent.name})", error.filename)
     where = str(error.strerror).removeprefix(f"{os.strerror(errno.EBADMSG)}: ")
     text = (
-        f"checksum mismatch in the {extent.name}, in {error.filename}: {where}. The drive or its cable is failing: "
-        "resume from the last checkpoint on another drive"
+        f"checksum mismatch in the {extent.name}, in {error.filename}: {where}. The hardware is failing: "
+        "resume from the last checkpoint on another drive or machine"
     )
     return ChecksumError(errno.EBADMSG, text, str(error.filename))
 
@@ -105,6 +122,11 @@ class NvmeTier(Tier):
     @property
     def bytes_written(self) -> int:
         return self._engine.bytes_written
+
+    @property
+    def blocks_repaired(self) -> int:
+        """Blocks that did not match their checksum when they were read, and did in a second read."""
+        return self._file.file.repaired
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
         if self._staging is None or self._device.is_host(destination):
@@ -171,11 +193,18 @@ class NvmeTier(Tier):
         self._file.close()
 
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        request = self._engine.read(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
+        return self._read_at(extent.offset + offset, memory, extent)
+
+    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        return self._write_at(extent.offset + offset, memory, extent)
+
+    def _read_at(self, place: int, memory: torch.Tensor, extent: Extent) -> Transfer:
+        """Start to read at byte `place` of the file. extent: for messages."""
+        request = self._engine.read(self._file.file, place, memory.data_ptr(), memory.numel())
         self._device.recorder.request("nvme_read", extent.name, memory.numel(), request)
         return Request(request, memory, extent)
 
-    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        request = self._engine.write(self._file.file, extent.offset + offset, memory.data_ptr(), memory.numel())
+    def _write_at(self, place: int, memory: torch.Tensor, extent: Extent) -> Transfer:
+        request = self._engine.write(self._file.file, place, memory.data_ptr(), memory.numel())
         self._device.recorder.request("nvme_write", extent.name, memory.numel(), request)
         return Request(request, memory, extent)

@@ -10,14 +10,16 @@ from infinity.plan.pools import READ_AHEAD
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.durable import DurableFiles, DurableTier
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import engine_of
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.slab import SlabTier
+from infinity.tiers.slots import Slots
 
 
-def open_tiers(plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
-    """Return tier name → tier, for the tiers that hold extents.
+def open_tiers(plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+    """Return tier name → tier, for the tiers that hold extents or durable states.
 
     Raises OutOfMemoryError if the plan's extents and pools exceed memory, OutOfSpaceError or StorageError for its
     files. Disk space is reserved before memory is allocated.
@@ -27,8 +29,11 @@ def open_tiers(plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
         raise OutOfMemoryError(*missing)
     opened: dict[str, Tier] = {}
     with ExitStack() as undo:
-        for name in sorted(plan.placement.nbytes, key=lambda name: name != "nvme"):
-            opened[name] = _open_nvme(plan, device, rank) if name == "nvme" else _open_slab(name, plan, device)
+        if plan.io is not None:
+            opened["nvme"] = _open_nvme(plan, device, rank, durable)
+            undo.callback(opened["nvme"].close)
+        for name in sorted(set(plan.placement.nbytes) - {"nvme"}):
+            opened[name] = _open_slab(name, plan, device)
             undo.callback(opened[name].close)
         undo.pop_all()
     return opened
@@ -38,14 +43,27 @@ def _open_slab(name: str, plan: Plan, device: Device) -> Tier:
     return SlabTier(name, plan.placement.nbytes[name], device, on_device=name == "device", pinned=plan.pinned(name))
 
 
-def _open_nvme(plan: Plan, device: Device, rank: int) -> Tier:
+def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | None) -> Tier:
     assert plan.io is not None
     io = plan.io
     with ExitStack() as undo:
-        file = open_swap_files(io.folders, io.nbytes, name=f"states of rank {rank}", chunk=io.chunk)
+        if durable is None:
+            file = open_swap_files(io.folders, io.nbytes, name=f"states of rank {rank}", chunk=io.chunk)
+        else:
+            file = open_swap_files(durable.folders, io.nbytes, name=states_of(rank), chunk=io.chunk, durable=True)
         undo.callback(file.close)
         engine = engine_of(io)
         undo.callback(engine.close)
-        tier = NvmeTier(file, io.reserved, engine, device, io.checksum_block, plan.buffers_of(READ_AHEAD))
+        settings = (file, io.reserved, engine, device, io.checksum_block, plan.buffers_of(READ_AHEAD))
+        tier: Tier
+        if durable is None or io.durable is None:
+            tier = NvmeTier(*settings)
+        else:
+            tier = DurableTier(Slots(io.durable.extents, durable.committed), *settings, durable.checksums)
         undo.pop_all()
     return tier
+
+
+def states_of(rank: int) -> str:
+    """Return the name of the file with a rank's durable states."""
+    return f"rank-{rank:05d}.states"

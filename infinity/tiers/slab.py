@@ -30,6 +30,7 @@ class SlabTier(Tier):
         self.immediate = device.host_addressable
         self._device = device
         self._is_offloaded = False
+        self._written: set[int] = set()
         self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=False)
         if self._slab.is_cpu:
             first_touch(self._slab)
@@ -64,6 +65,7 @@ class SlabTier(Tier):
             return self._device.copy(destination, self._view(extent, offset, destination.numel()))
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        self._written.add(extent.offset)
         with self._copying("device_to_host", extent):
             return self._device.copy(self._view(extent, offset, source.numel()), source)
 
@@ -73,6 +75,11 @@ class SlabTier(Tier):
     def memory(self, extent: Extent) -> torch.Tensor:
         """Return the bytes of an extent, uint8 (nbytes,): a view of the slab."""
         return self._view(extent, 0, extent.nbytes)
+
+    def take_written(self) -> set[int]:
+        """Return the offsets of extents that `write` has changed since the last call; updates work in place."""
+        written, self._written = self._written, set()
+        return written
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         return Window(self._view(extent, offset, nbytes), DONE, extent, offset)

@@ -46,6 +46,26 @@ class Failed:
         return True
 
 
+class Together:
+    """Several transfers as one. `wait` waits for all of them, and raises the first error."""
+
+    def __init__(self, *transfers: Transfer) -> None:
+        self._transfers = transfers
+
+    def wait(self) -> None:
+        failed: BaseException | None = None
+        for transfer in self._transfers:
+            try:
+                transfer.wait()
+            except Exception as error:  # noqa: BLE001 - raised below, after the other waits
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self._transfers)
+
+
 class Promised:
     """A transfer that a background thread executes. Its work returns the transfer that continues it on a stream, or
     None.

@@ -16,6 +16,7 @@ import pytest
 
 from infinity.gpt2 import outputs
 from infinity.gpt2.duration import MEASURED_STEPS
+from infinity.gpt2.meter import MetricsFile, StepRecord
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "pretrain_gpt2.py"
@@ -213,6 +214,68 @@ def test_two_ranks_train_as_one(script: ModuleType, accumulation: int) -> None:
     subprocess.run([*torchrun, *common, "--metrics", "two.jsonl"], check=True, env=environment())
     one, two = metrics("one.jsonl"), metrics("two.jsonl")
     assert [s["loss"] for s in two] == pytest.approx([s["loss"] for s in one], rel=1e-6)
+
+
+class Killed(Exception):
+    """Stands for the end of a process at a step."""
+
+
+@pytest.mark.parametrize("before_the_line", [True, False])
+def test_a_durable_job_goes_on_and_leaves_each_step_once(
+    before_the_line: bool, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it ended between a commit and the line of its step. `--load auto` is the default."""
+    common = [*TINY, "--data", "text.txt", "--train-iters", "6", "--save", "none"]
+    assert script.main([*common, "--metrics", "whole.jsonl"]) == 0
+    durable = [*common, "--durable", "--nvme-path", "nvme", "--metrics", "parts.jsonl"]
+    write = MetricsFile.write
+
+    def kill(file: MetricsFile, record: StepRecord) -> None:
+        if not before_the_line:
+            write(file, record)
+        if record.step == 3:
+            raise Killed
+        if before_the_line:
+            write(file, record)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(MetricsFile, "write", kill)
+        script.main(durable)
+    assert script.main([*durable, "--load", "auto"]) == 0
+    out = capsys.readouterr().out
+    assert "durable run run: two slots of each state in nvme/run, " in out
+    assert "resumed: nvme/run at step 3 of 6" in out
+    whole, parts = metrics("whole.jsonl"), metrics("parts.jsonl")
+    assert [(s["step"], s["loss"]) for s in parts] == [(s["step"], s["loss"]) for s in whole]
+    assert script.main(durable) == 0
+    assert "steps: all 6 are done" in capsys.readouterr().out and metrics("parts.jsonl") == parts
+
+
+def test_a_durable_job_begins_with_a_checkpoint_and_goes_on_with_its_commits(script: ModuleType) -> None:
+    common = [*TINY, "--data", "text.txt"]
+    assert script.main([*common, "--train-iters", "2", "--save", "saved"]) == 0
+    durable = [*common, "--save", "none", "--config", config(infinity={"durable": True}), "--load", "saved"]
+    assert script.main([*durable, "--train-iters", "4"]) == 0
+    assert script.main([*durable, "--train-iters", "6", "--metrics", "m.jsonl"]) == 0
+    assert [s["step"] for s in metrics("m.jsonl")] == [4, 5, 6]  # 4: the record of the commit
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--load", "auto"], "--load auto goes on with a durable run. Give --durable, or set infinity.durable"),
+        (["--load", "auto", "--config", "engine.json"], "--load auto goes on with a durable run."),
+        (["--durable", "--config", "engine.json"], "Set infinity.durable in engine.json instead."),
+        (["--durable"], "A durable run needs the number of its steps, which must not change. Give --train-iters."),
+    ],
+)
+def test_flags_that_make_no_durable_run_are_refused(
+    flags: list[str], message: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config()
+    before = left()
+    assert script.main([*TINY, "--data", "text.txt", *flags]) == 2
+    assert message in capsys.readouterr().err and left() == before
 
 
 def test_checkpointed_activations_and_the_seed(script: ModuleType) -> None:

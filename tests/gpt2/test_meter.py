@@ -92,3 +92,47 @@ def test_metrics_are_one_object_a_line_on_disk_at_once(tmp_path: Path) -> None:
 def test_a_metrics_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"The metrics file .* cannot be written: Is a directory"):
         MetricsFile(tmp_path)
+
+
+def lines(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 5.5, 2.0, 256.0, 30, 20, 1000, 50)
+
+
+def test_resumed_metrics_have_each_step_once(tmp_path: Path) -> None:
+    """Lines after the step that the job goes on from are dropped, and one that was cut short."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for step in (1, 2, 3):
+            file.write(record(step))
+    with path.open("a") as cut_short:
+        cut_short.write('{"step": 4, "lo')
+    with MetricsFile(path, 3) as file:
+        file.write(record(4))
+    assert lines(path) == [1, 2, 3, 4]
+    with MetricsFile(path, 2, sync=True) as file:
+        file.write(record(3))
+    assert lines(path) == [1, 2, 3]
+
+
+def test_resumed_metrics_get_the_line_that_the_commit_has(tmp_path: Path) -> None:
+    """A job that is killed after a commit, and before the line of its step."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write(record(1))
+    for _ in range(2):
+        MetricsFile(path, 2, record(2)).__exit__(None, None, None)
+    assert lines(path) == [1, 2]
+    MetricsFile(tmp_path / "new.jsonl", 2, record(2)).__exit__(None, None, None)
+    assert lines(tmp_path / "new.jsonl") == [2]
+
+
+def test_resumed_metrics_refuse_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("notes\n")
+    with pytest.raises(StorageError, match=r"notes.txt is no metrics file"):
+        MetricsFile(path, 2)
+    assert path.read_text() == "notes\n"

@@ -1,0 +1,104 @@
+"""The page of `durability.py`: the cost of durable states, and how soon a killed run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness import Result, median_ratio, spread
+from report import style
+from report.page import Report, setup, table
+
+SCHEDULES = {"0": "during backward", "1": "clipping, next forward"}
+"""Value of clipping → schedule of the updates."""
+
+
+def runs_of(result: Result, save: str, clip: str) -> list[dict[str, Any]]:
+    return list(result["runs"][f"{save}, clip {clip}"])
+
+
+def seconds(runs: list[dict[str, Any]]) -> float:
+    return spread(step for run in runs for step in run["steps"]).median
+
+
+def ratio(result: Result, clip: str) -> float:
+    """Median over rounds of the medians' ratio."""
+    above, below = runs_of(result, "durable", clip), runs_of(result, "without", clip)
+    return median_ratio([seconds([run]) for run in above], [seconds([run]) for run in below])
+
+
+def parameters(result: Result) -> int:
+    return int(next(iter(result["runs"].values()))[0]["parameters"])
+
+
+def title(result: Result) -> str:
+    return f"Durable states of {parameters(result) / 1e6:.0f} M parameters on NVMe"
+
+
+def fragments(result: Result) -> dict[str, str]:
+    args = result["args"]
+    text = setup(
+        result,
+        f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, vocabulary {args['vocab']}, sequence "
+        f"{args['sequence']}, batch {args['batch']}, bf16, AdamW, untied head.",
+        f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved; ratios are medians "
+        "of those within a round.",
+    )
+    return {"setup": text, "cost": cost(result), "recovery": recovery(result)}
+
+
+def cost(result: Result) -> str:
+    rows = []
+    for clip, schedule in SCHEDULES.items():
+        without, durable = runs_of(result, "without", clip), runs_of(result, "durable", clip)
+        rows.append(
+            [
+                schedule,
+                f"{seconds(without):.2f}",
+                f"{seconds(durable):.2f}",
+                f"{ratio(result, clip):.2f}",
+                f"{without[0]['nvme'] / 1e9:.2f}",
+                f"{durable[0]['nvme'] / 1e9:.2f}",
+                f"{max(run['peak_rss'] for run in without) / 1e9:.2f}",
+                f"{max(run['peak_rss'] for run in durable) / 1e9:.2f}",
+            ]
+        )
+    head = ["updates", "step, s", "durable, s", "ratio", "on NVMe, GB", "durable, GB", "peak RSS, GB", "durable, GB"]
+    return table(head, rows)
+
+
+def recovery(result: Result) -> str:
+    rows = []
+    for clip, schedule in SCHEDULES.items():
+        runs = runs_of(result, "durable", clip)
+        found = (spread(run[key] for run in runs).median for key in ("construction", "resume"))
+        rows.append([schedule, *(f"{each:.2f}" for each in found), f"{runs[0]['record'] / 1e3:.0f}"])
+    return table(["updates", "construction, s", "engine.resume(), s", "record of a commit, kB"], rows)
+
+
+def figures(result: Result) -> dict[str, float]:
+    return {f"{schedule}: durable ÷ without": ratio(result, clip) for clip, schedule in SCHEDULES.items()}
+
+
+def plot(result: Result, path: Path) -> None:
+    subtitle = "seconds a step, median and range of all counted steps; lower is better"
+    figure = style.new_figure(9, 3.6, title=title(result), subtitle=subtitle)
+    axes = figure.add_axes((0.32, 0.12, 0.62, 0.66))
+    names, place = [], 0
+    for clip, schedule in SCHEDULES.items():
+        for save, colour in (("without", "#9ca3af"), ("durable", "#2f6fde")):
+            steps = [step for run in runs_of(result, save, clip) for step in run["steps"]]
+            middle = spread(steps).median
+            axes.barh(place, middle, color=colour, height=0.7)
+            axes.plot([min(steps), max(steps)], [place, place], color="#374151", linewidth=1)
+            axes.text(max(steps), place, f"  {middle:.2f}", va="center")
+            names.append(f"{schedule}, {save}")
+            place += 1
+    axes.set_yticks(range(place), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, None)
+    style.dress(axes, "x")
+    style.save(figure, path)
+
+
+REPORT = Report(title, fragments, figures, plot, "Seconds of a step with and without durable states")

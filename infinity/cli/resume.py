@@ -1,0 +1,75 @@
+"""`infinity resume`: goes on with a durable run, by the command line that started it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from infinity.cli.console import FAILED, USAGE, fail, note, one_line_errors, printable, say, say_json
+from infinity.durable.condition import Condition, check_idle, condition, owned
+from infinity.errors import InfinityError
+
+
+def run(folder: Path, check: bool, as_json: bool) -> None:
+    """Run the command; see its help. Returns only with `check`."""
+    if as_json and not check:
+        fail("--json describes the result of --check: pass both", USAGE)
+    folder = folder.absolute()
+    with one_line_errors():
+        try:
+            with owned(folder) as held:
+                check_idle(folder)
+                found = condition(held, folder)
+        except InfinityError as error:
+            fail(error, USAGE)
+    if check:
+        _show(found, as_json=as_json)
+        raise typer.Exit(0 if found.is_intact else FAILED)
+    with one_line_errors():
+        _execute(found)
+
+
+def _show(found: Condition, *, as_json: bool) -> None:
+    if found.absent:
+        note(f"{_ranks(found.absent)}: no files on this machine; check the run on the machines that have them")
+    for fault in found.faults:
+        note(fault)
+    if as_json:
+        say_json({"run": found.run, "step": found.step, "ranks": found.ranks, "intact": found.is_intact})
+        return
+    step = "no step is committed" if found.step is None else f"step {found.step:,} is the last committed one"
+    state = "intact" if found.is_intact else "nothing to go on from" if found.step is None else "not intact"
+    say(
+        f"run {printable(found.run)}, {_ranks(range(found.ranks))}: {step}; {state}",
+        f"command, in {printable(found.folder)}: {printable(shlex.join(found.command))}",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _execute(found: Condition) -> None:
+    """Print the command and replace this process with it."""
+    if not found.command:
+        fail(f"the manifest of run {found.run} names no command: start it with the command that began it", USAGE)
+    if not os.path.isdir(found.folder):
+        fail(f"the working directory {found.folder} does not exist any more: create it, or start the run anew", USAGE)
+    os.chdir(found.folder)
+    os.environ["PWD"] = found.folder
+    program = shutil.which(found.command[0])
+    if program is None:
+        fail(f"{found.command[0]}, the program of the run, does not exist any more: {shlex.join(found.command)}", USAGE)
+    note(f"in {found.folder}: {shlex.join(found.command)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(program, found.command)
+    except (OSError, ValueError) as error:
+        fail(f"{found.command[0]} cannot be executed: {getattr(error, 'strerror', None) or error}", USAGE)

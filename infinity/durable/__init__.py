@@ -1,0 +1,1 @@
+"""Durable runs: states whose every step survives the process, as long as the drive does."""

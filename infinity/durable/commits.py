@@ -1,0 +1,196 @@
+"""Commits the steps of a durable run beside training.
+
+A step commits in four stages, in a thread of its own: its updates end; states in memory are written through, and all
+data is synced; the rank's record is written and synced; the ranks agree that all have theirs. An update of the next
+step waits for the agreement, since it writes where the commit before the last one was. The thread holds no reference to
+model or engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity import concurrency
+from infinity.comm.side import SideChannel
+from infinity.durable.record import CHECKSUMS, Progress, Record
+from infinity.durable.run import DurableRun
+from infinity.errors import StorageError, UsageError
+from infinity.plan.durable import Durable
+from infinity.tiers.device import Device
+from infinity.tiers.durable import DurableTier
+from infinity.tiers.slab import SlabTier
+from infinity.tiers.transfer import Promise, Transfer
+from infinity.update.job import UpdateJob
+
+_STOPPED = 65536.0
+"""Added to a rank's number in the agreement if it was asked to stop; 1 stands for a failure."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to commit. unit_steps: lists that its updates change. blobs: makes the record's, in the thread.
+
+    updated: units that it updates. written: tier in memory → offsets of extents that were written besides.
+    """
+
+    jobs: Sequence[UpdateJob]
+    updated: Collection[int]
+    written: Mapping[str, Collection[int]]
+    progress: Progress
+    unit_steps: Sequence[list[int]]
+    blobs: Callable[[], Mapping[str, bytes]]
+
+
+class Committing:
+    """A transfer that is done once a step is committed on all ranks. Writes of later values wait for it."""
+
+    def __init__(self, step: Step) -> None:
+        self._jobs = step.jobs
+        self._promise = Promise()
+
+    def done(self) -> bool:
+        return self._promise.done()
+
+    def wait(self) -> None:
+        """Raises StorageError if the step could not be committed, and UsageError where waiting would never end."""
+        if not self.done() and not all(job.has_begun for job in self._jobs):
+            raise UsageError(
+                "a parameter was edited before the last step is committed, which waits for updates in the next "
+                "forward (infinity.durable). Edit it through infinity.gather(), or set infinity.update to "
+                '"after_backward".'
+            )
+        self._promise.wait()
+
+    def keep(self) -> None:
+        self._jobs = ()
+        self._promise.keep()
+
+    def fail(self, error: BaseException) -> None:
+        self._jobs = ()
+        self._promise.fail(error)
+
+    def abandon(self) -> None:
+        """Fail the updates that have not begun, so that the thread does not wait for them for ever."""
+        for job in self._jobs:
+            if not job.has_begun:
+                job.fail(StorageError("the engine was closed before the update"))
+
+
+class Commits:
+    """The thread that commits, and the state of the last commit."""
+
+    def __init__(
+        self,
+        run: DurableRun,
+        tier: DurableTier,
+        memory: Mapping[str, SlabTier],
+        extents: Sequence[Durable],
+        channel: SideChannel,
+        device: Device,
+        refused: Callable[[], bool],
+    ) -> None:
+        """memory: tiers whose states are written through. refused: returns whether an update was skipped, so that the
+        states are those of no step.
+        """
+        self.run = run
+        self.stops = False
+        """True once any rank was asked to stop; equal on all ranks between two commits."""
+        self.asked_to_stop = False
+        self._tier = tier
+        self._memory = memory
+        self._extents = extents
+        self._channel = channel
+        self._device = device
+        self._refused = refused
+        self.is_single = channel.is_single
+        """True if there is one rank."""
+        self._last: Committing | None = None
+        self._queue: concurrency.Queue = concurrency.fifo()
+        self._thread: threading.Thread | None = None
+
+    def start(self, step: Step) -> Transfer:
+        """Commit a step once its updates have ended. The commit before it must have been waited for."""
+        if self._thread is None:
+            self._thread = concurrency.thread(self._work, "infinity-commit")
+            self._thread.start()
+        committing = self._last = Committing(step)
+        self._queue.put((step, committing))
+        return committing
+
+    def wait(self) -> None:
+        """Wait for the last commit. Raises StorageError if it failed; its updates must have begun."""
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        """End the thread after the commit under way. Idempotent."""
+        if self._last is not None:
+            self._last.abandon()
+        if self._thread is not None:
+            self._queue.put(None)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            self._thread = None
+        self._channel.close()
+
+    def _work(self) -> None:
+        self._device.enter_thread()
+        while (item := self._queue.get()) is not None:
+            step, committing = item
+            try:
+                self._commit(step)
+            except BaseException as error:  # noqa: BLE001 - raised by every wait for the commit
+                committing.fail(self._failure(step, error))
+            else:
+                committing.keep()
+            del item, step, committing
+
+    def _failure(self, step: Step, error: BaseException) -> StorageError:
+        last = "none" if self.run.record is None else f"step {self.run.record.progress.global_steps}"
+        failure = StorageError(
+            f"step {step.progress.global_steps} could not be committed to {self.run.path}: {error}. The last committed "
+            f"step is {last}. Restart the run, which goes on from it."
+        )
+        failure.__cause__ = error
+        return failure
+
+    def _commit(self, step: Step) -> None:
+        failed: BaseException | None = None
+        before = self.run.record
+        try:
+            for job in step.jobs:
+                job.done.wait()
+            if self._refused():
+                raise StorageError("a gradient of it was NaN or infinite")
+            self._write_through(step, everything=before is None)
+            sealed = self._tier.seal()
+            blobs = {**step.blobs(), CHECKSUMS: self._tier.checksums}
+            self._tier.sync()
+            record = Record(
+                self.run.next_number(), step.progress, [list(steps) for steps in step.unit_steps], sealed, blobs
+            )
+            self.run.write(record)
+        except BaseException as error:  # noqa: BLE001 - raised below, once all ranks know
+            failed = error
+        total = self._channel.sum(float(failed is not None) + _STOPPED * self.asked_to_stop)
+        stops, failures = divmod(total, _STOPPED)
+        self.stops = self.stops or bool(stops)
+        if failed is not None:
+            raise failed
+        if failures:
+            self.run.record = before
+            raise StorageError("another rank could not commit it: see that rank's error")
+        self._tier.slots.commit(sealed)
+        self.run.conclude()
+
+    def _write_through(self, step: Step, *, everything: bool) -> None:
+        """Write the states in memory that changed since the last commit to their slots."""
+        writing = []
+        for each in self._extents:
+            tier, written = self._memory.get(each.working.tier), step.written.get(each.working.tier, ())
+            if tier is not None and (everything or each.unit in step.updated or each.working.offset in written):
+                writing.append(self._tier.write(each.first, tier.memory(each.working)))
+        for transfer in writing:
+            transfer.wait()

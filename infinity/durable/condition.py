@@ -1,0 +1,145 @@
+"""The condition of a durable run's folder: its last commit, whether that is intact, and the command that goes on.
+
+Only a folder that nobody but its owner writes is read, since the command in it is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.durable import folder as files
+from infinity.durable.manifest import Manifest
+from infinity.durable.record import Record, read_record
+from infinity.errors import CheckpointError
+from infinity.plan.stripe import shares
+from infinity.tiers.open_tiers import states_of
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The last commit of a run, as far as this machine has its files."""
+
+    run: str
+    """Name of the run."""
+    step: int | None
+    """The last committed step; None: nothing is committed."""
+    ranks: int
+    absent: tuple[int, ...]
+    """Ranks whose files are not on this machine."""
+    faults: tuple[str, ...]
+    """Files that are damaged or missing, with the reason."""
+    command: tuple[str, ...]
+    """The command line that started the run."""
+    folder: str
+    """Its working directory."""
+
+    @property
+    def is_intact(self) -> bool:
+        """Return whether every rank can go on from the commit."""
+        return self.step is not None and not self.absent and not self.faults
+
+
+@contextmanager
+def owned(run: Path) -> Iterator[Path]:
+    """Yield a path of the folder `run` that stays the same folder, whatever is renamed.
+
+    Raises CheckpointError if it is no durable run, or if another user could have written the command in it.
+    """
+    try:
+        fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{run} cannot be opened: {error.strerror}; pass the folder NVME_PATH/RUN") from error
+    try:
+        held = Path(f"/proc/self/fd/{fd}")
+        if not files.is_run(held):
+            raise CheckpointError(f"{run} is not the folder of a durable run: pass NVME_PATH/RUN (infinity.run)")
+        _check_owner(os.fstat(fd), run)
+        for path in (*held.glob("[0-9]*"), *held.glob("[0-9]*/rank-*.json")):
+            _check_owner(os.lstat(path), run / path.relative_to(held))
+        yield held
+    finally:
+        os.close(fd)
+
+
+def check_idle(run: Path) -> None:
+    """Raise StorageError if a process trains the run."""
+    files.check_unheld(run, 0)
+
+
+def condition(held: Path, run: Path) -> Condition:
+    """Return the condition of a run. held: the folder, as `owned` yields it. run: its name for messages.
+
+    Raises CheckpointError if no manifest can be read.
+    """
+    generations = files.read_generations(held)
+    if not generations:
+        raise CheckpointError(f"no manifest in {run} can be read: start the run with the command that began it")
+    found = [(generation, number) for generation in generations if (number := _last_commit(generation))]
+    generation, number = found[-1] if found else (generations[-1], 0)
+    manifest = generation.manifests[min(generation.manifests)]
+    folder = files.generation_folder(held, generation.number)
+    there = set(files.ranks_in(folder))
+    step, faults = None, []
+    for rank in range(manifest.ranks):
+        if rank not in there:
+            continue
+        if rank not in generation.manifests:
+            faults.append(f"rank {rank}: its manifest is damaged")
+        elif number:
+            record = read_record(files.record_file(folder, rank, number))
+            step = step if record is None or record.number != number else record.progress.global_steps
+            own = generation.manifests[rank]
+            faults += [f"rank {rank}: {fault}" for fault in _faults(held, own, generation.number, rank, number, record)]
+    absent = tuple(rank for rank in range(manifest.ranks) if rank not in there)
+    return Condition(run.name, step, manifest.ranks, absent, tuple(faults), manifest.command, manifest.folder)
+
+
+def _last_commit(generation: files.Generation) -> int:
+    """Return the number of the last commit that can be complete: one that no rank of this machine is behind."""
+    ranks = [numbers for numbers in generation.commits.values() if numbers]
+    return min((max(numbers) for numbers in ranks), default=0)
+
+
+def _faults(
+    held: Path, manifest: Manifest, generation: int, rank: int, number: int, record: Record | None
+) -> Iterator[str]:
+    """Yield what a rank's files lack of a commit. record: of the file that should hold it."""
+    if record is None or record.number != number:
+        yield f"its record of commit {number} is missing or damaged"
+    elif len(record.slots) != len(manifest.layout["extents"]):
+        yield f"its record of commit {number} is of another layout"
+    sizes = _file_sizes(manifest)
+    runs = [held, *(Path(run) for run in manifest.runs[1:])]
+    for run, shown, nbytes in zip(runs, manifest.runs, sizes, strict=True):
+        name = f"{generation:04d}/{states_of(rank)}"
+        try:
+            status = os.lstat(run / name)
+        except OSError as error:
+            yield f"{shown}/{name}: {error.strerror}"
+            continue
+        if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
+            yield f"{shown}/{name} has {status.st_size:,} bytes instead of {nbytes:,}"
+
+
+def _file_sizes(manifest: Manifest) -> list[int]:
+    """Return the bytes of a rank's states in each folder."""
+    layout = manifest.layout
+    if layout["folders"] == 1:
+        return [layout["nbytes"]]
+    return shares(layout["nbytes"], layout["chunk"], layout["folders"])
+
+
+def _check_owner(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise CheckpointError(f"{path} is a link, which a run has none of: nothing in it was executed")
+    if status.st_uid != os.geteuid():
+        raise CheckpointError(f"{path} belongs to another user, whose command will not be executed")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CheckpointError(
+            f"others may write {path}, and with it the command to execute: check the command in it, then chmod go-w"
+        )

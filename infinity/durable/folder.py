@@ -1,0 +1,201 @@
+"""The folder of a durable run.
+
+    NVME_PATH/RUN/rank-00000.lock                held by the process of this rank
+    NVME_PATH/RUN/0001/rank-00000.states         slots of parameters and optimizer states
+    NVME_PATH/RUN/0001/rank-00000.json           layout of the states, and how the run was started
+    NVME_PATH/RUN/0001/rank-00000.record-0, -1   the last two commits
+
+A generation (0001) belongs to one layout of states and one number of ranks. A run that goes on with another begins the
+next, and removes the one before it after its first commit. Only the owner of the run may read the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.durable.manifest import Manifest, read_manifest
+from infinity.durable.record import invalidate, read_record
+from infinity.errors import StorageError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation as one machine sees it."""
+
+    number: int
+    manifests: Mapping[int, Manifest]
+    """By rank."""
+    commits: Mapping[int, tuple[int, ...]]
+    """Rank → numbers of its intact records."""
+    damaged: tuple[int, ...]
+    """Ranks that have committed, and have no intact record."""
+
+
+def generation_folder(run: Path, number: int) -> Path:
+    return run / f"{number:04d}"
+
+
+def record_file(folder: Path, rank: int, number: int) -> Path:
+    return folder / f"rank-{rank:05d}.record-{number % 2}"
+
+
+def manifest_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether `folder` is that of a durable run, with or without a commit."""
+    return any(ranks_in(each) for each in _generations(folder))
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only its owner may read. Raises StorageError if something else has its name."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise StorageError(
+                f"{folder} is not a folder of this user: remove it, or name another run (infinity.run)"
+            ) from None
+        os.chmod(folder, 0o700)
+    except OSError as error:
+        raise StorageError(f"cannot create the folder {folder}: {error.strerror}; name another (nvme_path)") from error
+
+
+def read_generations(run: Path) -> list[Generation]:
+    """Return the generations of a run, in their order, without those that lack a manifest."""
+    found = []
+    for folder in _generations(run):
+        manifests = {rank: read_manifest(manifest_file(folder, rank)) for rank in ranks_in(folder)}
+        read = {rank: manifest for rank, manifest in manifests.items() if manifest is not None}
+        commits = {
+            rank: tuple(
+                record.number for slot in (0, 1) if (record := read_record(record_file(folder, rank, slot))) is not None
+            )
+            for rank in read
+        }
+        damaged = tuple(
+            rank
+            for rank, numbers in commits.items()
+            if not numbers and all(record_file(folder, rank, slot).exists() for slot in (0, 1))
+        )
+        if read:
+            found.append(Generation(int(folder.name), read, commits, damaged))
+    return found
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Return the ranks that have a manifest in the folder of a generation, which may be damaged."""
+    names = (path.name.removeprefix("rank-").removesuffix(".json") for path in folder.glob("rank-*.json"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def last_commit(ranks: int, commits: Mapping[int, Iterable[int]]) -> int:
+    """Return the number of the last commit that every rank has a record of; 0: none. commits: rank → numbers."""
+    common = set.intersection(*(set(commits.get(rank, ())) for rank in range(ranks)))
+    return max(common, default=0)
+
+
+def check_empty(folders: Iterable[Path], rank: int) -> None:
+    """Raise StorageError if a folder of a new generation has this rank's states, of a run that was begun with more
+    folders.
+    """
+    for folder in folders:
+        if any(folder.glob(f"rank-{rank:05d}.*")):
+            raise StorageError(
+                f"{folder} has files of a run that was begun with other folders: name those in nvme_path, in the same "
+                "order, or another run (infinity.run)"
+            )
+
+
+def drop_records_after(folder: Path, rank: int, number: int) -> None:
+    """Invalidate a rank's records of commits that other ranks lack, before their slots are written again."""
+    for slot in (0, 1):
+        record = read_record(record_file(folder, rank, slot))
+        if record is None or record.number > number:
+            invalidate(record_file(folder, rank, slot), sync=True)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_generation(runs: Sequence[Path], number: int) -> None:
+    for run in runs:
+        shutil.rmtree(generation_folder(run, number), ignore_errors=True)
+
+
+class Lock:
+    """A run that this process holds as `rank`, until `close` or the end of the process."""
+
+    def __init__(self, run: Path, rank: int) -> None:
+        """Raises StorageError if another process holds it."""
+        self._fd = _locked(run / f"rank-{rank:05d}.lock", os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def check_unheld(run: Path, ranks: int) -> None:
+    """Raise StorageError if a process holds the run as a rank of `ranks` or above, of a run with more ranks."""
+    with _unheld(run, ranks):
+        pass
+
+
+@contextmanager
+def unchanged(run: Path) -> Iterator[None]:
+    """Keep other processes from training a run in the block. Raises StorageError if one does."""
+    with _unheld(run, 0):
+        yield
+
+
+@contextmanager
+def _unheld(run: Path, first: int) -> Iterator[None]:
+    """Hold the locks of ranks from `first` on, shared, since all ranks of this job do so at once."""
+    with ExitStack() as stack:
+        for path in run.glob("rank-*.lock"):
+            number = path.name.removeprefix("rank-").removesuffix(".lock")
+            if number.isdigit() and int(number) >= first:
+                with suppress(FileNotFoundError):  # its run ended meanwhile, without a commit
+                    stack.callback(os.close, _locked(path, os.O_RDONLY, fcntl.LOCK_SH))
+        yield
+
+
+def _locked(path: Path, flags: int, kind: int) -> int:
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise StorageError(
+            f"{path.parent} is in use by another process, which trains this run: wait for its end, or name another run "
+            "(infinity.run)"
+        ) from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _generations(run: Path) -> list[Path]:
+    try:
+        found = [path for path in run.iterdir() if path.name.isdigit() and path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: int(path.name))

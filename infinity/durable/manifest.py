@@ -1,0 +1,118 @@
+"""The manifest of a rank's durable states: their layout, and the command that started the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.errors import CheckpointError
+from infinity.inputs import parse_json, read_input
+from infinity.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """layout: units, slots of states, formats and ranks, as JSON. Equal layouts have equal bytes in their files."""
+
+    layout: dict[str, Any]
+    command: tuple[str, ...]
+    """The command line, with that of torchrun if it started the ranks."""
+    folder: str
+    """The working directory of the command."""
+    runs: tuple[str, ...] = ()
+    """The run's folder in each folder of nvme_path."""
+
+    @property
+    def ranks(self) -> int:
+        return int(self.layout["ranks"])
+
+    def to_json(self) -> str:
+        content = {"layout": self.layout, "command": list(self.command), "folder": self.folder, "runs": self.runs}
+        return json.dumps({"version": _VERSION, "crc32": _crc32(content), **content}, indent=1)
+
+
+def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
+    """Return the manifest of the states of a plan. ranks: all of them, data and model parallel."""
+    assert plan.io is not None and plan.io.durable is not None
+    layout = {
+        "ranks": ranks,
+        "model_parallel": plan.ranks.model_parallel,
+        "shards": plan.ranks.shards,
+        "optimizer": config.optimizer.type,
+        "rule": config.optimizer.rule,
+        "moments": config.infinity.moments,
+        "units": [
+            {
+                "name": unit.name,
+                "dtype": str(unit.dtype).removeprefix("torch."),
+                "trainable": unit.trainable,
+                "numel": unit.numel,
+                "first": unit.first,
+                "tile": plan.placement.tile_sizes.get(unit.index, 0),
+                "states": [[kind.name, str(kind.dtype).removeprefix("torch."), kind.per] for kind in kinds(plan, unit)],
+                "slots": [[slot.name, list(slot.shape), slot.offset, slot.group] for slot in unit.slots],
+            }
+            for unit in plan.units
+        ],
+        "extents": [
+            [each.unit, each.state.value, each.first.offset, each.second.offset, each.first.nbytes]
+            for each in plan.io.durable.extents
+        ],
+        "folders": len(plan.io.folders),
+        "chunk": plan.io.chunk,
+        "checksum_block": plan.io.checksum_block,
+        "nbytes": plan.io.nbytes,
+    }
+    runs = tuple(os.path.abspath(folder / plan.io.durable.run) for folder in plan.io.folders)
+    return Manifest(json.loads(json.dumps(layout)), _command(), os.getcwd(), runs)
+
+
+def kinds(plan: Plan, unit: Any) -> tuple[Any, ...]:
+    """Return the optimizer states of a unit in their order in a tile; none of a frozen one."""
+    return plan.policy.states(unit.dtype).states if unit.trainable else ()
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """Return the manifest of a file; None if there is none or it was cut short. Raises CheckpointError if it is newer
+    than this version of Infinity.
+    """
+    if path.is_symlink():
+        return None
+    try:
+        content = parse_json(read_input(path))
+        version, crc32 = content.pop("version"), content.pop("crc32")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+    if version != _VERSION:
+        raise CheckpointError(f"{path} has format version {version}: use a newer Infinity")
+    if crc32 != _crc32(content) or not isinstance(content.get("layout"), dict):
+        return None
+    command, runs = (tuple(map(str, content.get(key, ()))) for key in ("command", "runs"))
+    return Manifest(content["layout"], command, str(content.get("folder")), runs)
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _command() -> tuple[str, ...]:
+    """Return the command line of this process, or of the torchrun that started it, with the path of its program."""
+    command = sys.orig_argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError):
+            content = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+            command = [os.fsdecode(part) for part in content.removesuffix(b"\0").split(b"\0")]
+    program, *arguments = command
+    return (shutil.which(program) or program, *arguments)  # PATH may be another one when the run goes on

@@ -1,0 +1,152 @@
+"""The record of a commit: everything of a step that is not in its slots, one small file for each rank.
+
+    "INFDUR01" | bytes of the rest, u64 | CRC-32 of the rest, u32 | bytes of the JSON, u32 | JSON | blobs
+
+Numbers are little-endian. The JSON names the bytes of each blob. Commits write two files in turn, so that a record that
+was cut short leaves the one before it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import CheckpointError
+from infinity.inputs import open_input, parse_json
+
+CLIENT_STATE, RNG, BUFFERS = "client_state", "rng", "buffers"
+CHECKSUMS = "checksums"
+"""Names of a record's blobs. The last has the checksums of the states' blocks, and is empty without `aio.checksum`."""
+
+_MAGIC = b"INFDUR01"
+
+_HEAD = struct.Struct("<8sQI")
+_LENGTH = struct.Struct("<I")
+_LARGEST = 1 << 34
+"""Bytes of the largest record that is read: buffers of a model and the client's state."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counters, hyper-parameters and schedules after a step, as `infinity.checkpoint.parts.Run` has them."""
+
+    global_steps: int
+    skipped_steps: int
+    param_groups: list[dict[str, Any]]
+    lr_scheduler: dict[str, Any] | None
+    loss_scale: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A committed step of one rank."""
+
+    number: int
+    """Number of the commit in its generation, from 1."""
+    progress: Progress
+    unit_steps: list[list[int]]
+    """Number of updates of each parameter, by unit and slot."""
+    slots: bytes
+    """Slot of each durable extent, in the order of the plan."""
+    blobs: Mapping[str, bytes]
+    """RNG states, client_state, buffers and checksums, by name."""
+
+    def packed(self) -> bytes:
+        named = {"slots": self.slots, **self.blobs}
+        content = {
+            "number": self.number,
+            "progress": asdict(self.progress),
+            "unit_steps": [_shortened(steps) for steps in self.unit_steps],
+            "blobs": {name: len(blob) for name, blob in named.items()},
+        }
+        text = json.dumps(content, separators=(",", ":")).encode()
+        rest = b"".join((_LENGTH.pack(len(text)), text, *named.values()))
+        return _HEAD.pack(_MAGIC, len(rest), zlib.crc32(rest)) + rest
+
+
+def read_record(path: Path) -> Record | None:
+    """Return the record of a file; None if it does not exist, is a link, or was cut short or altered."""
+    if path.is_symlink():
+        return None
+    try:
+        with open_input(path) as file:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                return None
+            magic, nbytes, crc32 = _HEAD.unpack(head)
+            if magic != _MAGIC or nbytes > min(os.fstat(file.fileno()).st_size, _LARGEST):
+                return None
+            rest = file.read(nbytes)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a pipe or a device
+            return None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if len(rest) < max(nbytes, _LENGTH.size) or zlib.crc32(rest) != crc32:
+        return None
+    try:
+        return _unpacked(rest)
+    except (LookupError, TypeError, ValueError, AttributeError, struct.error):
+        return None  # no record of this version
+
+
+def _unpacked(rest: bytes) -> Record:
+    """Return the record of what follows a file's head. Raises errors of many classes."""
+    position = _LENGTH.size + _LENGTH.unpack_from(rest)[0]
+    content = parse_json(rest[_LENGTH.size : position])
+    blobs = {}
+    for name, length in content["blobs"].items():
+        blobs[name] = rest[position : position + length]
+        position += length
+    return Record(
+        number=int(content["number"]),
+        progress=Progress(**content["progress"]),
+        unit_steps=[_restored(steps) for steps in content["unit_steps"]],
+        slots=blobs.pop("slots"),
+        blobs=blobs,
+    )
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record over the one before the last, and wait until it has reached the drive. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        content = memoryview(record.packed())
+        position = 0
+        while position < len(content):
+            position += os.pwrite(fd, content[position:], position)
+        os.ftruncate(fd, len(content))
+        os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    finally:
+        os.close(fd)
+
+
+def invalidate(path: Path, *, sync: bool) -> None:
+    """Make a file hold no record. sync: wait until that has reached the drive. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(fd, bytes(len(_MAGIC)), 0)
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _shortened(steps: list[int]) -> list[int]:
+    """Return [count, number] if all numbers are equal, which they mostly are, else [-1, *numbers]."""
+    return [len(steps), steps[0]] if steps and len(set(steps)) == 1 else [-1, *steps]
+
+
+def _restored(shortened: list[int]) -> list[int]:
+    count, *numbers = shortened
+    return numbers if count < 0 else numbers * count

@@ -1,0 +1,264 @@
+"""A durable run that this process holds as one rank: which generation it writes, and which commit it may go on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.comm.communicator import Communicator
+from infinity.durable import folder as files
+from infinity.durable.manifest import Manifest, manifest_of
+from infinity.durable.record import CHECKSUMS, Record, invalidate, read_record, write_record
+from infinity.errors import CheckpointError, StorageError, UsageError
+from infinity.plan.plan import Plan
+from infinity.tiers.durable import DurableFiles
+from infinity.tiers.files import check_folder
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+
+
+@dataclass(frozen=True)
+class Source:
+    """The last commit that all ranks of a generation have."""
+
+    generation: int
+    number: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A generation as one rank sees it: ranks of its run, rank → numbers of its intact records, whether the layout of
+    this rank's states is the present one, and the ranks that have committed and have no intact record.
+    """
+
+    ranks: int
+    commits: Mapping[int, tuple[int, ...]]
+    is_same: bool
+    damaged: tuple[int, ...] = ()
+
+
+class DurableRun:
+    """Opened by `open_run`. Its folder is locked until `close`."""
+
+    def __init__(
+        self,
+        runs: Sequence[Path],
+        rank: int,
+        generation: int,
+        source: Source | None,
+        record: Record | None,
+        lock: files.Lock,
+    ) -> None:
+        """runs: the run's folder in each folder of nvme_path. record: of the commit whose slots the files hold."""
+        self.runs = list(runs)
+        self.rank = rank
+        self.generation = generation
+        self.source = source
+        """The commit that the run goes on from; None: nothing is committed."""
+        self.record = record
+        """This rank's record of the last commit of `generation`; None: it has none."""
+        self.is_loaded = False
+        """True if the source has been loaded, so that the next commit may follow it."""
+        self._lock = lock
+
+    @property
+    def path(self) -> Path:
+        return self.runs[0]
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders of the files of states."""
+        return [files.generation_folder(run, self.generation) for run in self.runs]
+
+    @property
+    def files(self) -> DurableFiles:
+        if self.record is None:
+            return DurableFiles(self.folders, None, b"")
+        return DurableFiles(self.folders, self.record.slots, self.record.blobs.get(CHECKSUMS, b""))
+
+    def holds(self, folder: Path) -> bool:
+        """Return whether `folder` is that of this run."""
+        return self.path.resolve() == folder.resolve()
+
+    @property
+    def may_commit(self) -> bool:
+        """False if a commit would replace one that was not loaded."""
+        return self.source is None or self.is_loaded
+
+    def check_loaded(self) -> None:
+        """Raise UsageError if a step would replace a commit that was not loaded."""
+        if not self.may_commit:
+            raise UsageError(
+                f"{self.path} holds a run that this one would replace. Go on from it with engine.resume(), name "
+                "another run (infinity.run), or remove the folder."
+            )
+
+    def next_number(self) -> int:
+        return 1 if self.record is None else self.record.number + 1
+
+    def write(self, record: Record) -> None:
+        """Write this rank's record of a commit. Raises OSError."""
+        folder = self.folders[0]
+        write_record(files.record_file(folder, self.rank, record.number), record)
+        if record.number <= 2:
+            files.sync_folder(folder)
+        self.record = record
+
+    def conclude(self) -> None:
+        """Note that all ranks have this one's last record: remove what it has replaced.
+
+        The record before it is invalidated, since the next updates write its slots. Should the last one be damaged, no
+        older one may be found in its place. A power cut may undo this, so only a second fault would find it.
+        """
+        assert self.record is not None
+        invalidate(files.record_file(self.folders[0], self.rank, self.record.number - 1), sync=False)
+        if self.source is not None and self.source.generation != self.generation:
+            files.remove_generation(self.runs, self.source.generation)
+        self.is_loaded = True  # first, since the model's thread reads both
+        self.source = Source(self.generation, self.next_number() - 1, 0)
+
+    def close(self) -> None:
+        """Unlock the run, and remove a generation without a commit. Idempotent."""
+        if self.record is None:
+            for folder in self.folders:
+                for path in folder.glob(f"rank-{self.rank:05d}.*"):
+                    path.unlink(missing_ok=True)
+                _remove_empty(folder)
+        self._lock.close()
+        if self.record is None and self.source is None:
+            self.path.joinpath(f"rank-{self.rank:05d}.lock").unlink(missing_ok=True)
+            for run in self.runs:
+                _remove_empty(run)
+
+
+def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
+    """Lock the folder of a plan's durable run, and choose its generation. Collective.
+
+    Raises StorageError if another process holds it, or if it is not a private folder of this user.
+    """
+    assert plan.io is not None and plan.io.durable is not None
+    rank, size = ranks.model.number * ranks.size + ranks.rank, ranks.size * ranks.model.size
+    runs = []
+    for folder in plan.io.folders:
+        check_folder(folder)
+        runs.append(folder / plan.io.durable.run)
+        if len(runs) > 1 and files.is_run(runs[-1]):
+            raise StorageError(
+                f"{runs[-1]} is the first folder of a run: name the folders of nvme_path that it was begun with, in "
+                "the same order, or another run (infinity.run)"
+            )
+        files.make_private(runs[-1])
+    lock = files.Lock(runs[0], rank)
+    try:
+        files.check_unheld(runs[0], size)
+        manifest = manifest_of(plan, config, size)
+        seen = ranks.gather(_seen(runs[0], rank, manifest))
+        source, is_same = choose(size, seen, runs[0])
+        numbers = [number for each in seen for number in each]
+        for number in {*numbers} - ({source.generation} if source is not None else set()):
+            files.remove_generation(runs, number)
+        ranks.barrier()
+        record = None
+        if source is not None and is_same:
+            generation = source.generation
+            folder = files.generation_folder(runs[0], generation)
+            files.drop_records_after(folder, rank, source.number)
+            record = read_record(files.record_file(folder, rank, source.number))
+            if record is None or record.number != source.number:
+                raise StorageError(f"{folder} changed while it was opened: start again")
+        else:
+            generation = max(numbers, default=0) + 1
+            files.check_empty([files.generation_folder(run, generation) for run in runs], rank)
+        for run in runs:
+            files.make_private(files.generation_folder(run, generation))
+        _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
+        return DurableRun(runs, rank, generation, source, record, lock)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def choose(ranks: int, seen: Sequence[Mapping[int, Seen]], run: Path) -> tuple[Source | None, bool]:
+    """Return the last commit of the newest generation that has one, and whether all ranks have its layout.
+
+    seen: for each present rank, generation → what it sees of it. run: for messages. Pure; all ranks get the same
+    answer. Raises CheckpointError if a generation has commits of some of its ranks, and none that all have.
+    """
+    for generation in sorted({number for each in seen for number in each}, reverse=True):
+        views = [each[generation] for each in seen if generation in each]
+        before = max(view.ranks for view in views)
+        commits: dict[int, set[int]] = {}
+        for view in views:
+            for rank, numbers in view.commits.items():
+                commits.setdefault(rank, set()).update(numbers)
+        number = files.last_commit(before, commits)
+        if number:
+            is_same = before == ranks and len(views) == len(seen) and all(view.is_same for view in views)
+            return Source(generation, number, before), is_same
+        _check_begun(before, commits, {rank for view in views for rank in view.damaged}, run)
+    return None, False
+
+
+def _check_begun(ranks: int, commits: Mapping[int, set[int]], damaged: set[int], run: Path) -> None:
+    """Raise CheckpointError if all ranks of a generation have committed, and files of some are missing or damaged."""
+    missing = [rank for rank in range(ranks) if rank not in commits]
+    newest = max((max(numbers, default=0) for numbers in commits.values()), default=0)
+    if damaged:
+        problem = f"the records of rank {', '.join(map(str, sorted(damaged)))} are damaged"
+    elif newest and missing:
+        problem = f"the files of rank {', '.join(map(str, missing))} are not on this machine"
+    elif newest > 1:
+        problem = "its ranks have records of different steps"
+    else:
+        return
+    raise CheckpointError(
+        f"{run} holds a run that cannot be gone on from: {problem}. Put the files of all ranks in place, or name "
+        "another run (infinity.run) and load a checkpoint."
+    )
+
+
+def last_source(ranks: Communicator, run: Path) -> Source | None:
+    """Return the last commit of a run that this process does not hold. Collective."""
+    generations = files.read_generations(run)
+    seen = {each.number: Seen(_ranks_of(each), each.commits, False, each.damaged) for each in generations}
+    return choose(0, ranks.gather(seen), run)[0]
+
+
+def digest(layout: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+
+
+def _seen(run: Path, rank: int, manifest: Manifest) -> dict[int, Seen]:
+    found = {}
+    for generation in files.read_generations(run):
+        own = generation.manifests.get(rank)
+        is_same = own is not None and digest(own.layout) == digest(manifest.layout)
+        found[generation.number] = Seen(_ranks_of(generation), generation.commits, is_same, generation.damaged)
+    return found
+
+
+def _ranks_of(generation: files.Generation) -> int:
+    return max(each.ranks for each in generation.manifests.values())
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(fd)
+    files.sync_folder(path.parent)
+
+
+def _remove_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return

@@ -1,0 +1,236 @@
+"""The last commit of a durable run as saved states, which any engine of the same model loads.
+
+Units, tiers, tile size, number of ranks and formats may differ. Each parameter is read by itself, from the slots of all
+ranks that hold a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import nn
+
+from infinity.checkpoint import rng
+from infinity.checkpoint.agree import folder_of, run_of
+from infinity.checkpoint.format import Entry, Index, shape_of
+from infinity.checkpoint.saved import CheckpointFolder, PieceOf, SavedStates
+from infinity.comm.communicator import Communicator
+from infinity.durable import folder as files
+from infinity.durable.manifest import Manifest, read_manifest
+from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Record, read_record
+from infinity.durable.run import DurableRun, Source, last_source
+from infinity.durable.states import RankStates, SavedUnit, well_formed
+from infinity.errors import CheckpointError, StorageError
+from infinity.nn.pieces import Piece
+from infinity.observe.log import logger
+from infinity.optim.cpu_adam import join_master
+from infinity.plan.formats import MasterFormat, StateKind, state_format
+from infinity.plan.layout import Slot
+from infinity.rules import MomentFormat, Rule
+from infinity.tiers.open_tiers import states_of
+from infinity.units.records import Flats
+from infinity.units.unit import Unit
+
+T = TypeVar("T")
+_MASTERS: tuple[MasterFormat, ...] = ("remainder", "fp32")
+
+
+class CommittedStates:
+    """The states of a commit. Parameters that are tiles of a tensor are saved by themselves.
+
+    Client state, buffers and RNG states are this rank's if the number of ranks is that of the commit. Otherwise client
+    state and buffers are rank 0's.
+    """
+
+    def __init__(self, path: Path, folders: Sequence[Path], number: int, rank: int, ranks: int) -> None:
+        """path: of the run. folders: of the generation, in each folder of nvme_path. number: of the commit. rank: the
+        number of this one of `ranks`. Raises CheckpointError if a file of a rank is missing, cut short, or not of the
+        commit.
+        """
+        self.path = path
+        with well_formed(path):
+            self._open(folders, number, rank, ranks)
+
+    def _open(self, folders: Sequence[Path], number: int, rank: int, ranks: int) -> None:
+        self._manifest = _manifest(folders[0], 0)
+        self._is_same = self._manifest.ranks == ranks
+        layout = self._manifest.layout
+        if layout["model_parallel"] != 1:
+            raise CheckpointError(
+                f"{self.path} was written by {layout['model_parallel']} tensor-parallel ranks: go on with the number "
+                "of ranks and the settings that wrote it, and save a checkpoint to change them"
+            )
+        records: dict[int, Record] = {}
+        self._ranks = []
+        for writer in range(layout["shards"]):
+            manifest, records[writer] = _manifest(folders[0], writer), _record(folders[0], writer, number)
+            paths = [folder / states_of(writer) for folder in folders]
+            self._ranks.append(RankStates(paths, manifest, records[writer]))
+            _check_same(manifest, self._manifest, records[writer], records[0], folders[0])
+        own = rank if self._is_same else 0
+        self._record = records.get(own) or _record(folders[0], own, number)
+        self._slots = {slot.name: (unit, slot) for unit in self._ranks[0].units for slot in unit.layout.slots}
+        self.index = self._index()
+
+    def pieces(self, units: Iterable[Unit], model: nn.Module) -> PieceOf:
+        return {slot.name: Piece(slot.name, slot.shape) for unit in units for slot in unit.layout.slots}
+
+    def check(self, ranks: Communicator, *, verify: bool) -> None:
+        """Raise CheckpointError if the model is tensor-parallel. verify: also compare the checksums of `aio.checksum`,
+        of which each rank takes some files.
+        """
+        if ranks.model.size != 1:
+            raise CheckpointError(
+                f"{self.path} was written without tensor parallelism, and this engine has {ranks.model.size} "
+                "tensor-parallel ranks: go on without it, and save a checkpoint to change that"
+            )
+        if verify:
+            _together(ranks, lambda: self._verify(self._ranks[ranks.rank :: ranks.size]))
+
+    def _verify(self, share: Sequence[RankStates]) -> None:
+        for states in share:
+            states.verify()
+
+    def read(self, piece: Piece, kinds: Sequence[StateKind]) -> Flats:
+        unit, slot = self._slots[piece.name]
+        return {kind.name: self._state(unit, slot, kind).view(shape_of(kind, slot.shape)) for kind in kinds}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        try:
+            return load_tensors(self._record.blobs[BUFFERS])
+        except (SafetensorError, KeyError) as error:
+            raise CheckpointError(f"the buffers of {self.path} cannot be read ({error})") from None
+
+    def client_state(self) -> dict[str, Any]:
+        return rng.unpack(self._record.blobs[CLIENT_STATE], self.path)
+
+    def generators(self, ranks: Communicator) -> dict[str, Any] | None:
+        if self._is_same:
+            return rng.unpack_states(self._record.blobs[RNG], self.path)
+        if ranks.is_main_rank:
+            size = ranks.size * ranks.model.size
+            logger.info("RNG states were saved on %d ranks and are not restored on %d", self._manifest.ranks, size)
+        return None
+
+    def _index(self) -> Index:
+        layout, progress = self._manifest.layout, self._record.progress
+        rule, moments = cast(Rule, layout["rule"]), cast(MomentFormat, layout["moments"])
+        parameters: dict[str, Entry] = {}
+        for unit, steps in zip(self._ranks[0].units, self._record.unit_steps, strict=True):
+            dtype, trainable = unit.layout.dtype, unit.layout.trainable
+            if trainable and unit.states not in [state_format(dtype, m, rule, moments) for m in _MASTERS]:
+                raise ValueError(f"the states of unit {unit.layout.name}")
+            for slot, step in zip(unit.layout.slots, steps, strict=True):
+                name = str(dtype).removeprefix("torch.")
+                parameters[slot.name] = Entry(slot.shape, name, trainable, "", step, slot.group)
+        return Index(
+            global_steps=progress.global_steps,
+            parameters=parameters,
+            file_bytes={},
+            optimizer=layout["optimizer"],
+            param_groups=progress.param_groups,
+            lr_scheduler=progress.lr_scheduler,
+            moments=moments,
+            skipped_steps=progress.skipped_steps,
+            loss_scale=progress.loss_scale,
+        )
+
+    def _state(self, unit: SavedUnit, slot: Slot, kind: StateKind) -> torch.Tensor:
+        """Return a state of a parameter, flat. The master of fp32 is the parameter; of bf16, it may be split."""
+        if unit.kind(kind.name) is not None:
+            return self._stored(unit, slot, kind.name)
+        param = self._stored(unit, slot, "param")
+        return param if unit.kind("remainder") is None else join_master(param, self._stored(unit, slot, "remainder"))
+
+    def _stored(self, unit: SavedUnit, slot: Slot, name: str) -> torch.Tensor:
+        found = unit.kind(name)
+        assert found is not None
+        state, kind = found
+        values = torch.empty(kind.length(slot.numel), dtype=kind.dtype)
+        target: memoryview = values.view(torch.uint8).numpy().data
+        for shard, offset, nbytes in unit.ranges(name, slot.offset, slot.stop):
+            self._ranks[shard].read(unit.layout.index, state, offset, target[:nbytes])
+            target = target[nbytes:]
+        return values
+
+
+@contextmanager
+def open_saved(
+    ranks: Communicator, directory: str | Path, tag: str | None, run: DurableRun | None = None
+) -> Iterator[SavedStates]:
+    """Open the checkpoint directory/tag, or the last commit of the run in `directory`. Collective.
+
+    run: the one that this process holds. Another one is locked until the end of the block. Raises RanksError if the
+    ranks name different ones, CheckpointError for what is missing or damaged, and StorageError if the run is in use.
+    """
+    if not any(ranks.gather(files.is_run(Path(directory)))):
+        yield CheckpointFolder(folder_of(ranks, directory, tag))
+        return
+    path = run_of(ranks, directory)
+    with ExitStack() as stack:
+        source: Source | None = None
+        if run is not None and run.holds(path):
+            runs, source = run.runs, run.source
+        else:
+            runs = [path]
+            _together(ranks, lambda: stack.enter_context(files.unchanged(path)))
+            source = last_source(ranks, path)
+        if source is None:
+            raise CheckpointError(f"{path} has no committed step: start the run without loading it")
+        generation, number = source.generation, source.number
+        folders = [files.generation_folder(each, generation) for each in runs]
+        rank, size = ranks.model.number * ranks.size + ranks.rank, ranks.size * ranks.model.size
+        yield _together(ranks, lambda: CommittedStates(path, folders, number, rank, size))
+
+
+def _manifest(folder: Path, rank: int) -> Manifest:
+    path = files.manifest_file(folder, rank)
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise CheckpointError(
+            f"{path} is missing or damaged: the files of all ranks are needed, also those on the drives of other "
+            "machines. Copy them to this folder, or go on with the number of ranks and the settings that wrote them"
+        )
+    return manifest
+
+
+def _record(folder: Path, rank: int, number: int) -> Record:
+    path = files.record_file(folder, rank, number)
+    record = read_record(path)
+    if record is None or record.number != number:
+        raise CheckpointError(f"{path} is missing or damaged: it has no record of commit {number}")
+    return record
+
+
+def _check_same(manifest: Manifest, first: Manifest, record: Record, first_record: Record, folder: Path) -> None:
+    """Raise CheckpointError if two ranks wrote states of different models, formats or steps."""
+
+    def settings(layout: Mapping[str, Any]) -> list[Any]:
+        names = ("ranks", "model_parallel", "shards", "optimizer", "rule", "moments")
+        units = [[unit[name] for name in ("dtype", "trainable", "numel", "slots")] for unit in layout["units"]]
+        return [[layout[name] for name in names], units]
+
+    same = settings(manifest.layout) == settings(first.layout)
+    if not same or (record.progress, record.unit_steps) != (first_record.progress, first_record.unit_steps):
+        raise CheckpointError(f"{folder} has files of different runs: ranks differ in their units or steps")
+
+
+def _together(ranks: Communicator, work: Callable[[], T]) -> T:
+    """Return `work()`. Collective; if it fails on one rank, all ranks raise."""
+    error: CheckpointError | StorageError | None = None
+    try:
+        done = work()
+    except (CheckpointError, StorageError) as caught:
+        error = caught
+    texts = [text for text in ranks.gather(str(error or "")) if text]
+    if error is not None:
+        raise error
+    if texts:
+        raise CheckpointError(texts[0])
+    return done

@@ -1,0 +1,220 @@
+"""Reads the committed states of one rank from its files, without the engine that wrote them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.durable.manifest import Manifest
+from infinity.durable.record import CHECKSUMS, Record
+from infinity.errors import CheckpointError
+from infinity.native import _aio
+from infinity.plan.formats import StateFormat, StateKind
+from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
+from infinity.plan.placement import State
+from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
+from infinity.tiers.io import open_engine
+from infinity.tiers.memory import host_tensor
+
+_VERIFIED = 8 << 20
+"""Bytes that are compared with checksums at once, a multiple of any block."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Format of one extent of a unit, and the elements of its tiles."""
+
+    form: StateFormat
+    tile: int
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the extent for a shard of `numel` elements."""
+        full, rest = divmod(numel, self.tile)
+        return full * self.form.nbytes(self.tile) + self.form.nbytes(rest)
+
+
+@dataclass(frozen=True)
+class SavedUnit:
+    """A unit of the run that wrote the files."""
+
+    layout: UnitLayout
+    stored: Mapping[State, Stored]
+
+    @property
+    def states(self) -> StateFormat:
+        """Format of the optimizer states, of which a frozen unit has none."""
+        return self.stored[State.OPTIM].form
+
+    def kind(self, name: str) -> tuple[State, StateKind] | None:
+        """Return where a state is; None if the unit has none of this name."""
+        for state, stored in self.stored.items():
+            for kind in stored.form.states:
+                if kind.name == name:
+                    return state, kind
+        return None
+
+    def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (shard, byte in its extent, bytes) for the values of elements [start, stop) of a state, in order."""
+        found = self.kind(name)
+        assert found is not None
+        stored, kind = self.stored[found[0]], found[1]
+        length = self.layout.shard_numel
+        while start < stop:
+            shard, inside = divmod(start, length)
+            number, within = divmod(inside, stored.tile)
+            numel = min(stored.tile, length - number * stored.tile)
+            count = min(stop - start, numel - within)
+            values = kind.part(within, within + count)
+            place = stored.form.ranges(numel)[name]
+            offset = number * stored.form.nbytes(stored.tile) + place.first
+            width = kind.dtype.itemsize
+            yield shard, offset + values.start * width, (values.stop - values.start) * width
+            start += count
+
+
+class RankStates:
+    """The committed states of one rank: units of its manifest, and bytes of their extents."""
+
+    def __init__(self, paths: Sequence[Path], manifest: Manifest, record: Record) -> None:
+        """paths: the file in each folder. Raises CheckpointError if one is missing or shorter than the manifest says,
+        or if manifest and record do not fit together.
+        """
+        self._paths, layout = list(paths), manifest.layout
+        with well_formed(paths[0]):
+            self.units = [_unit(number, unit, layout["shards"]) for number, unit in enumerate(layout["units"])]
+            self._chunk, nbytes = int(layout["chunk"]), int(layout["nbytes"])
+            _require(SMALLEST_CHUNK <= self._chunk <= LARGEST_CHUNK and 0 < nbytes < 1 << 60, "the bytes of the file")
+            _require(len(layout["extents"]) == len(record.slots), "the number of extents")
+            self._block, self._checksums = int(layout["checksum_block"]), record.blobs.get(CHECKSUMS, b"")
+            covered = len(self._checksums) // 4 * self._block
+            _require(not self._checksums or nbytes <= covered < nbytes + LARGEST_CHUNK * len(paths), "the checksums")
+            self._places = {
+                (unit, State(state)): ((first, second)[slot], length)
+                for (unit, state, first, second, length), slot in zip(layout["extents"], record.slots, strict=True)
+            }
+            for unit in self.units:
+                for state, stored in unit.stored.items():
+                    offset, length = self._places[unit.layout.index, state]
+                    _require(length == stored.nbytes(unit.layout.shard_numel), "the bytes of a unit")
+                    _require(0 <= offset <= nbytes - length, "the place of a unit")
+        if layout["folders"] != len(paths):
+            raise CheckpointError(
+                f"{paths[0].parent.parent} is striped over {layout['folders']} folders, and {len(paths)} are named: "
+                "name the folders of the run in nvme_path, in their order, of an engine with infinity.durable"
+            )
+        sizes = [nbytes] if len(paths) == 1 else shares(nbytes, self._chunk, len(paths))
+        for path, size in zip(paths, sizes, strict=True):
+            with ExitStack() as stack:
+                present = os.fstat(_opened(path, stack)).st_size
+            if present < size:
+                raise CheckpointError(f"{path} has {present:,} bytes instead of {size:,}: it was cut short")
+
+    def verify(self) -> None:
+        """Compare the states with their checksums, if the run keeps any. Raises CheckpointError."""
+        if not self._checksums:
+            return
+        with ExitStack() as stack:
+            members = [_aio.File(-1, _opened(path, stack), str(path)) for path in self._paths]
+            file = members[0] if len(members) == 1 else _aio.File.striped(members, self._chunk)
+            file.keep_checksums(len(self._checksums) // 4 * self._block, self._block)
+            file.restore_checksums(self._checksums)
+            engine = stack.enter_context(open_engine(block_size=LARGEST_CHUNK, queue_depth=8, threads=1))
+            buffer = host_tensor(_VERIFIED)
+            for place, nbytes in self._places.values():
+                for start in range(0, nbytes, _VERIFIED):
+                    part = min(nbytes - start, _VERIFIED)
+                    request = engine.read(file, place + start, buffer.data_ptr(), part)
+                    try:
+                        request.wait()
+                    except OSError as error:
+                        raise CheckpointError(
+                            f"{error.filename} was altered since it was written, or its drive is failing "
+                            f"({error.strerror}). Use a checkpoint, or pass verify=False to load it at your own risk."
+                        ) from error
+
+    def read(self, unit: int, state: State, offset: int, target: memoryview) -> None:
+        """Fill `target` with bytes of an extent, from `offset` on. Raises OSError."""
+        start = self._places[unit, state][0] + offset
+        with ExitStack() as stack:
+            files: dict[int, int] = {}
+            for member, place, nbytes in pieces(start, len(target), self._chunk, len(self._paths)):
+                if member not in files:
+                    files[member] = _opened(self._paths[member], stack)
+                _read(files[member], target[:nbytes], place, self._paths[member])
+                target = target[nbytes:]
+
+
+@contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for errors in the block, which reads the manifest of `path`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"the manifest of {path} lacks or misstates {error}") from None
+
+
+def _unit(number: int, unit: Mapping[str, Any], shards: int) -> SavedUnit:
+    slots = tuple(Slot(str(name), tuple(shape), offset, group) for name, shape, offset, group in unit["slots"])
+    dtype, trainable, numel = _dtype(unit["dtype"]), bool(unit["trainable"]), int(unit["numel"])
+    layout = UnitLayout(number, unit["name"], slots, dtype, trainable, numel, shards, unit["first"])
+    _require(shards > 0 and numel > 0 and not numel % (shards * SLOT_ALIGNMENT), "the shards of a unit")
+    end = 0
+    for slot in slots:
+        _require(min(slot.shape, default=0) >= 0, "the shape of a parameter")
+        _require(end <= slot.offset and not slot.offset % SLOT_ALIGNMENT and slot.stop <= numel, "a place")
+        end = slot.stop
+    stored = {State.PARAM: Stored(StateFormat((StateKind("param", dtype),)), layout.shard_numel)}
+    if trainable:
+        kinds = tuple(StateKind(name, _dtype(of), per) for name, of, per in unit["states"])
+        _require(all(0 < kind.per <= SLOT_ALIGNMENT for kind in kinds), "the blocks of a state")
+        tile = min(int(unit["tile"]), layout.shard_numel)
+        _require(tile > 0 and not tile % SLOT_ALIGNMENT, "the tiles of a unit")
+        stored[State.OPTIM] = Stored(StateFormat(kinds), tile)
+    return SavedUnit(layout, stored)
+
+
+def _dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the dtype {name}")
+    return dtype
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _opened(path: Path, stack: ExitStack) -> int:
+    """Open a file until the end of `stack`. Raises CheckpointError, with its name, if it is missing or no file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: the files of all ranks are needed, also those on the drives of other machines. Copy "
+            "them to this folder, or go on with the number of ranks and the settings that wrote them"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    stack.callback(os.close, fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise CheckpointError(f"{path} is not a file")
+    return fd
+
+
+def _read(fd: int, target: memoryview, place: int, path: Path) -> None:
+    while target:
+        try:
+            count = os.preadv(fd, [target], place)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+        if not count:
+            raise CheckpointError(f"{path} was cut short while it was read")
+        target, place = target[count:], place + count

@@ -1,0 +1,214 @@
+"""Durable steps of a training engine: commits each step, and goes on from the last commit."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors, save as save_tensors
+from torch import nn
+
+from infinity.checkpoint import rng
+from infinity.checkpoint.format import persistent_buffers
+from infinity.checkpoint.parts import Run
+from infinity.checkpoint.save import pack_client_state
+from infinity.comm.communicator import Communicator
+from infinity.comm.side import SideChannel
+from infinity.durable.commits import Commits, Step
+from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Progress, Record
+from infinity.durable.run import DurableRun
+from infinity.errors import CheckpointError, UsageError
+from infinity.plan.plan import Plan
+from infinity.tiers.base import Tier
+from infinity.tiers.device import Device
+from infinity.tiers.durable import DurableTier
+from infinity.tiers.slab import SlabTier
+from infinity.tiers.transfer import DONE, Together
+from infinity.units.store import UnitStore
+
+
+class DurableSteps:
+    """Commits of one engine. Methods are called by the model's thread, between two steps."""
+
+    def __init__(
+        self,
+        run: DurableRun,
+        plan: Plan,
+        tiers: Mapping[str, Tier],
+        store: UnitStore,
+        ranks: Communicator,
+        device: Device,
+        refused: Callable[[], bool],
+    ) -> None:
+        """run: the held folder. refused: as of `Commits`."""
+        assert plan.io is not None and plan.io.durable is not None
+        tier = tiers["nvme"]
+        assert isinstance(tier, DurableTier)
+        self.run = run
+        self._tier = tier
+        self._extents = plan.io.durable.extents
+        self._memory = {name: tier for name, tier in tiers.items() if isinstance(tier, SlabTier)}
+        self._store = store
+        self._device = device
+        self._commits = Commits(run, tier, self._memory, self._extents, SideChannel(ranks), device, refused)
+        self._generations = [0] * len(store.units)
+        """That of each unit at the last commit; another one tells that an update was started since."""
+        self._has_begun = False
+        self._stops = False
+        """True if a commit that this step waited for agreed to stop, so that all ranks see the same."""
+        self._restore_handler = self._watch_sigterm()
+
+    # -- commit ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Start the updates of the step before, so that it can be committed, and raise if the run was not loaded."""
+        self.run.check_loaded()
+        self._store.start_due_updates()
+        self._has_begun = True
+
+    def check_begun(self) -> None:
+        """Raise UsageError if the step would not be committed."""
+        if not self._has_begun:
+            raise UsageError(
+                "optimizer.step() was called in a durable run (infinity.durable), whose steps engine.step() commits: "
+                "call engine.step() instead"
+            )
+
+    def commit(self, progress: Run, model: nn.Module, client_state: dict[str, Any]) -> None:
+        """Commit the step that has ended, once its updates have. Waits for the commit before it.
+
+        Raises CheckpointError if `client_state` cannot be read back, and StorageError if the last commit failed.
+        """
+        self._has_begun = False
+        blobs: dict[str, bytes] = {CLIENT_STATE: pack_client_state(client_state)}
+        self._commits.wait()
+        self._stops = self._commits.stops
+        self._store.write_edits()
+        units = self._store.units
+        buffers = {name: value.detach().cpu().contiguous().clone() for name, value in persistent_buffers(model).items()}
+        generators = rng.own_states(self._device.torch_device)
+        step = Step(
+            jobs=[job for unit in units if (job := unit.due_update or unit.job) is not None],
+            updated={u.index for u in units if u.due_update is not None or u.generation != self._generations[u.index]},
+            written={name: tier.take_written() for name, tier in self._memory.items()},
+            progress=Progress(
+                progress.global_steps,
+                progress.skipped_steps,
+                progress.param_groups,
+                progress.lr_scheduler,
+                progress.loss_scale,
+            ),
+            unit_steps=[unit.steps for unit in units],
+            blobs=lambda: {**blobs, RNG: rng.pack(generators), BUFFERS: save_tensors(buffers)},
+        )
+        self._generations = [unit.generation for unit in units]
+        committing = self._commits.start(step)
+        for unit in units:
+            before = unit.snapshot_read
+            unit.snapshot_read = committing if before.done() else Together(before, committing)
+
+    @property
+    def must_stop(self) -> bool:
+        """True if a rank was asked to stop by SIGTERM before the last commit but one, or, alone, before now.
+
+        The last commit may be under way, and done on some ranks only, so its answer is that of the next step.
+        """
+        return self._stops or (self._commits.asked_to_stop and self._commits.is_single)
+
+    def wait(self) -> None:
+        """Wait until the last step is committed. Its updates must have begun."""
+        self._commits.wait()
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    def can_adopt(self, folder: Path) -> bool:
+        """Return whether the files of this run in `folder` hold a commit in the present layout."""
+        return self.run.holds(folder) and self.run.record is not None
+
+    def commit_loaded(self, source: Path, progress: Run, model: nn.Module, client_state: dict[str, Any]) -> None:
+        """Commit states that were loaded from `source`, and wait.
+
+        No-op if they would replace a commit of this run that was not loaded, which the next step refuses.
+        """
+        if self.run.holds(source):
+            self.run.is_loaded = True
+        if self.run.may_commit:
+            self.commit(progress, model, client_state)
+            self.wait()
+
+    def adopt(self, model: nn.Module) -> Record:
+        """Make the states of the last commit the present ones, and return its record. All units must be released.
+
+        Raises CheckpointError if the model's buffers differ.
+        """
+        record = self.run.record
+        assert record is not None
+        saved, buffers = load_tensors(record.blobs[BUFFERS]), persistent_buffers(model)
+        if {name: value.shape for name, value in saved.items()} != {name: b.shape for name, b in buffers.items()}:
+            raise CheckpointError(f"{self.run.path} is a run of another model: its buffers have other names or shapes")
+        self._tier.adopt(record.slots, [each.first for each in self._extents])
+        reading = [
+            self._tier.read(each.first, self._memory[each.working.tier].memory(each.working))
+            for each in self._extents
+            if each.working.tier in self._memory
+        ]
+        for transfer in reading:
+            transfer.wait()
+        for tier in self._memory.values():
+            tier.take_written()
+        for unit, steps in zip(self._store.units, record.unit_steps, strict=True):
+            unit.steps = list(steps)
+            unit.snapshot_read = DONE
+            self._store.rewritten(unit)
+        for name, value in saved.items():
+            buffers[name].copy_(value)
+        return record
+
+    def closers(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return functions that end the commits, and that unlock the folder. They hold no reference to the model."""
+        restore, commits, run = self._restore_handler, self._commits, self.run
+
+        def end() -> None:
+            restore()
+            commits.close()
+
+        return end, run.close
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+
+    def _watch_sigterm(self) -> Callable[[], None]:
+        """Note SIGTERM, after which the step under way is the last. Returns a function that ends this.
+
+        A handler of the user's own stays, and threads cannot set one.
+        """
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        ):
+            return lambda: None
+        commits = self._commits
+
+        def note(number: int, frame: FrameType | None) -> None:
+            commits.asked_to_stop = True
+
+        def restore() -> None:
+            if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is note:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        signal.signal(signal.SIGTERM, note)
+        return restore
+
+
+def client_state_of(record: Record, path: Path) -> dict[str, Any]:
+    """Return the client_state of a commit."""
+    return rng.unpack(record.blobs[CLIENT_STATE], path)
+
+
+def restore_generators(record: Record, path: Path, device: torch.device) -> None:
+    """Restore this rank's RNG states."""
+    rng.restore_states(rng.unpack_states(record.blobs[RNG], path), device)

@@ -1,0 +1,56 @@
+"""Places of durable states: two slots on nvme for every parameter and optimizer state, whatever its tier. Pure.
+
+An update writes the slot that is not committed, so that the last committed step stays whole until the next one is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from infinity.plan.placement import Extent, Placement, State, aligned
+
+
+@dataclass(frozen=True)
+class Durable:
+    """One durable extent. first, second: its slots on nvme. working: the extent that training reads and writes, which
+    is `first` if the state lies on nvme.
+    """
+
+    unit: int
+    state: State
+    working: Extent
+    first: Extent
+    second: Extent
+
+
+@dataclass(frozen=True)
+class DurablePlan:
+    """A run whose states survive the process: its name, its extents, and the bytes that their slots add on nvme."""
+
+    run: str
+    extents: tuple[Durable, ...]
+    nbytes: int
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Return the bytes of all slots."""
+        return sum(aligned(each.first.nbytes) + aligned(each.second.nbytes) for each in self.extents)
+
+
+def plan_durable(run: str, placement: Placement, used: int) -> DurablePlan:
+    """Place the slots after the first `used` bytes of the tier nvme. Gradients have none: no commit holds any."""
+    found: list[Durable] = []
+    end = -(-used // aligned(1)) * aligned(1)
+
+    def next_slot(extent: Extent) -> Extent:
+        nonlocal end
+        place = replace(extent, tier="nvme", offset=end)
+        end += aligned(extent.nbytes)
+        return place
+
+    for (unit, state), extent in placement.extents.items():
+        if state is State.GRAD:
+            continue
+        first = extent if extent.tier == "nvme" else next_slot(extent)
+        found.append(Durable(unit, state, extent, first, next_slot(extent)))
+    return DurablePlan(run, tuple(found), end - used)

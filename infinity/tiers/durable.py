@@ -1,0 +1,100 @@
+"""The nvme tier of a durable run: named files, in which parameters and optimizer states have two slots each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infinity.native import _aio
+from infinity.plan.placement import Extent
+from infinity.tiers.device import Device
+from infinity.tiers.files import SwapFile
+from infinity.tiers.memory import host_tensor
+from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.slots import Slots
+from infinity.tiers.transfer import Together, Transfer
+
+_PIECE = 8 << 20
+"""Bytes that are copied at once from one slot to the other."""
+
+
+@dataclass(frozen=True)
+class DurableFiles:
+    """Folders of the files of durable states, and `Slots.seal` of the commit that they hold; None: they hold none."""
+
+    folders: Sequence[Path]
+    committed: bytes | None
+    checksums: bytes
+    """Checksums of the commit; empty if it has none."""
+
+
+class DurableTier(NvmeTier):
+    """Reads the present bytes of durable extents, and writes them where no committed bytes are.
+
+    Extents without slots, such as gradients, are read and written in place.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        file: SwapFile,
+        nbytes: int,
+        engine: _aio.Engine,
+        device: Device,
+        checksum_block: int = 0,
+        ahead: Mapping[int, int] | None = None,
+        checksums: bytes = b"",
+    ) -> None:
+        """slots: of the durable extents. checksums: of the committed bytes. Others: as of `NvmeTier`."""
+        super().__init__(file, nbytes, engine, device, checksum_block, ahead)
+        self.slots = slots
+        if checksum_block and checksums:
+            file.file.restore_checksums(checksums)
+
+    def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        if not self.slots.holds(extent.offset):
+            return super()._read(extent, memory, offset)
+        pieces = self.slots.to_read(extent.offset, offset, memory.numel())
+        if len(pieces) == 1:
+            return self._read_at(pieces[0].offset, memory, extent)
+        parts = ((piece, memory[piece.start : piece.start + piece.nbytes]) for piece in pieces)
+        return Together(*(self._read_at(piece.offset, part, extent) for piece, part in parts))
+
+    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        if not self.slots.holds(extent.offset):
+            return super()._write(extent, memory, offset)
+        return self._write_at(self.slots.to_write(extent.offset, offset, memory.numel()), memory, extent)
+
+    def seal(self) -> bytes:
+        """Complete extents that were written in part, and return `Slots.seal`. No write may be under way."""
+        for piece, place in self.slots.missing():
+            self._copy(piece.offset, place, piece.nbytes)
+        return self.slots.seal()
+
+    def adopt(self, sealed: bytes, extents: Sequence[Extent]) -> None:
+        """Make the bytes of a commit the present ones. extents: all durable ones."""
+        self.drop_windows_ahead()
+        if self._staging is not None:
+            for extent in extents:
+                self._staging.ahead.forget(extent)
+        self.slots.commit(sealed)
+
+    @property
+    def checksums(self) -> bytes:
+        """Checksums of all blocks, for the next process. No request may be under way."""
+        return self._file.file.checksums
+
+    def sync(self) -> None:
+        """Wait until all that was written has reached the drives. Raises OSError."""
+        self._file.sync()
+
+    def _copy(self, source: int, target: int, nbytes: int) -> None:
+        buffer = host_tensor(min(nbytes, _PIECE))
+        where = Extent(self.name, source, nbytes, "durable states")
+        for start in range(0, nbytes, _PIECE):
+            part = buffer[: min(nbytes - start, _PIECE)]
+            self._read_at(source + start, part, where).wait()
+            self._write_at(target + start, part, where).wait()

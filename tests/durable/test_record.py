@@ -1,0 +1,56 @@
+"""Records of commits: what is written is read, and anything else counts as no record."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from infinity.durable.record import Progress, Record, read_record, write_record
+
+RECORD = Record(
+    number=7,
+    progress=Progress(7, 1, [{"lr": 0.1, "betas": [0.9, 0.95]}], {"last_epoch": 7}, None),
+    unit_steps=[[6, 6, 6], [], [1, 2]],
+    slots=bytes([0, 1, 1]),
+    blobs={"rng": b"\x00random", "client_state": b""},
+)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_record(tmp_path / "record", RECORD)
+    assert read_record(tmp_path / "record") == RECORD
+    assert (tmp_path / "record").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_shorter_record_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    longer = Record(8, RECORD.progress, RECORD.unit_steps, RECORD.slots, {"rng": bytes(10_000)})
+    write_record(tmp_path / "record", longer)
+    write_record(tmp_path / "record", RECORD)
+    assert read_record(tmp_path / "record") == RECORD
+    assert (tmp_path / "record").read_bytes() == RECORD.packed()
+
+
+@pytest.mark.parametrize("length", range(0, len(RECORD.packed()), 7))
+def test_a_record_that_was_cut_short_counts_as_none(tmp_path: Path, length: int) -> None:
+    (tmp_path / "record").write_bytes(RECORD.packed()[:length])
+    assert read_record(tmp_path / "record") is None
+
+
+@given(st.integers(0, len(RECORD.packed()) - 1), st.integers(1, 255))
+def test_a_record_with_another_byte_counts_as_none(
+    tmp_path_factory: pytest.TempPathFactory, place: int, change: int
+) -> None:
+    content = bytearray(RECORD.packed())
+    content[place] ^= change
+    path = tmp_path_factory.mktemp("records") / "record"
+    path.write_bytes(content)
+    assert read_record(path) is None
+
+
+def test_a_missing_record_and_a_pipe_count_as_none(tmp_path: Path) -> None:
+    assert read_record(tmp_path / "record") is None
+    os.mkfifo(tmp_path / "pipe")
+    assert read_record(tmp_path / "pipe") is None

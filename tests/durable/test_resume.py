@@ -1,0 +1,470 @@
+"""A durable run that ends anywhere goes on with the bits of a run that never ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.durable.commits import Commits
+from infinity.durable.folder import is_run
+from infinity.durable.record import read_record
+from infinity.engine.training import TrainingEngine
+from infinity.errors import CheckpointError, ChecksumError, ConfigError, StorageError, UsageError
+from infinity.tiers.files import SwapFile
+from support.configs import PLACEMENTS, engine_config, raw
+from support.late_device import LateDevice
+from support.loops import Result, assert_same, open_engine, parameters_of
+from support.models import VOCABULARY, Stack
+
+STEPS = 6
+
+
+class Noisy(Stack):
+    """A stack with dropout and a buffer that changes in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.register_buffer("seen", torch.zeros(2))
+        self.drop = nn.Dropout(0.1)
+        self.run = lambda block, x: self.drop(block(x))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.seen += tokens.float().mean()
+        return super().forward(tokens, targets)
+
+
+def model() -> Noisy:
+    torch.manual_seed(0)
+    return Noisy()
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCABULARY, (4, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def go_on(
+    engine: TrainingEngine, first: int, steps: int, after_step: Callable[[int], None] = lambda number: None
+) -> list[float]:
+    losses = []
+    for number in range(first, steps):
+        loss = engine(*batch(number))
+        engine.backward(loss)
+        engine.step(client_state={"next": number + 1})
+        losses.append(loss.item())
+        after_step(number + 1)
+    return losses
+
+
+def uninterrupted(config: Any) -> Result:
+    with open_engine(model(), config) as engine:
+        torch.manual_seed(1)
+        losses = go_on(engine, 0, STEPS)
+        return Result([*losses, *engine.module.seen.tolist()], parameters_of(engine))
+
+
+def assert_resumes(folder: Path, losses: list[float], at_least: int, expected: Result, **options: Any) -> int:
+    """Resume the run in `folder`, train the rest, and compare. Returns the step from which it went on."""
+    with open_engine(model(), engine_config(folder=folder, durable=True, **options)) as engine:
+        torch.manual_seed(3)
+        state = engine.resume()
+        assert state is not None
+        first = state["next"]
+        assert first >= at_least and engine.global_steps == first
+        losses = losses[:first] + go_on(engine, first, STEPS)
+        assert_same(Result([*losses, *engine.module.seen.tolist()], parameters_of(engine)), expected)
+    return int(first)
+
+
+OPTIONS = {
+    "during backward": {},
+    "clipping, next forward": {"clip": 0.5},
+    "after backward": {"update": "after_backward", "clip": 0.5},
+    "bf16, 8 bit": {"bf16": True, "moments": "8bit"},
+    "bf16, fp32 masters": {"bf16": True, "master": "fp32", "clip": 0.5},
+    "tiles": {"tile_size": 4096, "clip": 0.5},
+    "checksums": {"aio": {"checksum": True}},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_crash_after_any_step_resumes_the_last_commit(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A copy of the folder at any moment is what a killed process leaves."""
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    expected = uninterrupted(engine_config(folder=nvme, **options))
+    copies: list[Path] = []
+
+    def crash(number: int) -> None:
+        copies.append(tmp_path / f"copy-{number}")
+        shutil.copytree(nvme, copies[-1])
+
+    with open_engine(model(), engine_config(folder=nvme, durable=True, **options)) as engine:
+        torch.manual_seed(1)
+        losses = go_on(engine, 0, STEPS, crash)
+        assert_same(Result([*losses, *engine.module.seen.tolist()], parameters_of(engine)), expected)
+    for number, copy in enumerate(copies[1:-1], 2):
+        assert assert_resumes(copy, losses, number - 1, expected, **options) in (number - 1, number)
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
+def test_states_in_every_tier_are_durable(tmp_path: Path, param: str, optim: str) -> None:
+    options: dict[str, Any] = {"param": param, "optim": optim, "clip": 0.5}
+    expected = uninterrupted(engine_config(folder=tmp_path, **options))
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True, **options)) as engine:
+        torch.manual_seed(1)
+        losses = go_on(engine, 0, 3)
+    assert assert_resumes(tmp_path, losses, 3, expected, **options) == 3
+
+
+@pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
+def test_states_of_a_device_with_late_copies_are_durable(tmp_path: Path, param: str, optim: str) -> None:
+    options: dict[str, Any] = {"param": param, "optim": optim}
+    ends = []
+    for folder, durable in ((tmp_path / "plain", False), (tmp_path / "durable", True)):
+        folder.mkdir()
+        config = engine_config(folder=folder, durable=durable, **options)
+        with open_engine(model(), config, LateDevice()) as engine:
+            torch.manual_seed(1)
+            go_on(engine, 0, 3 if durable else STEPS)
+            ends.append(engine.state_dict())
+    with open_engine(model(), config, LateDevice()) as engine:
+        assert engine.resume() == {"next": 3}
+        assert_same(Result([], engine.state_dict()), Result([], ends[1]))
+        go_on(engine, 3, STEPS)
+        assert_same(Result([], engine.state_dict()), Result([], ends[0]))
+
+
+@pytest.mark.parametrize(("param", "optim"), [("cpu", "cpu"), ("none", "cpu"), ("cpu", "nvme"), ("none", "none")])
+def test_a_late_commit_misses_no_update_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, param: str, optim: str
+) -> None:
+    """The next step's updates wait for the commit, and are those of the next commit."""
+    write_through = Commits._write_through
+
+    def late(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.1)  # the next step's updates are submitted meanwhile
+        write_through(*arguments, **options)
+
+    monkeypatch.setattr(Commits, "_write_through", late)
+    config = engine_config(param, optim, folder=tmp_path, durable=True)
+    with open_engine(model(), config, LateDevice()) as engine:
+        go_on(engine, 0, 4)
+        expected = engine.state_dict()
+    with open_engine(model(), config, LateDevice()) as engine:
+        assert engine.resume() == {"next": 4}
+        assert_same(Result([], engine.state_dict()), Result([], expected))
+
+
+def test_a_failed_sync_ends_the_run_before_its_step_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed fsync nothing is known of what was written; another one would report success."""
+    expected = uninterrupted(engine_config(folder=tmp_path))
+    sync, calls = SwapFile.sync, []
+
+    def failing(file: SwapFile) -> None:
+        calls.append(file)
+        if len(calls) == 3:
+            raise OSError(5, "Input/output error", "drive")
+        sync(file)
+
+    monkeypatch.setattr(SwapFile, "sync", failing)
+    engine = open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    torch.manual_seed(1)
+    losses: list[float] = []
+    with pytest.raises(StorageError, match=r"step 3 could not be committed .* last committed step is step 2"):
+        go_on(engine, 0, STEPS, lambda number: losses.append(number))
+    with pytest.raises(UsageError, match="stopped"):
+        engine(*batch(0))
+    engine.close()
+    monkeypatch.undo()
+    assert assert_resumes(tmp_path, expected.losses, 2, expected) == 2
+
+
+def test_a_killed_process_resumes(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, torch; sys.path[:0] = [sys.argv[2]]; from test_resume import *\n"
+        "from pathlib import Path\n"
+        "engine = open_engine(model(), engine_config(folder=Path(sys.argv[1]), durable=True))\n"
+        "torch.manual_seed(1)\n"
+        "go_on(engine, 0, 6, lambda number: os.kill(os.getpid(), 9) if number == 4 else None)\n"
+    )
+    torch.set_num_threads(1)
+    expected = uninterrupted(engine_config(folder=tmp_path))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)],
+        env=environment,
+        timeout=100,
+        check=False,
+        capture_output=True,
+    )
+    assert ended.returncode == -9, ended.stderr.decode()
+    assert assert_resumes(tmp_path, expected.losses[:4], 3, expected) in (3, 4)
+
+
+class Alternating(Stack):
+    """Uses every other block in turns, so that an update waits for longer than the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 6)
+        self.turn = 0
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in list(self.blocks)[self.turn % 2 :: 2]:
+            x = block(x)
+        self.turn += 1
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"prefetch_bytes": 0}], ids=str)
+def test_units_that_the_next_forward_does_not_use_are_committed(tmp_path: Path, options: dict[str, Any]) -> None:
+    def made() -> Alternating:
+        torch.manual_seed(0)
+        return Alternating()
+
+    with open_engine(made(), engine_config(folder=tmp_path, **options)) as engine:
+        expected_losses = go_on(engine, 0, STEPS)
+        expected = engine.state_dict()
+    with open_engine(made(), engine_config(folder=tmp_path, durable=True, **options)) as engine:
+        losses = go_on(engine, 0, 3)
+    with open_engine(made(), engine_config(folder=tmp_path, durable=True, **options)) as engine:
+        assert engine.resume() == {"next": 3}
+        engine.module.turn = 3
+        losses += go_on(engine, 3, STEPS)
+        assert_same(Result(losses, engine.state_dict()), Result(expected_losses, expected))
+
+
+def test_a_skipped_step_is_committed(tmp_path: Path) -> None:
+    """The loss scale of fp16 and the count of skipped steps are part of a commit."""
+    options: dict[str, Any] = {"fp16": {"initial_scale_power": 32, "hysteresis": 1}}
+    expected = uninterrupted(engine_config(folder=tmp_path, **options))
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True, **options)) as engine:
+        torch.manual_seed(1)
+        losses = go_on(engine, 0, 3)
+        assert engine.skipped_steps > 0
+        scale, skipped = engine.loss_scale.value, engine.skipped_steps
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True, **options)) as engine:
+        engine.resume()
+        assert (engine.loss_scale.value, engine.skipped_steps) == (scale, skipped)
+    assert_resumes(tmp_path, losses, 3, expected, **options)
+
+
+def test_edits_before_a_step_are_part_of_it(tmp_path: Path) -> None:
+    """Frozen weights that the loop changes, as in a momentum encoder, are in the commit of the step."""
+
+    def trained(engine: TrainingEngine, first: int, stop: int) -> None:
+        weight = engine.module.embedding.weight
+        for number in range(first, stop):
+            engine.backward(engine(*batch(number)))
+            with torch.no_grad():
+                weight.mul_(0.9)
+            engine.step()
+
+    def frozen() -> Noisy:
+        made = model()
+        made.embedding.weight.requires_grad_(False)
+        return made
+
+    options: dict[str, Any] = {"update": "after_backward"}
+    with open_engine(frozen(), engine_config(folder=tmp_path, **options)) as engine:
+        torch.manual_seed(1)
+        trained(engine, 0, 4)
+        expected = parameters_of(engine)
+    with open_engine(frozen(), engine_config(folder=tmp_path, durable=True, **options)) as engine:
+        torch.manual_seed(1)
+        trained(engine, 0, 2)
+    with open_engine(frozen(), engine_config(folder=tmp_path, durable=True, **options)) as engine:
+        engine.resume()
+        trained(engine, 2, 4)
+        assert_same(Result([], parameters_of(engine)), Result([], expected))
+
+
+def test_an_edit_that_a_commit_cannot_leave_out_is_refused(tmp_path: Path) -> None:
+    """The update of another unit waits for the next forward, so the step is not committed when the edit is written."""
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True, clip=0.5, prefetch_bytes=0)) as engine:
+        go_on(engine, 0, 3)
+        with pytest.raises(UsageError, match="after_backward"), torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "after_backward"}], ids=str)
+def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The loop makes them again when it goes on from the step."""
+    (tmp_path / "nvme").mkdir()
+    with open_engine(model(), engine_config(folder=tmp_path / "nvme", durable=True, **options)) as engine:
+        go_on(engine, 0, 3)
+        expected = parameters_of(engine)
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(0.5)
+        engine.settle()
+        shutil.copytree(tmp_path / "nvme", tmp_path / "copy")
+    with open_engine(model(), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
+        assert engine.resume() == {"next": 3}
+        assert_same(Result([], parameters_of(engine)), Result([], expected))
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_not_loaded_is_not_replaced(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 2)
+        committed = parameters_of(engine)
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        loss = engine(*batch(0))
+        engine.backward(loss)
+        with pytest.raises(UsageError, match=r"engine\.resume\(\)"):
+            engine.step()
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 2}
+        assert_same(Result([], parameters_of(engine)), Result([], committed))
+
+
+def test_a_step_that_would_not_be_committed_is_refused(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 2)
+        engine.backward(engine(*batch(2)))
+        with pytest.raises(UsageError, match=r"call engine\.step\(\) instead"):
+            engine.optimizer.step()
+        engine.step(client_state={"next": 3})
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 3}
+
+
+def test_a_run_without_a_commit_leaves_no_folder(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() is None
+        assert is_run(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_run_is_private(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True, run="mine")) as engine:
+        go_on(engine, 0, 2)
+    paths = [tmp_path / "mine", *(tmp_path / "mine").rglob("*")]
+    assert len(paths) > 4
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o700, 0o600}
+
+
+def test_damaged_records_are_refused(tmp_path: Path) -> None:
+    """The record before the last has slots that were written again, and the run is not begun anew."""
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 3)
+    folder = tmp_path / "run" / "0001"
+    last = folder / "rank-00000.record-1"
+    record = read_record(last)
+    assert record is not None and record.number == 3
+    assert read_record(folder / "rank-00000.record-0") is None
+    content = bytearray(last.read_bytes())
+    content[60] ^= 1
+    last.write_bytes(content)
+    for _ in range(2):  # the refusal leaves everything as it is
+        with pytest.raises(CheckpointError, match="records of rank 0 are damaged"):
+            open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    content[60] ^= 1
+    last.write_bytes(content)
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 3}
+
+
+def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
+    config = engine_config(folder=tmp_path, durable=True)
+    with open_engine(model(), config), pytest.raises(StorageError, match="in use by another process"):
+        open_engine(model(), config)
+
+
+def test_a_part_of_a_striped_run_is_not_written_over(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with open_engine(model(), engine_config(folder=folders, durable=True)) as engine:
+        go_on(engine, 0, 3)
+    for part in folders, list(reversed(folders)), folders[1:], folders[:1]:
+        if part != folders:
+            with (
+                pytest.raises((StorageError, CheckpointError)),
+                open_engine(model(), engine_config(folder=part, durable=True)) as engine,
+            ):
+                engine.resume()
+    with open_engine(model(), engine_config(folder=folders, durable=True)) as engine:
+        assert engine.resume() == {"next": 3}
+
+
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="not a folder of this user"):
+        open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_load_checkpoint_names_the_run_of_another_engine(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 2)
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        path, state = engine.load_checkpoint(tmp_path / "run")
+        assert (path, state) == (tmp_path / "run", {"next": 2})
+
+
+def test_a_client_state_that_cannot_be_read_back_ends_no_run(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 2)
+        engine.backward(engine(*batch(2)))
+        with pytest.raises(CheckpointError, match="client_state"):
+            engine.step(client_state={"model": engine})
+
+
+def test_durable_states_need_a_folder() -> None:
+    config = {**raw(None, "cpu", "cpu"), "infinity": {"durable": True}}
+    with pytest.raises(ConfigError, match="nvme_path"):
+        Config.load(config)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp", ".hidden", "a\0b"])
+def test_a_run_has_the_name_of_a_folder(name: str) -> None:
+    with pytest.raises(ConfigError, match="run"):
+        engine_config(durable=True, run=name)
+
+
+def test_a_flipped_bit_of_a_committed_state_is_found(tmp_path: Path) -> None:
+    """Checksums of a commit outlive the process that wrote it."""
+    aio = {"checksum": True}
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True, aio=aio)) as engine:
+        go_on(engine, 0, 3)
+        assert engine.parts.plan.io is not None and engine.parts.plan.io.durable is not None
+        extents = engine.parts.plan.io.durable.extents
+        assert engine.updates.durable is not None
+        run = engine.updates.durable.run
+    record = run.record
+    assert record is not None and record.number == 3
+    each = extents[1]
+    place = (each.first, each.second)[record.slots[1]].offset + 100
+    with open(tmp_path / "run" / "0001" / "rank-00000.states", "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 4]))
+    with (
+        pytest.raises(ChecksumError, match="second read returned the same bytes"),
+        open_engine(model(), engine_config(folder=tmp_path, durable=True, aio=aio)) as engine,
+    ):
+        engine.resume()
+        go_on(engine, 3, 4)
