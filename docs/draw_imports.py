@@ -49,6 +49,8 @@ SAYS = {
     "interrupts": "Ctrl-C",
     "rules": "names of optimizer rules",
     "sizes": "bytes as text",
+    "inputs": "files and variables from outside",
+    "outputs": "files that appear whole",
     "errors": "errors",
     "native": "compiled modules",
 }

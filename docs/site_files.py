@@ -18,6 +18,8 @@ SHOWN = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
+    "tests/hostile/*.py",
     "LICENSE",
     "docs/*.md",
     "docs/*.svg",

@@ -91,7 +91,9 @@ class StorageError(InfinityError):
 
 
 class ChecksumError(OSError, StorageError):
-    """A drive returned other bytes than were written (`aio.checksum`); none of them was used.
+    """Two reads of a block returned other bytes than were written (`aio.checksum`); none of them was used.
+
+    The text says whether both returned the same bytes.
 
     `errno` is EBADMSG, `filename` the file's path.
     """

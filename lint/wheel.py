@@ -29,6 +29,8 @@ IN_WHEEL = (
     "infinity/native/_adam.pyi",
     "infinity/native/_aio.*.so",
     "infinity/native/_aio.pyi",
+    "infinity/native/_heartbeat.*.so",
+    "infinity/native/_heartbeat.pyi",
     "infinity-*.dist-info/entry_points.txt",
     "infinity-*.dist-info/licenses/LICENSE",
 )

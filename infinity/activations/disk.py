@@ -63,6 +63,10 @@ class DiskRoom:
     def bytes_written(self) -> int:
         return self._engine.bytes_written
 
+    @property
+    def blocks_repaired(self) -> int:
+        return sum(file.file.repaired for file in self._files)
+
     def reserve(self, nbytes: int) -> Extent:
         size = aligned(nbytes)
         start = self._ranges.take(size)

@@ -17,6 +17,7 @@ class HostRoom:
 
     tier = "host"
     staging_nbytes = 0
+    blocks_repaired = 0
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -28,6 +28,10 @@ class Room(Protocol):
     @property
     def bytes_written(self) -> int: ...
 
+    @property
+    def blocks_repaired(self) -> int:
+        """Blocks that did not match their checksum when they were read, and did in a second read."""
+
     def reserve(self, nbytes: int) -> Extent:
         """Return room for `nbytes`. Raises OutOfSpaceError or OutOfMemoryError."""
 

@@ -12,6 +12,7 @@ from infinity.checkpoint.format import INDEX, LATEST, find
 from infinity.comm.agreement import by_value
 from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError, RanksError
+from infinity.inputs import is_file_name, read_input
 
 _SAVE, _LOAD = "saves", "loads"
 
@@ -53,12 +54,18 @@ def folder_of(ranks: Communicator, directory: str | Path, tag: str | None) -> Pa
     return _agreed(ranks, _LOAD, directory, tag, lambda: _readable(directory, tag), False)
 
 
+def run_of(ranks: Communicator, directory: str | Path) -> Path:
+    """Return the folder of a durable run, the same on all ranks. Collective. Raises RanksError if the ranks differ."""
+    return _agreed(ranks, _LOAD, directory, None, lambda: Path(directory), False)
+
+
 def _writable(directory: str | Path, tag: str) -> Path:
     _check_directory(directory)
-    if not tag or tag != Path(tag).name or tag.startswith(".") or tag == LATEST or "\0" in tag:
+    if not is_file_name(tag) or tag.startswith(".") or tag == LATEST:
         raise CheckpointError(
             f"tag {tag!r} cannot be the name of a checkpoint's folder. Use a name that is not empty, contains no "
-            f"slash or NUL, does not start with a dot, and is not {LATEST!r}, the file that stores the last tag."
+            f"slash or control character, does not start with a dot, and is not {LATEST!r}, the file that stores the "
+            "last tag."
         )
     return Path(directory) / tag
 
@@ -105,7 +112,7 @@ def _agreed(
 
 def _content(folder: Path) -> int:
     try:
-        return zlib.crc32((folder / INDEX).read_bytes())
+        return zlib.crc32(read_input(folder / INDEX))
     except OSError:
         return 0  # `read_index` raises the error
 

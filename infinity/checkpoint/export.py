@@ -123,10 +123,20 @@ def _nbytes(*shards: _Shard) -> int:
 
 
 def _others(folder: Path) -> list[Path]:
-    """Return the files of a Hugging Face folder that hold no weights."""
+    """Return the files of a Hugging Face folder that hold no weights.
+
+    Raises UsageError if one is a link to a file elsewhere, which would be published with the export. Links of Hugging
+    Face's cache lead from snapshots/REVISION to its blobs.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder: pass one with the model's config.json")
-    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES))
+    found = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES))
+    real = folder.resolve()
+    within = [real, real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [real]
+    for path in found:
+        if path.is_symlink() and not any(path.resolve().is_relative_to(each) for each in within):
+            raise UsageError(f"{path} is a link to {path.resolve()}, outside of the folder: copy the file there")
+    return found
 
 
 def _write(folder: Path, shards: Sequence[_Shard], step: Step) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.tensors import DTYPES
 from infinity.errors import CheckpointError
+from infinity.inputs import is_file_name, member, parse_json, read_input
 from infinity.plan.formats import StateKind, moment_kinds
 from infinity.plan.layout import Slot
 from infinity.rules import MomentFormat, Rule
 from infinity.units.compiled import own_name
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 FORMAT = "infinity-checkpoint"
 VERSION = 4
@@ -31,13 +38,22 @@ INDEX = "checkpoint.json"
 LATEST = "latest"
 CLIENT_STATE = "client_state.pt"
 BUFFERS = "buffers.safetensors"
+_LARGEST_TAG = 4096
+"""Bytes of the file `latest`."""
 _SHOWN = 8
 """Largest number of folders that an error lists; the last ones are shown."""
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_CHECKS: dict[str, Any] = {"strict": True, "extra": "forbid"}
+"""For pydantic, which compares the content of an index with the annotations here."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """Index entry of a parameter. dtype: the one it computes in. file: holds its states. step: number of updates."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,6 +67,8 @@ class Entry:
 @dataclass(frozen=True)
 class Index:
     """Content of `checkpoint.json`."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     global_steps: int
     parameters: dict[str, Entry]
@@ -69,7 +87,7 @@ class Index:
         """Return a parameter's saved tensors: fp32 master and moments if trained, else the parameter itself."""
         entry = self.parameters[name]
         if not entry.trainable:
-            return (StateKind("param", getattr(torch, entry.dtype)),)
+            return (StateKind("param", _DTYPES[entry.dtype]),)
         rule = cast(Rule, self.optimizer.lower())
         return (StateKind("master", torch.float32), *moment_kinds(rule, self.moments))
 
@@ -114,10 +132,13 @@ def view(kind: StateKind, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged."""
-    path = folder / INDEX
+    """Return the index of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged.
+
+    File names in it are names of files in `folder`.
+    """
+    path = file_in(folder, INDEX)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_input(path))
     except FileNotFoundError:
         fix = "pass the folder given to save_checkpoint"
         if any(folder.glob("*_states.pt")):
@@ -130,31 +151,64 @@ def read_index(folder: Path) -> Index:
     version = content.pop("version", None)
     if version not in (VERSION, *_READ_TOO):
         raise CheckpointError(
-            f"{path} has format version {version}, this Infinity reads up to {VERSION}: use a newer Infinity"
+            f"{path} has format version {version!r:.40}, this Infinity reads up to {VERSION}: use a newer Infinity"
         )
     crc32 = content.pop("crc32", None)
     if version == VERSION and crc32 != _crc32(content):
         raise CheckpointError(f"{path} was altered since it was saved (its checksum differs): use another checkpoint")
     try:
-        content["parameters"] = {
-            name: Entry(
-                tuple(entry["shape"]),
-                entry["dtype"],
-                entry["trainable"],
-                entry["file"],
-                entry["step"],
-                entry.get("group"),
-            )
-            for name, entry in content["parameters"].items()
-        }
-        index = Index(**content)
-        for name in index.parameters:
-            index.kinds(name)
-        return index
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} lacks or misstates {error}: the checkpoint is damaged, use another one"
-        ) from None
+        index = _checker().validate_json(json.dumps(content))
+        problem = next(_problems(index, has_checksums=version == VERSION), "")
+    except ValueError as error:  # pydantic's ValidationError, or text that UTF-8 has no bytes for
+        problem = ", ".join(map(str.strip, str(error).splitlines()[1:3])) or str(error)
+    if problem:
+        raise CheckpointError(f"{path} lacks or misstates {problem}: the checkpoint is damaged, use another one")
+    return index
+
+
+@cache
+def _checker() -> TypeAdapter[Index]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Index)
+
+
+def _problems(index: Index, *, has_checksums: bool) -> Iterator[str]:
+    """Yield what the types of fields do not show. has_checksums: the version has a checksum of every file."""
+    yield from (f"the file name {file!r}" for file in index.file_bytes if not is_file_name(file))
+    if index.parameters and index.optimizer.lower() not in get_args(Rule):
+        yield f"the optimizer, which is {index.optimizer!r:.40}"
+    counts = [index.global_steps, index.skipped_steps, *index.file_bytes.values(), *index.file_crc32.values()]
+    counts += [count for entry in index.parameters.values() for count in (*entry.shape, entry.step)]
+    yield from (f"a count, which is {count}" for count in counts if not 0 <= count < 1 << 63)
+    if BUFFERS not in index.file_bytes:
+        yield f"the size of {BUFFERS}"
+    for name, entry in index.parameters.items():
+        if entry.file not in index.file_bytes:
+            yield f"the size of {entry.file!r}, the file of {name!r}"
+        if entry.dtype not in _DTYPES:
+            yield f"the dtype of {name!r}, which is {entry.dtype!r:.40}"
+    if has_checksums:
+        for file in (CLIENT_STATE, *index.file_bytes):
+            if file not in index.file_bytes or file not in index.file_crc32:
+                yield f"size or checksum of {file!r}"
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """Return the path of a checkpoint's file. Raises CheckpointError if a symbolic link leads out of the folder."""
+    try:
+        return member(folder, name)
+    except ValueError as error:
+        raise CheckpointError(f"{error}: copy the file there, or use another checkpoint") from None
+
+
+def read_tag(file: Path) -> str:
+    """Return the tag in a file like `latest`. Raises OSError, and CheckpointError if it names no folder beside it."""
+    content = read_input(file, _LARGEST_TAG)
+    tag = content.decode("utf-8", errors="replace").strip()
+    if not is_file_name(tag):
+        raise CheckpointError(f"{file} holds {tag!r:.100}, which is not the name of a folder beside it: pass a tag")
+    return tag
 
 
 def find(directory: Path, tag: str | None) -> Path:
@@ -165,16 +219,20 @@ def find(directory: Path, tag: str | None) -> Path:
     check_folder(directory, "pass the folder given to save_checkpoint")
     if tag is None:
         try:
-            tag = (directory / LATEST).read_text(encoding="utf-8").strip()
-        except OSError:
+            tag = read_tag(directory / LATEST)
+        except FileNotFoundError:
             fix = candidates(directory, INDEX, (LATEST,)) or "no checkpoint was saved there; pass another folder"
             if (directory / INDEX).is_file():
                 fix = f"it is a checkpoint itself: pass {str(directory.parent)!r} and tag={directory.name!r}"
             raise CheckpointError(f"{directory} has no file {LATEST!r}: {fix}") from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{directory / LATEST} cannot be read ({error.strerror}): pass the tag of a checkpoint"
+            ) from None
     folder = directory / tag
     if not folder.is_dir():
         # A save of the same tag was killed between its two renames. The checkpoint it was replacing is intact.
-        for former in sorted(directory.glob(f".{tag}.replaced-*")):
+        for former in sorted(directory.glob(f".{glob.escape(tag)}.replaced-*")):
             return former
         fix = candidates(directory, INDEX, (LATEST,)) or "it holds no checkpoint; pass another folder"
         raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}: {fix}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from infinity.errors import UsageError
+from infinity.inputs import parse_json, read_input
 
 CONFIG = "config.json"
 _KEYS = ("dtype", "torch_dtype")
@@ -27,7 +28,7 @@ def with_dtype(file: Path, dtypes: Mapping[str, torch.dtype]) -> bytes:
     the weights have several dtypes: a config names only one.
     """
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(read_input(file))
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read ({error}): pass a folder with the model's config.json") from None
     if not isinstance(config, dict):

@@ -1,35 +1,23 @@
-"""Loads a checkpoint: compares it with the model before any change, then streams it into the tiers unit by unit."""
+"""Loads saved states: compares them with the model before any change, then streams them into the tiers unit by unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.agree import folder_of
-from infinity.checkpoint.format import (
-    BUFFERS,
-    CLIENT_STATE,
-    Index,
-    key,
-    persistent_buffers,
-    read_index,
-    reason,
-    shape_of,
-    view,
-)
+from infinity.checkpoint.format import Index, persistent_buffers, shape_of, view
 from infinity.checkpoint.parts import ModelParts, Run
-from infinity.checkpoint.tiles import block_problem, read_state
-from infinity.checkpoint.verify import check_contents, check_files
+from infinity.checkpoint.saved import PieceOf, SavedStates
+from infinity.checkpoint.settings import check_settings
+from infinity.checkpoint.tiles import block_problem
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError
-from infinity.nn.pieces import Piece, Pieces
+from infinity.nn.pieces import Piece
 from infinity.optim.cpu_adam import split_master
 from infinity.optim.moments import convert_moments, rounding_key
 from infinity.tiers.memory import return_freed_memory
@@ -38,13 +26,13 @@ from infinity.units.unit import Unit
 
 
 class Loading:
-    """A training checkpoint that has been checked against an engine. Constructor and `apply` are collective.
+    """Saved states that have been checked against an engine. Constructor and `apply` are collective.
 
     verify: first compare all files with their checksums. load_rng: also read the RNG states, if the number of ranks is
     the same as at the save. Units, tiers, tile size, number of ranks and the formats of master and moments may differ.
     optimizer: also load moments and step counts; otherwise the present ones stay. strict: raise CheckpointError if the
-    model and the checkpoint have different parameters; otherwise those that one lacks are ignored. Raises RanksError or
-    CheckpointError before any change.
+    model and the saved states have different parameters; otherwise those that one lacks are ignored. Raises RanksError
+    or CheckpointError before any change.
     """
 
     def __init__(
@@ -52,29 +40,25 @@ class Loading:
         parts: ModelParts,
         model: nn.Module,
         run: Run,
-        directory: str | Path,
-        tag: str | None,
+        saved: SavedStates,
         *,
         verify: bool,
         load_rng: bool,
         optimizer: bool = True,
         strict: bool = True,
     ) -> None:
-        self.folder = folder_of(parts.ranks, directory, tag)
-        self.index = read_index(self.folder)
-        self._pieces = _pieces(parts.units, model)
-        _check_parameters(parts.units, self._pieces, self.index, self.folder, trained=optimizer, strict=strict)
+        self._saved, self.index, folder = saved, saved.index, saved.path
+        self._pieces = saved.pieces(parts.units, model)
+        _check_parameters(parts.units, self._pieces, self.index, folder, trained=optimizer, strict=strict)
         if optimizer:
-            _check_optimizer(run, self.index, self.folder)
-            _check_groups(parts.units, self._pieces, self.index, self.folder)
-            _check_blocks(self._pieces, self.index, self.folder)
+            _check_optimizer(run, self.index, folder)
+            _check_groups(parts.units, self._pieces, self.index, folder)
+            _check_blocks(self._pieces, self.index, folder)
         self._optimizer = optimizer
-        check_files(self.index, self.folder)
-        if verify:
-            check_contents(self.index, self.folder, parts.ranks)
-        self._buffers = _read_buffers(model, self.folder)
-        self.client_state = _client_state(self.folder)
-        self._generators = rng.read_states(self.folder / rng.FILE, parts.ranks) if load_rng else None
+        saved.check(parts.ranks, verify=verify)
+        self._buffers = _buffers(model, saved)
+        self.client_state = saved.client_state()
+        self._generators = saved.generators(parts.ranks) if load_rng else None
         self._parts, self._run = parts, run
 
     def apply(self) -> None:
@@ -96,13 +80,13 @@ class Loading:
         parts.ranks.barrier()
 
     def _read_unit(self, unit: Unit, *, complete: bool) -> Flats:
-        """Return the unit's states. complete: the checkpoint has all of its parameters."""
+        """Return the unit's states. complete: all of its parameters were saved."""
         if self._optimizer and complete:
-            return _read(self._parts, self._run, self.folder, self.index, self._pieces, unit)
+            return _read(self._parts, self._run, self._saved, self._pieces, unit)
         flats = self._parts.states.read(unit.layout)
         if self._optimizer:
-            return _read(self._parts, self._run, self.folder, self.index, self._pieces, unit, flats)
-        _read_values(self._parts, self.folder, self.index, self._pieces, unit, flats)
+            return _read(self._parts, self._run, self._saved, self._pieces, unit, flats)
+        _read_values(self._parts, self._saved, self._pieces, unit, flats)
         return flats
 
     def restore_rng(self) -> None:
@@ -111,41 +95,28 @@ class Loading:
             rng.restore_states(self._generators, self._parts.device.torch_device)
 
 
-def load_parameters(parts: ModelParts, model: nn.Module, folder: Path, *, verify: bool) -> tuple[Path, dict[str, Any]]:
-    """Load parameters and buffers only, cast to the dtypes of the units. Return (folder, client_state).
+def load_parameters(parts: ModelParts, model: nn.Module, saved: SavedStates, *, verify: bool) -> dict[str, Any]:
+    """Load parameters and buffers only, cast to the dtypes of the units. Return the client_state.
 
-    folder: from `folder_of`. verify: first compare all files with their checksums. Raises CheckpointError before any
-    change.
+    verify: first compare all files with their checksums. Raises CheckpointError before any change.
     """
-    index, pieces = read_index(folder), _pieces(parts.units, model)
-    _check_parameters(parts.units, pieces, index, folder, trained=False)
-    check_files(index, folder)
-    if verify:
-        check_contents(index, folder, parts.ranks)
-    buffers = _read_buffers(model, folder)
-    client_state = _client_state(folder)
+    pieces = saved.pieces(parts.units, model)
+    _check_parameters(parts.units, pieces, saved.index, saved.path, trained=False)
+    saved.check(parts.ranks, verify=verify)
+    buffers = _buffers(model, saved)
+    client_state = saved.client_state()
     for unit in parts.units:
-        parts.states.write(unit.layout, {"param": _read_parameters(parts, folder, index, pieces, unit)})
+        parts.states.write(unit.layout, {"param": _read_parameters(parts, saved, pieces, unit)})
         return_freed_memory()
         parts.store.rewritten(unit)
     for buffer, value in buffers:
         buffer.copy_(value)
     parts.ranks.barrier()
-    return folder, client_state
-
-
-_Pieces = Mapping[str, Piece]
-"""Name of a parameter → the tensor in checkpoints that it is, or is a tile of."""
-
-
-def _pieces(units: Iterable[Unit], model: nn.Module) -> _Pieces:
-    found = Pieces(model)
-    pairs = (pair for unit in units for pair in zip(unit.layout.slots, unit.parameters, strict=True))
-    return {slot.name: found.of(slot.name, parameter) for slot, parameter in pairs}
+    return client_state
 
 
 def _check_parameters(
-    units: Iterable[Unit], pieces: _Pieces, index: Index, folder: Path, *, trained: bool = True, strict: bool = True
+    units: Iterable[Unit], pieces: PieceOf, index: Index, folder: Path, *, trained: bool = True, strict: bool = True
 ) -> None:
     """Raise CheckpointError if shapes differ. trained: also if other parameters are trained. strict: also if names
     differ.
@@ -181,9 +152,10 @@ def _check_optimizer(run: Run, index: Index, folder: Path) -> None:
             f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this engine "
             f"has {kind} and {groups}: use the same optimizer and groups"
         )
+    check_settings(run, index, folder)
 
 
-def _check_groups(units: Iterable[Unit], pieces: _Pieces, index: Index, folder: Path) -> None:
+def _check_groups(units: Iterable[Unit], pieces: PieceOf, index: Index, folder: Path) -> None:
     """Raise CheckpointError if a trained parameter was in another param_group, whose hyper-parameters it would get."""
     trained = (unit.layout for unit in units if unit.layout.trainable)
     present = {pieces[slot.name].name: slot.group for layout in trained for slot in layout.slots}
@@ -198,7 +170,7 @@ def _check_groups(units: Iterable[Unit], pieces: _Pieces, index: Index, folder: 
         )
 
 
-def _check_blocks(pieces: _Pieces, index: Index, folder: Path) -> None:
+def _check_blocks(pieces: PieceOf, index: Index, folder: Path) -> None:
     """Raise CheckpointError if tiles cut the blocks of saved 8-bit moments."""
     for name, piece in pieces.items():
         for kind in index.kinds(piece.name) if piece.name in index.parameters else ():
@@ -209,43 +181,28 @@ def _check_blocks(pieces: _Pieces, index: Index, folder: Path) -> None:
                 )
 
 
-def _read_buffers(model: nn.Module, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _buffers(model: nn.Module, saved: SavedStates) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return pairs (buffer of the model, saved value). Raises CheckpointError if names or shapes differ."""
-    try:
-        saved = load_file(folder / BUFFERS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / BUFFERS} cannot be read ({error}): the checkpoint is damaged") from None
-    buffers = persistent_buffers(model)
-    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in buffers.items()}:
-        raise CheckpointError(f"{folder} is a checkpoint of another model: its buffers have other names or shapes")
-    return [(buffers[name], value) for name, value in saved.items()]
-
-
-def _client_state(folder: Path) -> dict[str, Any]:
-    try:
-        state = torch.load(folder / CLIENT_STATE, weights_only=True)
-    except Exception as error:  # noqa: BLE001 - torch.load raises many classes
-        raise CheckpointError(
-            f"{folder / CLIENT_STATE} cannot be read ({reason(error)}); client_state may hold tensors, numbers, "
-            "strings and containers of them"
-        ) from None
-    return dict(state)
+    values, buffers = saved.buffers(), persistent_buffers(model)
+    if {name: value.shape for name, value in values.items()} != {name: value.shape for name, value in buffers.items()}:
+        raise CheckpointError(f"{saved.path} is a checkpoint of another model: its buffers have other names or shapes")
+    for name, value in values.items():
+        if value.is_floating_point() != buffers[name].is_floating_point():
+            raise CheckpointError(
+                f"{saved.path} is a checkpoint of another model: its buffer {name} is {value.dtype}, and the model's "
+                f"is {buffers[name].dtype}"
+            )
+    return [(buffers[name], value) for name, value in values.items()]
 
 
 def _read(
-    parts: ModelParts,
-    run: Run,
-    folder: Path,
-    index: Index,
-    pieces: _Pieces,
-    unit: Unit,
-    present: Flats | None = None,
+    parts: ModelParts, run: Run, saved: SavedStates, pieces: PieceOf, unit: Unit, present: Flats | None = None
 ) -> Flats:
-    """Return the unit's states, read from the files of its parameters and converted to the engine's formats.
+    """Return the unit's states, read for each of its parameters and converted to the engine's formats.
 
-    present: the unit's states, in which those of parameters that the checkpoint has are replaced.
+    present: the unit's states, in which those of saved parameters are replaced.
     """
-    layout = unit.layout
+    layout, index = unit.layout, saved.index
     kinds = parts.states.kinds(layout)
     flats = present or {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
@@ -253,53 +210,48 @@ def _read(
         entry = index.parameters.get(piece.name)
         if entry is None:
             continue
-        with safe_open(folder / entry.file, framework="pt") as tensors:
-            saved = {
-                kind.name: read_state(tensors, key(kind.name, piece.name), kind, piece)
-                for kind in index.kinds(piece.name)
-            }
+        states = saved.read(piece, index.kinds(piece.name))
         local = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
         whole = local
         if is_distributed(parameter):
             whole = {kind.name: torch.zeros(shape_of(kind, entry.shape), dtype=kind.dtype) for kind in kinds}
         first = layout.first + slot.offset
-        _fill(run, index, saved, whole, as_it_is=not layout.trainable, step=entry.step, first=first)
+        _fill(run, index, states, whole, as_it_is=not layout.trainable, step=entry.step, first=first)
         if whole is not local:
             for name, target in local.items():
                 target.copy_(parts.ranks.model.part(parameter, whole[name]))
     return flats
 
 
-def _read_values(parts: ModelParts, folder: Path, index: Index, pieces: _Pieces, unit: Unit, flats: Flats) -> None:
+def _read_values(parts: ModelParts, saved: SavedStates, pieces: PieceOf, unit: Unit, flats: Flats) -> None:
     """Replace the values of parameters in `flats`, the unit's states, and leave the moments."""
     kind = parts.states.kinds(unit.layout)[0]
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         piece = pieces[slot.name]
-        entry = index.parameters.get(piece.name)
-        if entry is None:
+        if piece.name not in saved.index.parameters:
             continue
-        saved = _value(folder, index, piece)
-        if saved.dtype == torch.float32 and kind.dtype == torch.bfloat16:
-            saved = split_master(saved)[0]
-        view(kind, slot, flats[kind.name]).copy_(parts.ranks.model.part(parameter, saved))
+        value = _value(saved, piece)
+        if value.dtype == torch.float32 and kind.dtype == torch.bfloat16:
+            value = split_master(value)[0]
+        view(kind, slot, flats[kind.name]).copy_(parts.ranks.model.part(parameter, value))
 
 
-def _value(folder: Path, index: Index, piece: Piece) -> torch.Tensor:
+def _value(saved: SavedStates, piece: Piece) -> torch.Tensor:
     """Return a parameter's most precise value: the master, or the parameter itself if it was frozen."""
-    kind = index.kinds(piece.name)[0]
-    with safe_open(folder / index.parameters[piece.name].file, framework="pt") as tensors:
-        return read_state(tensors, key(kind.name, piece.name), kind, piece)
+    kind = saved.index.kinds(piece.name)[0]
+    return saved.read(piece, [kind])[kind.name]
 
 
-def _read_parameters(parts: ModelParts, folder: Path, index: Index, pieces: _Pieces, unit: Unit) -> torch.Tensor:
+def _read_parameters(parts: ModelParts, saved: SavedStates, pieces: PieceOf, unit: Unit) -> torch.Tensor:
     """Return the unit's flat tensor (numel,) in its dtype: masters rounded as in training, frozen parameters cast."""
     layout = unit.layout
     flat = flat_tensor(layout.numel, layout.dtype)
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
-        saved = _value(folder, index, pieces[slot.name])
-        if index.parameters[pieces[slot.name].name].trainable and layout.dtype == torch.bfloat16:
-            saved = split_master(saved)[0]
-        flat[slot.offset : slot.stop].view(slot.shape).copy_(parts.ranks.model.part(parameter, saved))
+        piece = pieces[slot.name]
+        value = _value(saved, piece)
+        if saved.index.parameters[piece.name].trainable and layout.dtype == torch.bfloat16:
+            value = split_master(value)[0]
+        flat[slot.offset : slot.stop].view(slot.shape).copy_(parts.ranks.model.part(parameter, value))
     return flat
 
 

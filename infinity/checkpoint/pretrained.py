@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,6 +18,7 @@ from infinity.comm.side import Place
 from infinity.construction.materialize import make_buffers
 from infinity.construction.sources import note_loaded, note_source
 from infinity.errors import CheckpointError, UsageError
+from infinity.inputs import is_file_name, open_input, parse_json, read_input
 from infinity.nn.pieces import Piece, Pieces
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name, uncompiled
@@ -183,7 +183,7 @@ def _saved_tensors(folder: Path) -> dict[str, SavedTensor]:
         return _tensors_of(folder / WEIGHTS)
     index = folder / WEIGHTS_INDEX
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = parse_json(read_input(index))["weight_map"]
         named = {str(name): str(file) for name, file in files.items()}
     except FileNotFoundError:
         if not folder.is_dir():
@@ -198,7 +198,7 @@ def _saved_tensors(folder: Path) -> dict[str, SavedTensor]:
         raise CheckpointError(f"{index} cannot be read ({error!r}): it is damaged") from None
     tensors: dict[str, SavedTensor] = {}
     for file in dict.fromkeys(named.values()):
-        if Path(file).name != file:
+        if not is_file_name(file):
             raise CheckpointError(f"{index} refers to {file!r}, which is not a file in the same folder")
         tensors |= _tensors_of(folder / file)
     lost = [name for name in named if name not in tensors]
@@ -209,6 +209,7 @@ def _saved_tensors(folder: Path) -> dict[str, SavedTensor]:
 
 def _tensors_of(file: Path) -> dict[str, SavedTensor]:
     try:
+        open_input(file).close()  # safe_open would wait for a pipe
         with safe_open(file, framework="pt") as tensors:
             return {name: SavedTensor(file, name, spec_of(tensors, name)) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:

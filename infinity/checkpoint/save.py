@@ -19,6 +19,7 @@ from infinity.checkpoint.agree import target_of
 from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, reason, view
 from infinity.checkpoint.parts import ModelParts, Run
+from infinity.checkpoint.pickles import read_values
 from infinity.checkpoint.tiles import write_tile
 from infinity.checkpoint.writer import Writer
 from infinity.comm.dtensor import is_distributed
@@ -109,7 +110,9 @@ def save(
         if writer is not None and not started:
             writer.remove()
         if isinstance(error, Exception) and not isinstance(error, (ChecksumError, RanksError)):
-            raise CheckpointError(f"the checkpoint {target} could not be written: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint {target} could not be written: {str(error) or type(error).__name__}"
+            ) from error
         raise
     return target
 
@@ -249,11 +252,11 @@ def _together(channel: SideChannel, work: Callable[[], T]) -> T:
         done = work()
     except Exception as caught:  # noqa: BLE001 - raised below, once all ranks know
         error = caught
-    failed = channel.sum(float(error is not None))
-    if error is not None:
-        raise error
-    if failed:
-        raise CheckpointError("see the error of another rank")
+    if channel.sum(float(error is not None)):
+        texts = channel.gather("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        raise CheckpointError("; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text))
     return done
 
 
@@ -271,7 +274,7 @@ def pack_client_state(client_state: dict[str, Any]) -> bytes:
     packed = io.BytesIO()
     try:
         torch.save(client_state, packed)
-        torch.load(io.BytesIO(packed.getvalue()), weights_only=True)
+        read_values(packed, Path(CLIENT_STATE))
     except Exception as error:  # noqa: BLE001 - pickling runs any class's code
         raise CheckpointError(
             f"client_state cannot be saved for a safe load ({reason(error)}): use only tensors, numbers, strings, and "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from infinity.errors import CheckpointError
+from infinity.inputs import open_input
 
 _READ = 4 << 20
 WEIGHTS = "model.safetensors"
@@ -74,7 +75,7 @@ def read_crc32(path: Path) -> int:
     """Return the CRC-32 of a file's content."""
     crc = 0
     buffer = memoryview(bytearray(_READ))
-    with path.open("rb", buffering=0) as file:
+    with open_input(path) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
     return crc

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from infinity.checkpoint.format import Index, key, shape_of
+from infinity.checkpoint.format import Index, file_in, key, shape_of
 from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
 from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError
+from infinity.inputs import open_input
 
 
 def check_files(index: Index, folder: Path) -> None:
-    """Raise CheckpointError if a file is missing, has another size, or lacks tensors listed in the index."""
+    """Raise CheckpointError if a file is missing, lies elsewhere, has another size, or lacks tensors of the index."""
     for file, nbytes in index.file_bytes.items():
-        path = folder / file
-        size = path.stat().st_size if path.exists() else None
+        path = file_in(folder, file)
+        try:
+            with open_input(path) as opened:
+                size = os.fstat(opened.fileno()).st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: the checkpoint is damaged, use another one") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}): use another checkpoint") from None
         if size != nbytes:
-            state = "is missing" if size is None else f"has {size:,} bytes instead of {nbytes:,}"
-            raise CheckpointError(f"{path} {state}: the checkpoint is damaged, use another one")
+            raise CheckpointError(
+                f"{path} has {size:,} bytes instead of {nbytes:,}: the checkpoint is damaged, use another one"
+            )
     by_file: dict[str, list[str]] = {}
     for name, entry in index.parameters.items():
         by_file.setdefault(entry.file, []).append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +13,10 @@ import torch
 
 from infinity.checkpoint.format import INDEX, LATEST, Index
 from infinity.checkpoint.tensors import FileRecord, PiecewiseFile, Spec, write_bytes, write_tensors
+from infinity.outputs import replacing
+
+_FOLDER = 0o770
+"""Permissions of a checkpoint's folder, less the umask: optimizer states are nobody else's to read."""
 
 
 class Writer:
@@ -29,7 +34,12 @@ class Writer:
         """Create the hidden folder, and remove leftovers of killed saves."""
         _remove_stale(self._target.parent)
         self.remove()
-        self._partial.mkdir(parents=True)
+        parent = self._partial.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from None
+        self._partial.mkdir(mode=_FOLDER)
 
     def write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         specs = {name: Spec(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
@@ -70,15 +80,14 @@ class Writer:
         self.whole = True
 
     def _update_latest(self) -> None:
-        latest = self._target.parent / f".{LATEST}-{os.getpid()}"
-        latest.write_text(self._target.name, encoding="utf-8")
-        _sync(latest)
-        os.replace(latest, self._target.parent / LATEST)
+        with replacing(self._target.parent / LATEST) as latest:
+            latest.write_text(self._target.name, encoding="utf-8")
+            _sync(latest)
         _sync(self._target.parent)
 
     def _put_in_place(self) -> None:
         """Rename the folder; if the tag exists, first rename the old one to a name that `find` also finds."""
-        if self._target.exists():
+        if os.path.lexists(self._target):
             os.rename(self._target, self._replaced)
         try:
             os.rename(self._partial, self._target)
@@ -87,6 +96,8 @@ class Writer:
                 os.rename(self._replaced, self._target)
             raise
         _sync(self._target.parent)
+        if self._replaced.is_symlink():
+            self._replaced.unlink()
         shutil.rmtree(self._replaced, ignore_errors=True)
 
 

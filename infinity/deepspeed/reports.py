@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ from infinity.deepspeed.engine_names import GETTERS, REFUSED, Reads, read
 from infinity.deepspeed.module import EngineModule
 from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
+from infinity.inputs import number_of
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
@@ -44,7 +44,7 @@ class ReportingEngine(EngineModule):
 
     @property
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return number_of("LOCAL_RANK", 0)
 
     def get_data_parallel_rank(self) -> int:
         return self._engine.ranks.rank

@@ -8,54 +8,17 @@ by inert stand-ins, even if DeepSpeed is installed.
 
 from __future__ import annotations
 
-import io
-import pickletools
-import struct
-import zipfile
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import serialization
-from torch._weights_only_unpickler import Unpickler
-from torch.storage import TypedStorage
 
+from infinity.checkpoint.archive import OF_TORCH, first_unknown, only_safe, read_archive, unpickle
 from infinity.checkpoint.format import reason
 from infinity.errors import CheckpointError
-
-_CHUNK = 16 << 20
-"""Bytes of a record that are read at a time."""
-_LARGEST_PICKLE = 1 << 29
-"""Bytes of a pickle without its tensors. 100,000 parameters need some 20 MB."""
-
-_STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_OF_TORCH = frozenset(
-    {
-        "collections OrderedDict",
-        "collections Counter",
-        "torch Size",
-        "torch device",
-        "torch._utils _rebuild_tensor_v2",
-        "torch._utils _rebuild_parameter",
-        "torch._utils _rebuild_parameter_with_state",
-        "torch.nn.parameter Parameter",
-        "builtins set",
-        "__builtin__ set",
-        "torch Tensor",
-        "torch._tensor _rebuild_from_type_v2",
-        *(f"torch {name}Storage" for name in _STORAGES),
-        *(f"torch {name}" for name in _DTYPES),
-    }
-)
-"""Globals that torch's unpickler constructs itself, apart from those in `_REPLACED`. None of them allocates memory of a
-size given in the file.
-"""
+from infinity.inputs import open_input
 
 
 class Inert:
@@ -167,7 +130,7 @@ class FileTensor:
         values = torch.empty(count, dtype=self.dtype)
         if count:
             target: Any = memoryview(values.view(torch.uint8).numpy().data)
-            with self.file.open("rb") as file:
+            with open_input(self.file) as file:
                 file.seek(self.at + start * self.dtype.itemsize)
                 if file.readinto(target) != len(target):
                     raise CheckpointError(f"{self.file} ended early: it was changed while it was read, so start again")
@@ -224,43 +187,26 @@ def read_pickle(path: Path) -> PickleFile:
 
 
 def _read(path: Path) -> PickleFile:
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        if not zipfile.is_zipfile(file):
-            raise CheckpointError(
-                f"{path} is not a zip archive of torch.save: it is truncated, or older than torch 1.6; use another one"
-            )
-        with zipfile.ZipFile(file) as archive:
-            records = {info.filename: info for info in archive.infolist()}
-            if len(records) != len(archive.infolist()):
-                raise CheckpointError(f"{path} holds a record twice: it is damaged, use another one")
-        (pickled,) = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")] or [""]
-        if not pickled:
-            raise CheckpointError(f"{path} holds no data.pkl, so torch.save did not write it: use another one")
-        folder = pickled.removesuffix("data.pkl")
-        _check_name(path, folder.rstrip("/"))
-        places = {name: _place(file, info, size, path) for name, info in records.items()}
-        if sum(info.file_size for info in records.values()) > size:
-            raise CheckpointError(f"{path} holds records that overlap: it is damaged, use another one")
-        for name, info in records.items():
-            if _checksum(file, places[name], info.file_size) != info.CRC:
-                raise CheckpointError(f"{path}: the checksum of {name} is wrong: it is damaged, use another one")
-        if records[pickled].file_size > _LARGEST_PICKLE:
-            raise CheckpointError(
-                f"{path}: its pickle has {records[pickled].file_size:,} bytes, more than {_LARGEST_PICKLE:,}: it is "
-                "damaged, use another one"
-            )
-        if (order := folder + "byteorder") in records and _bytes(file, places[order], records[order]) != b"little":
-            raise CheckpointError(f"{path} was written on a big-endian machine: save it on a little-endian one")
-        content = _bytes(file, places[pickled], records[pickled])
-    content = _with_known_globals(content, path)
-    data = folder + "data/"
-    stored = {
-        name.removeprefix(data): (places[name], info.file_size)
-        for name, info in records.items()
-        if name.startswith(data)
-    }
-    return _unpickle(content, path, stored)
+    with open_input(path) as file:
+        archive = read_archive(file, path)
+    _check_name(path, archive.name)
+    unknown = first_unknown(archive.pickled, OF_TORCH | STAND_INS.keys())
+    if unknown is not None:
+        name = unknown.replace(" ", ".")
+        raise CheckpointError(
+            f"{path} refers to {name}, which no DeepSpeed checkpoint needs. Nothing of the file was executed. Save "
+            f"the checkpoint without objects of {name} (in client_state, for example)."
+        )
+    found = PickleFile(path)
+
+    def storage_of(start: int, nbytes: int) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(nbytes, device="meta")
+        found.add(storage, start)
+        return storage
+
+    with only_safe([*STAND_INS.values(), *_REPLACED.values()]):
+        found.content = unpickle(archive, storage_of, _REPLACED)
+    return found
 
 
 def _check_name(path: Path, saved_as: str) -> None:
@@ -273,92 +219,3 @@ def _check_name(path: Path, saved_as: str) -> None:
             f"{path} was saved as {saved_as}{path.suffix}: files of ranks were swapped or renamed; give every file the "
             "name that it was saved under"
         )
-
-
-def _place(file: io.BufferedReader, info: zipfile.ZipInfo, size: int, path: Path) -> int:
-    """Return the position of a record's first byte. Raises CheckpointError if it is compressed or overruns the file."""
-    file.seek(info.header_offset)
-    header = file.read(30)
-    if len(header) == 30 and header[:4] == b"PK\x03\x04" and info.compress_type == zipfile.ZIP_STORED:
-        names = sum(struct.unpack("<HH", header[26:30]))
-        start = info.header_offset + 30 + int(names)
-        if start + info.file_size <= size and not info.flag_bits & 1:
-            return start
-    raise CheckpointError(f"{path}: its record {info.filename!r} is compressed, encrypted or cut off: use another one")
-
-
-def _checksum(file: io.BufferedReader, start: int, length: int) -> int:
-    """Return the CRC-32 of a record's bytes, as torch.save writes it. (torch.load does not compare it.)"""
-    file.seek(start)
-    crc = 0
-    while length > 0 and (chunk := file.read(min(length, _CHUNK))):
-        crc = zlib.crc32(chunk, crc)
-        length -= len(chunk)
-    return crc
-
-
-def _bytes(file: io.BufferedReader, start: int, info: zipfile.ZipInfo) -> bytes:
-    file.seek(start)
-    return file.read(info.file_size)
-
-
-def _with_known_globals(content: bytes, path: Path) -> bytes:
-    """Return the pickle with the replacements of `_REPLACED`.
-
-    Raises CheckpointError if it names a class or function that is not on the list.
-    """
-    parts, end = [], 0
-    for opcode, argument, position in pickletools.genops(content):
-        if opcode.name not in ("GLOBAL", "INST"):
-            continue
-        if argument not in _OF_TORCH and argument not in STAND_INS:
-            name = str(argument).replace(" ", ".")
-            raise CheckpointError(
-                f"{path} refers to {name}, which no DeepSpeed checkpoint needs. Nothing of the file was executed. Save "
-                f"the checkpoint without objects of {name} (in client_state, for example)."
-            )
-        if position is not None and opcode.name == "GLOBAL" and argument in _REPLACED:
-            own = _REPLACED[argument]
-            parts += [content[end:position], f"c{own.__module__}\n{own.__qualname__}\n".encode()]
-            end = position + len(f"c{argument}\n")
-    return b"".join([*parts, content[end:]])
-
-
-def _unpickle(content: bytes, path: Path, stored: dict[str, tuple[int, int]]) -> PickleFile:
-    """Return the unpickled content. stored: name of a storage → its place in the file and its bytes."""
-    file = PickleFile(path)
-    storages: dict[str, TypedStorage] = {}
-
-    def persistent_load(saved: Any) -> TypedStorage:
-        _, kind, name, _, numel = saved
-        if name not in storages:
-            nbytes = int(numel) * kind.dtype.itemsize
-            start, size = stored.get(name, (0, None))
-            if nbytes < 0 or size != nbytes:
-                found = "none is stored" if size is None else f"{size:,} bytes are stored"
-                raise CheckpointError(
-                    f"{path} declares a storage of {numel} elements ({nbytes:,} bytes), and {found}: use another one"
-                )
-            untyped = torch.UntypedStorage(nbytes, device="meta")
-            file.add(untyped, start)
-            storages[name] = TypedStorage(wrap_storage=untyped, dtype=kind.dtype, _internal=True)
-        return storages[name]
-
-    unpickler: Any = Unpickler(io.BytesIO(content), encoding="utf-8")
-    unpickler.persistent_load = persistent_load
-    with _only([*STAND_INS.values(), *_REPLACED.values()]):
-        file.content = unpickler.load()
-    return file
-
-
-@contextmanager
-def _only(classes: list[Any]) -> Iterator[None]:
-    """Replace torch's list of safe globals by `classes` in the block: the application may have added real classes."""
-    former = serialization.get_safe_globals()
-    serialization.clear_safe_globals()
-    serialization.add_safe_globals(classes)
-    try:
-        yield
-    finally:
-        serialization.clear_safe_globals()
-        serialization.add_safe_globals(former)

@@ -14,11 +14,14 @@ import torch
 from infinity.checkpoint.format import candidates, check_folder
 from infinity.checkpoint.tensors import PART
 from infinity.errors import CheckpointError, InfinityError
+from infinity.inputs import is_file_name, read_input
 from infinity.integrations.deepspeed_files import FileTensor, PickleFile
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _CONTENT = "*_model_states.pt"
 """Files of every checkpoint, of all stages and universal ones."""
+_LARGEST_TAG = 4096
+"""Bytes of the file `latest`."""
 DAMAGED = "the checkpoint is damaged or incomplete, use another one"
 
 
@@ -150,7 +153,7 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
     if tag is None:
         for name in (LATEST, LATEST_UNIVERSAL):
             if (directory / name).is_file():
-                tag = inside(directory, name).read_text(encoding="utf-8", errors="replace")[:1000].strip()
+                tag = _tag_in(inside(directory, name))
                 break
     if tag is None:
         if any(directory.glob(_CONTENT)):
@@ -160,7 +163,7 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
             f"{directory} has no file {LATEST!r} and no {_CONTENT}: "
             + (found or "pass the folder given to DeepSpeed's save_checkpoint")
         )
-    if tag in ("", ".", "..") or Path(tag).name != tag or "\\" in tag or "\0" in tag:
+    if not is_file_name(tag) or "\\" in tag:
         raise CheckpointError(
             f"{directory}: the tag {tag!r} is not the name of a folder in it: pass the tag of a checkpoint"
         )
@@ -172,6 +175,13 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
             + (found or "it holds none; pass the folder given to DeepSpeed's save_checkpoint")
         )
     return folder
+
+
+def _tag_in(file: Path) -> str:
+    try:
+        return read_input(file, _LARGEST_TAG).decode("utf-8", errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}): pass the tag of a checkpoint") from None
 
 
 @contextmanager

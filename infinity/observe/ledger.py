@@ -18,7 +18,8 @@ class Snapshot:
     units).
     Seconds: seconds (on the clock), wait_seconds (the model's thread, or its compute on a device, stood still until a
     unit or a saved activation arrived or left, or a gradient left), update_seconds (in Adam's kernels, beside the model
-    or not). updated_elements: parameters updated. fetches: units fetched.
+    or not). updated_elements: parameters updated. fetches: units fetched. blocks_repaired: blocks read from nvme whose
+    bytes did not match their checksum at first, and did when they were read again.
     """
 
     seconds: float
@@ -32,6 +33,7 @@ class Snapshot:
     reduce_scatter_bytes: int
     updated_elements: int
     fetches: int
+    blocks_repaired: int
 
     def __sub__(self, other: Snapshot) -> Snapshot:
         return Snapshot(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))

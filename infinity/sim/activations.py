@@ -77,6 +77,10 @@ class SimulatedDiskRoom(DiskRoom):
         self._count = count
         self.peak = self._held = 0
 
+    @property
+    def blocks_repaired(self) -> int:
+        return 0
+
     def reserve(self, nbytes: int) -> Extent:
         self._held += aligned(nbytes)
         self.peak = max(self.peak, self._held)

@@ -6,9 +6,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.inputs import parse_json, read_input
+
+_LARGEST = 1 << 20
+"""Bytes of a file."""
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """torch's name of each dtype that models compute in → its name in the config."""
@@ -44,6 +49,15 @@ class Links:
     """All other keys of the JSON, such as `machine`. Nothing is derived from them."""
 
     @classmethod
+    def read(cls, file: Path) -> Links:
+        """Read a file of `infinity bench-links`. Raises ConfigError."""
+        try:
+            text = read_input(file, _LARGEST)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; pass a file of infinity bench-links") from None
+        return cls.from_json(text, str(file))
+
+    @classmethod
     def from_json(cls, text: str | bytes, name: str = "bandwidths") -> Links:
         """Parse one JSON object. name: of the file, for errors.
 
@@ -51,8 +65,8 @@ class Links:
         problem for each key that is missing, or whose value is of another type, negative or 0.
         """
         try:
-            content = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
+            content = parse_json(text, finite=True)
+        except ValueError as error:
             raise ConfigError(f"{name} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{name} holds {_show(content)}: pass the object that infinity bench-links writes")
@@ -118,15 +132,3 @@ def _is_number(value: Any, *types: type) -> bool:
 def _show(value: Any) -> str:
     shown = json.dumps(value)
     return shown if len(shown) <= 40 else f"{shown[:37]}..."
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is duplicated")
-    return content
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")

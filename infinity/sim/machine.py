@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import psutil
 
 from infinity.engine.budget import host_share, nvme_share
 from infinity.errors import ConfigError
+from infinity.inputs import number_of
 from infinity.plan.budget import Budget
 from infinity.plan.policy import DeviceInfo, RankInfo
 from infinity.plan.stage import Sharding
@@ -52,7 +52,7 @@ class Machine:
         """Return this machine. folder: a folder on its drive; None: without nvme."""
         info = default_device().info
         nvme = 0 if folder is None else shutil.disk_usage(_existing(folder)).free
-        gpus = 0 if info.type == "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = 0 if info.type == "cpu" else number_of("LOCAL_WORLD_SIZE", 1, least=1)
         return cls(int(psutil.virtual_memory().total), nvme, 1, gpus, info.nbytes if gpus else 0, info.processors)
 
     @property

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.gpt2.model import GPT2, GPT2Config, ResidualLinear
+from infinity.inputs import parse_json, read_input
 from infinity.nn.replace import tile
+
+_LARGEST_CONFIG = 16 << 20
+"""Bytes of a config.json. Those of classifiers hold the names of their classes."""
+_MOST_LAYERS = 10_000
+_OF_CODE = ("auto_map", "kernel_config", "custom_pipelines")
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def of_transformers(
     """
     file = folder / "config.json" if folder.is_dir() else folder
     try:
-        content = json.loads(file.read_text())
+        content = parse_json(read_input(file, _LARGEST_CONFIG))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--model {folder}: cannot read {file} ({error}). Give a folder with a config.json."
@@ -72,11 +78,15 @@ def of_transformers(
     if not isinstance(content, dict) or "model_type" not in content:
         raise ConfigError(f"--model {folder}: {file} has no model_type. Give the config.json of a transformers model.")
     try:
-        settings = AutoConfig.for_model(**content)
+        settings = AutoConfig.for_model(**_without_code(content))
+        _check_layers(settings)
         with torch.device("meta"):
-            module: nn.Module = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--model {folder}: transformers refuses {file}: {error}") from error
+            module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, trust_remote_code=False
+            )
+    except Exception as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"--model {folder}: transformers refuses {file}: {why:.300}") from error
     module.float().train()
     if tile_bytes is not None:
         tile(module, tile_bytes)
@@ -89,6 +99,26 @@ def of_transformers(
         return (torch.zeros(batch, length, dtype=torch.int64, device="meta"),)
 
     return PlannedModel(str(content["model_type"]), _WithLoss(module), inputs, length)
+
+
+def _without_code(config: Any) -> Any:
+    """Return `config` without the keys, at any depth, with which it chooses code to download and run."""
+    if isinstance(config, list):
+        return [_without_code(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: _without_code(value)
+        for key, value in config.items()
+        if not key.startswith("_") and key not in _OF_CODE and not key.endswith("_implementation")
+    }
+
+
+def _check_layers(settings: Any) -> None:
+    """Raise ValueError for more layers than can be constructed, even without values."""
+    layers = getattr(settings, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ValueError(f"it has {layers:,} layers, and {_MOST_LAYERS:,} can be planned")
 
 
 class _WithLoss(nn.Module):

@@ -132,7 +132,7 @@ def plan_as_paper(plan: Plan, config: Config) -> Plan:
         grads_pass=False,
     )
     placement = place(plan.units, policy)
-    return replace(plan, policy=policy, placement=placement, io=plan_io(config, placement))
+    return replace(plan, policy=policy, placement=placement, io=plan_io(config, placement, train=True))
 
 
 def _contradictions(config: Config) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from infinity.activations.store import ActivationStore
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.stream_in import move_buffers
+from infinity.durable.run import DurableRun
 from infinity.plan.activations import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
@@ -25,10 +27,14 @@ from infinity.sim.ranks import Ranks, SimulatedCommunicator
 from infinity.sim.tiers import open_simulated
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.durable import DurableFiles
 from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 class SimulatedPlatform:
@@ -49,13 +55,16 @@ class SimulatedPlatform:
             mixed = links.nvme_mixed or (links.nvme_read + links.nvme_write) / 2
             self._drive = Drive(clock, *(rate / ranks.per_node for rate in (links.nvme_read, links.nvme_write, mixed)))
 
-    def communicator(self, device: Device, *, sharded: bool, group: Group | None) -> Communicator:
+    def communicator(self, device: Device, *, sharded: bool, group: Group | None, rank_timeout: float) -> Communicator:
         return SimulatedCommunicator(self._clock, self._device, self._ranks, self._collective, sharded=sharded)
 
     def prepare(self, model: nn.Module) -> None:
         """Values are not needed."""
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int) -> dict[str, Tier]:
+    def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
+        return None  # a commit moves no bytes but those of states in memory
+
+    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
         return open_simulated(plan, device, self._clock, self._drive)
 
     def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:

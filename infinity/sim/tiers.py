@@ -52,6 +52,10 @@ class SimulatedNvme(NvmeTier):
         parts: Any = self._requests  # in place of a file and of the native engine
         super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD))
 
+    @property
+    def blocks_repaired(self) -> int:
+        return 0
+
     def release_space(self, extent: Extent) -> bool:
         return True
 

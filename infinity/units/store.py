@@ -24,7 +24,7 @@ from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.tiers.device import Device
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Together, Transfer
 from infinity.units import binding, released, residents
 from infinity.units.buffers import UnitBuffers
 from infinity.units.edits import EditChecks
@@ -67,7 +67,7 @@ class UnitStore:
         self.ahead = Ahead(self.units, self.tracer, self.kept, prefetch_bytes)
         self._edits = EditChecks(device, len(units))
         self.buffers = UnitBuffers(self.units, pool, self.tracer, self._evict, alone=ranks.is_single)
-        self.failure: OSError | ForcedInterrupt | RanksError | None = None
+        self.failure: OSError | ForcedInterrupt | RanksError | UsageError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
         self._pipeline = pipeline
         self._on_unit_changed = on_unit_changed
@@ -281,8 +281,9 @@ class UnitStore:
         unit.due_update = None
         unit.updated_early = early
         self.rewritten(unit, job.slots)
-        # A save evicts every unit before it begins, so an existing job is newer and has waited for it.
-        job.after = unit.snapshot_read if unit.job is None else unit.job.done
+        job.after = job.gate
+        if unit.job is not None:
+            job.after = unit.job.done if job.gate.done() else Together(job.gate, unit.job.done)
         unit.job = job
         job.attach(None if leaves else unit.shard_bytes(self._ranks.shard_rank), arrives, reached, unit.fetched)
         unit.fetched = DONE
@@ -348,7 +349,7 @@ class UnitStore:
 
         def take() -> None:
             if edited():
-                unit.snapshot_read.wait()
+                self._await_snapshot(unit)
                 self._states.sync_masters_from_edit(layout, shard)
                 if in_tier:
                     self._states.write_back(layout, shard).wait()
@@ -391,14 +392,33 @@ class UnitStore:
             kept.buffer[: unit.lease.nbytes].copy_(unit.lease.tensor)
             unit.lease.substitute(kept.buffer)
 
-    def settle(self) -> None:
-        """Start every pending update and wait until all are done and written back."""
+    def start_due_updates(self) -> None:
+        """Start every pending update."""
         with self._moving():
             for unit in self.units:
                 if unit.due_update is not None:
                     if unit.residency is Residency.RELEASED:
                         self._give(unit, self.buffers.lease(unit))
                     self.start_update(unit, unit.due_update)
+
+    def write_edits(self) -> None:
+        """Write edits of units without a pending update to their tiers, where the states of a commit are read."""
+        with self._moving():
+            for unit in self.units:
+                if unit.due_update is not None or unit.residency is Residency.UPDATING:
+                    continue
+                if unit.residency is Residency.RESIDENT and self._was_edited(unit):
+                    if unit.job is not None:
+                        self._await_update(unit.job)
+                    self._write_back(unit)
+                    unit.fingerprint = self._fingerprint(unit)
+                elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
+                    self._write_kept(unit)
+
+    def settle(self) -> None:
+        """Start every pending update and wait until all are done and written back."""
+        self.start_due_updates()
+        with self._moving():
             for unit in self.units:
                 if unit.job is not None:
                     self._await_update(unit.job)
@@ -544,9 +564,16 @@ class UnitStore:
         assert unit.lease is not None
         return self._device.fingerprint(unit.lease.tensor)
 
+    def _await_snapshot(self, unit: Unit) -> None:
+        try:
+            unit.snapshot_read.wait()
+        except UsageError as error:
+            self.failure = error  # the edit can be written to no tier
+            raise
+
     def _write_back(self, unit: Unit) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
-        unit.snapshot_read.wait()
+        self._await_snapshot(unit)
         shard = unit.shard_bytes(self._ranks.shard_rank)
         self._states.sync_masters_from_edit(unit.layout, shard)
         self._states.write_back(unit.layout, shard).wait()

@@ -68,6 +68,8 @@ class UpdateJob:
     """Returns whether the update may happen, and waits until that is known; None: it may."""
     slots: Collection[int] | None = None
     """Slots that may be updated, as known before the update begins; None: all."""
+    gate: Transfer = DONE
+    """Done when the unit's states may be written: when the snapshots that were due at the job's creation are read."""
 
     def __post_init__(self) -> None:
         self.computed = Promise()
@@ -80,6 +82,8 @@ class UpdateJob:
         """Called once, before the update reads any state and after `after`."""
         self.checked: Transfer = DONE
         """Done when `prepare` does not wait for the device."""
+        self.has_begun = False
+        """True once `attach` was called."""
         self.after: Transfer = DONE
         """Done when this update may start: after the unit's previous update, whose writes it reads, and after a save
         that still reads the states.
@@ -95,6 +99,7 @@ class UpdateJob:
         when compute no longer uses the buffer, so that it may be written. fetched: done when the last fetch no longer
         reads their tier, so that it may be written.
         """
+        self.has_begun = True
         self.target = target
         self.arrives = arrives
         self.reached = reached

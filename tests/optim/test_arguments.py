@@ -156,6 +156,9 @@ def test_fp32_ignores_the_master(make: Callable[..., Any]) -> None:
 
 def test_the_other_functions_refuse() -> None:
     x = np.ones(100, np.float32)
+    for stream in [(0, 8, False), (2, 8, True), ((1 << 63) - 8, 16, True), (8, (1 << 64) - 8, False)]:
+        with pytest.raises(ValueError, match="a stream"):
+            _adam.bare([stream])
     high, low = np.zeros(100, np.uint16), np.zeros(100, np.int16)
     with pytest.raises(ValueError, match="dtype is 'fp8'"):
         _adam.sum_of_squares(x.ctypes.data, 100, "fp8")  # type: ignore[arg-type]

@@ -124,6 +124,9 @@ class Interrupted:
     def done(self) -> bool:
         return self.ended
 
+    def take_repaired(self) -> list[tuple[int, int, str, int]]:
+        return []
+
 
 def test_memory_is_kept_while_a_request_goes_on() -> None:
     memory = host_tensor(4096)

@@ -100,7 +100,7 @@ def edit(unit: Unit) -> None:
 def update(unit: Unit, *, early: bool) -> UpdateJob:
     """early: with a gradient, as during backward."""
     gradient = Future[Gradient]() if early else None
-    return UpdateJob(unit.layout, lambda: [], [Hyper(lr=0.1)], 1.0, 0, gradient)
+    return UpdateJob(unit.layout, lambda: [], [Hyper(lr=0.1)], 1.0, 0, gradient, gate=unit.snapshot_read)
 
 
 def test_a_write_of_the_update_before_is_no_view(engine: TrainingEngine) -> None:
@@ -127,12 +127,25 @@ def test_a_unit_is_finished_with_while_its_update_before_is_written(
 def test_an_update_follows_a_save_or_the_update_before(engine: TrainingEngine) -> None:
     unit, save = resident(engine), Pending()
     unit.job, unit.snapshot_read = None, save
-    first, second = update(unit, early=False), update(unit, early=False)
+    first = update(unit, early=False)
+    unit.snapshot_read = DONE
+    second = update(unit, early=False)
     engine.parts.store.start_update(unit, first)
     assert first.after is save
     engine.parts.store.use(unit)
     engine.parts.store.start_update(unit, second)
     assert second.after is first.done
+
+
+def test_an_update_follows_both_a_commit_and_the_update_before(engine: TrainingEngine) -> None:
+    """The commit may need other units' updates of that step, so it can end before this unit's or after it."""
+    unit, commit = resident(engine), Pending()
+    unit.snapshot_read = commit
+    before = pending_update(unit)
+    second = update(unit, early=False)
+    engine.parts.store.start_update(unit, second)
+    second.after.wait()
+    assert before.waited and commit.waited
 
 
 def test_an_edit_is_written_before_an_update_once_a_save_has_read_the_states(

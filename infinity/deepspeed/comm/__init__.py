@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp as ReduceOp
 
 from infinity.comm.join import join_process_group
 from infinity.errors import UsageError
+from infinity.inputs import number_of
 
 _TIMEOUT = timedelta(minutes=30)
 _PORT = 29500
@@ -107,7 +108,7 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return number_of("LOCAL_RANK", 0)
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:

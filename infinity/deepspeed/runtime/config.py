@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from infinity.deepspeed.engine_names import GETTERS, read
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
+from infinity.inputs import number_of
 
 DeepSpeedConfigError = ConfigError
 
@@ -34,7 +34,7 @@ class DeepSpeedConfig:
             raise ConfigError("mpu and mesh_device have no counterpart here: leave them out")
         self.param_dict = read_settings(config)
         resolved = make_config(without_auto_schedule(self.param_dict), nn.Module())
-        self.world_size = world_size or int(os.environ.get("WORLD_SIZE") or 1)
+        self.world_size = world_size or number_of("WORLD_SIZE", 1, least=1)
         self.train_batch_size: int | None = None
         self.train_micro_batch_size_per_gpu: int | None = None
         self.gradient_accumulation_steps: int | None = None

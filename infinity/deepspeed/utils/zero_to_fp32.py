@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from safetensors import safe_open
 from torch import nn
 
 from infinity.checkpoint.export import export
-from infinity.checkpoint.format import BUFFERS, find, key, read_index
+from infinity.checkpoint.format import BUFFERS, LATEST, find, key, read_index, read_tag
+from infinity.checkpoint.verify import check_files
 from infinity.errors import UsageError
 from infinity.integrations import zero_to_fp32 as theirs
 from infinity.nn.pieces import Pieces
+from infinity.outputs import replacing
 from infinity.sizes import parse_size
 
 WEIGHTS = "pytorch_model.bin"
@@ -42,6 +45,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         return theirs.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = find(Path(checkpoint_dir), tag)
     index = read_index(folder)
+    check_files(index, folder)
     states: dict[str, torch.Tensor] = {}
     for name, entry in index.parameters.items():
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
@@ -106,7 +110,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         )
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(states, folder / WEIGHTS)
+    with replacing(folder / WEIGHTS) as file:
+        torch.save(states, file)
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -136,9 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _is_deepspeeds(directory: str | Path, tag: str | None) -> bool:
     """Return True if the checkpoint has DeepSpeed's files."""
     folder = Path(directory)
-    latest = folder / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
+    if tag is None:
+        with suppress(OSError):  # the readers raise it
+            tag = read_tag(folder / LATEST)
     return any((folder / tag if tag else folder).glob("*_states.pt"))
 
 
