@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,13 @@ def load_config(
         content, prefix = read_content(Path(source)), f"{source}: "
     else:
         raise ConfigError(f"a configuration is a dict or the path of a JSON file, not {type(source).__name__}")
+    try:
+        check_depth(content)
+    except ValueError as error:
+        raise ConfigError(prefix + str(error)) from None
+    lines = [f"{key}: {text!r} has a character that UTF-8 has no bytes for" for key, text in _unencodable(content)]
+    if lines:
+        raise ConfigError([prefix + line for line in lines])
     translation = translate(content, frozenset(key.dotted for key in walk(model)), dialect, fill)
     lines = translation.problems
     try:
@@ -52,6 +59,26 @@ def load_config(
         if not lines:
             return config, translation.notes
     raise ConfigError([prefix + line for line in lines])  # outside the handler, without pydantic's error as its context
+
+
+def _unencodable(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts in `value`, names of keys too, that are no UTF-8, with their dotted keys.
+
+    "\\ud800" in JSON makes one, and os.listdir of a name that is no UTF-8.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            yield repr(key)[1:-1], value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            dotted = f"{key}.{name}" if key else str(name)
+            yield from _unencodable(name, dotted)
+            yield from _unencodable(inner, dotted)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _unencodable(inner, f"{key}[{number}]")
 
 
 def read_content(path: Path) -> dict[str, Any]:

@@ -463,3 +463,26 @@ def test_dtypes_have_several_names(name: str) -> None:
     config = Config.load(given)
     short = name.removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
     assert (config.communication_data_type, config.data_types.grad_accum_dtype) == (short, short)
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"optimizer": {"type": "\ud800"}}, "optimizer.type"),
+        ({"zero_optimization": {"offload_param": {"nvme_path": ["/a", "/b\udcff"]}}}, r"nvme_path\[1\]"),
+        ({"\udfff": 1}, r"\\udfff"),
+    ],
+)
+def test_text_that_is_no_utf8_is_refused_with_its_key(content: dict[str, Any], key: str, tmp_path: Path) -> None:
+    """Pydantic raises UnicodeEncodeError for it."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for source in (content, tmp_path / "config.json"):
+        with pytest.raises(ConfigError, match=key + ": .* has a character that UTF-8 has no bytes for"):
+            Config.load(source)
+
+
+def test_a_dict_that_holds_itself_is_refused() -> None:
+    content: dict[str, Any] = {}
+    content["monitor"] = content
+    with pytest.raises(ConfigError, match="more than 100 levels deep"):
+        Config.load(content)
