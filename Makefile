@@ -10,6 +10,8 @@ SEEDS ?= 0:2000
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
 JOBS ?= 2
 CASES ?= all
+# xdist 3.8 hangs where it replaces a process that a test ended.
+PARALLEL = -n $(JOBS) --max-worker-restart=0
 # Only files with such tests are named: to collect the others takes longer than most tests.
 CAMPAIGN_FILES = $(shell grep -rl --include='test_*.py' mark.campaign tests)
 CAMPAIGN = $(if $(filter few,$(CASES)),-m "campaign and not slow" $(CAMPAIGN_FILES),--all-cases -m "not gpu and not integrations")
@@ -37,10 +39,10 @@ help: ## show this list
 install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, build and install the package
 
 test: install ## run the test suite: each value of each parameter of a test
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-campaign: install ## run every case of every test, slow ones too (hours); CASES=few: fuzzing, memory, jobs (minutes)
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(CAMPAIGN) $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(CAMPAIGN) $(ARGS)
 
 test-device: install ## run the tests that need a CUDA device
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)

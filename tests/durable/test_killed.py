@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import psutil
@@ -19,6 +21,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("trained.py")
 STEPS = 8
+pytestmark = pytest.mark.timeout(600)  # longer than the processes of one test may take
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -33,16 +36,23 @@ def process(command: Sequence[str]) -> subprocess.Popen[str]:
     environment.pop("TORCHELASTIC_RUN_ID", None)
     # torch 2.13 shares the launcher's store, in which restarted ranks find gloo's addresses of the former ones.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    environment["PYTHONFAULTHANDLER"] = "1"  # for `ended`
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for a process that may not hang. Returns its exit status and stderr."""
+    """Wait for a process that may not hang. Returns its exit status and stderr, where each process tells its stacks
+    if it does hang.
+    """
     try:
         _, error = started.communicate(timeout=160)
     except subprocess.TimeoutExpired:
-        for child in (*psutil.Process(started.pid).children(recursive=True), started):  # ranks have other groups
-            child.kill()
+        hanging = (*psutil.Process(started.pid).children(recursive=True), started)  # ranks have other groups
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            for child in hanging:
+                with suppress(psutil.NoSuchProcess):
+                    child.send_signal(number)
+            sleep(2)
         _, error = started.communicate(timeout=10)
         raise AssertionError(f"it hangs:\n{error}") from None
     return started.returncode, error
