@@ -101,6 +101,8 @@ Fault fault_of(const py::dict& from) {
     fault.bytes = get(from, "bytes", fault.bytes);
     fault.hold = get(from, "hold", fault.hold);
     fault.flip = get(from, "flip", fault.flip);
+    fault.signal = get(from, "signal", fault.signal);
+    fault.milliseconds = get(from, "milliseconds", fault.milliseconds);
     fault.above = get(from, "above", fault.above);
     fault.after = get(from, "after", fault.after);
     fault.times = get(from, "times", fault.times);
@@ -246,6 +248,7 @@ PYBIND11_MODULE(_aio, m) {
         },
         py::arg("faults"));
     m.def("_release_held", &release_held);
+    m.def("_matches", &matches);
 }
 
 }  // namespace infinity::aio

@@ -1,8 +1,11 @@
 #include "faulty_queue.h"
 
 #include <algorithm>
+#include <chrono>
+#include <csignal>
 #include <mutex>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 namespace infinity::aio {
@@ -52,7 +55,11 @@ class FaultyQueue final : public Queue {
             }
             for (Operation* operation : operations) {
                 const Fault* fault = strike("block", operation);
-                if (fault) operation->bytes = std::min(operation->bytes, static_cast<uint64_t>(fault->bytes));
+                if (fault && fault->signal) {
+                    std::raise(fault->signal);
+                } else if (fault) {
+                    operation->bytes = std::min(operation->bytes, static_cast<uint64_t>(fault->bytes));
+                }
             }
         }
         const int taken = real_->submit(operations);
@@ -92,7 +99,11 @@ class FaultyQueue final : public Queue {
                 state().held.push_back({this, completion});
                 continue;
             }
-            if (fault && fault->flip) {
+            if (fault && fault->signal) {
+                std::raise(fault->signal);
+            } else if (fault && fault->milliseconds) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(fault->milliseconds));
+            } else if (fault && fault->flip) {
                 *reinterpret_cast<unsigned char*>(completion.operation->address) ^= 1;
             } else if (fault) {
                 completion.result = -fault->error;
@@ -127,6 +138,13 @@ size_t release_held() {
         one.queue->wake();
     }
     return held.size();
+}
+
+std::vector<long> matches() {
+    const std::lock_guard lock(state().mutex);
+    std::vector<long> seen;
+    for (const Fault& fault : state().faults) seen.push_back(fault.seen);
+    return seen;
 }
 
 std::unique_ptr<Queue> open_queue(const Backend& backend, unsigned depth) {

@@ -182,5 +182,8 @@ def _instruction_checksum(address: int, nbytes: int) -> int:
 def _inject(faults: list[dict[str, object]]) -> None:
     """Inject `faults` (csrc/aio/faulty_queue.h lists them) into engines created later; `[]` ends it. For tests."""
 
+def _matches() -> list[int]:
+    """Return the number of matches of each of the injected faults."""
+
 def _release_held() -> int:
     """Release completions that a fault with `hold` keeps back, and return their number. For tests."""

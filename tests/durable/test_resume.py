@@ -115,7 +115,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_crash_after_any_step_resumes_the_last_commit(tmp_path: Path, options: dict[str, Any]) -> None:
-    """What a killed process leaves is a copy of the folder."""
+    """A killed process leaves what a copy of the folder has."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     expected = uninterrupted(engine_config(folder=nvme, **options))
