@@ -15,7 +15,8 @@ struct Fault {
     // block with `bytes`: an operation is shortened, so that the kernel makes a short transfer.
     // event with `error`: a completion's result becomes -error; with `hold`: it is delayed until release_held();
     // with `flip`: the first byte read is changed.
-    // block, event with `signal`: the process sends itself that signal. event with `milliseconds`: it is reported later.
+    // block, event with `signal`: the process sends itself that signal. event with `milliseconds`: it is reported
+    // later.
     std::string where;
     int error = 0;
     long accept = -1;
