@@ -135,17 +135,24 @@ class SwapFile:
 
 
 def open_swap_files(
-    paths: Sequence[str | Path], nbytes: int, *, name: str, chunk: int = LARGEST_CHUNK, durable: bool = False
+    paths: Sequence[str | Path],
+    nbytes: int,
+    *,
+    name: str,
+    chunk: int = LARGEST_CHUNK,
+    durable: bool = False,
+    holds_states: bool = False,
 ) -> SwapFile:
     """Create one logical file of `nbytes` reserved bytes, striped over an anonymous file in each folder of `paths`.
 
     chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.stripe`). name: for messages, and for
     files that cannot be anonymous. durable: open the file `name` in each folder instead, with its bytes, or create it;
-    it stays. Bytes read as zeros until they are written. Warns for each folder whose file system
-    refuses `O_DIRECT`, where I/O goes through the page cache, and once if folders are on one file system.
+    it stays. holds_states: each of these has to be there with all its bytes. Bytes read as zeros until they are
+    written. Warns for each folder whose file system refuses `O_DIRECT`, where I/O goes through the page cache, and once
+    if folders are on one file system.
 
     Raises:
-        StorageError: a folder does not exist, is no folder, or is not writable.
+        StorageError: a folder does not exist, is no folder, or is not writable; or a file that `holds_states` is short.
         OutOfSpaceError: too few bytes are free; files created before are removed.
         ValueError: `nbytes` is not positive, or `paths` is empty.
     """
@@ -157,6 +164,9 @@ def open_swap_files(
     for folder in folders:
         check_folder(folder)
     sizes = [whole(nbytes, alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
+    if holds_states:
+        for folder, size in zip(folders, sizes, strict=True):
+            _check_whole(folder / name, size)
     held = [_held(folder / name) if durable else 0 for folder in folders]
     together = _by_file_system(folders, [max(0, size - there) for size, there in zip(sizes, held, strict=True)])
     for where, needed in together:
@@ -286,6 +296,19 @@ def _open_durable(path: Path) -> int:
         raise StorageError(f"{path} is not a file of this user: remove it, or name another run (infinity.run)")
     os.fchmod(fd, 0o600)
     return fd
+
+
+def _check_whole(path: Path, nbytes: int) -> None:
+    """Raise StorageError if the file of a durable run lacks bytes, which would be read as zeros."""
+    try:
+        there = os.lstat(path).st_size
+    except OSError:
+        there = 0
+    if there < nbytes:
+        raise StorageError(
+            f"{path} is cut short: it has {there:,} bytes of {nbytes:,}. Put the whole file in its place, or name "
+            "another run (infinity.run) and load a checkpoint"
+        )
 
 
 def _held(path: Path) -> int:

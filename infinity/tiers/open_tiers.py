@@ -50,7 +50,14 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
         if durable is None:
             file = open_swap_files(io.folders, io.nbytes, name=f"states of rank {rank}", chunk=io.chunk)
         else:
-            file = open_swap_files(durable.folders, io.nbytes, name=states_of(rank), chunk=io.chunk, durable=True)
+            file = open_swap_files(
+                durable.folders,
+                io.nbytes,
+                name=states_of(rank),
+                chunk=io.chunk,
+                durable=True,
+                holds_states=durable.committed is not None,
+            )
         undo.callback(file.close)
         engine = engine_of(io)
         undo.callback(engine.close)

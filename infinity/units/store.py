@@ -283,7 +283,8 @@ class UnitStore:
         self.rewritten(unit, job.slots)
         job.after = job.gate
         if unit.job is not None:
-            job.after = unit.job.done if job.gate.done() else Together(job.gate, unit.job.done)
+            # A gate that is done may have failed, and its error has to be raised.
+            job.after = unit.job.done if job.gate is DONE else Together(job.gate, unit.job.done)
         unit.job = job
         job.attach(None if leaves else unit.shard_bytes(self._ranks.shard_rank), arrives, reached, unit.fetched)
         unit.fetched = DONE

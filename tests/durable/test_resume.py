@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.durable import run as durable_run
 from infinity.durable.commits import Commits
 from infinity.durable.folder import is_run
-from infinity.durable.record import read_record
+from infinity.durable.record import Record, read_record, write_record
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, ChecksumError, ConfigError, StorageError, UsageError
 from infinity.tiers.files import SwapFile
@@ -207,6 +208,47 @@ def test_a_failed_sync_ends_the_run_before_its_step_is_committed(
     engine.close()
     monkeypatch.undo()
     assert assert_resumes(tmp_path, expected.losses, 2, expected) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"update": "after_backward"}, {"update": "next_forward"}, {"clip": 0.5}], ids=str
+)
+def test_no_update_follows_a_commit_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The record of a commit whose last fsync failed may have reached the drive: its slots are not written again."""
+    expected = uninterrupted(engine_config(folder=tmp_path, **options))
+
+    def failing(path: Path, record: Record) -> None:
+        write_record(path, record)
+        if record.progress.global_steps == 3:
+            raise OSError(5, "Input/output error", str(path))
+
+    def wait_for_the_commit(number: int) -> None:
+        durable = engine.updates.durable
+        assert durable is not None and durable._commits._last is not None
+        while number == 3 and options.get("update") != "next_forward" and not durable._commits._last.done():
+            time.sleep(0.001)
+
+    monkeypatch.setattr(durable_run, "write_record", failing)
+    engine = open_engine(model(), engine_config(folder=tmp_path, durable=True, **options))
+    torch.manual_seed(1)
+    with pytest.raises(StorageError, match="step 3 could not be committed"):
+        go_on(engine, 0, STEPS, wait_for_the_commit)
+    engine.close()
+    monkeypatch.undo()
+    assert assert_resumes(tmp_path, expected.losses, 3, expected, **options) == 3
+
+
+def test_states_that_were_cut_short_are_refused(tmp_path: Path) -> None:
+    """What is missing would be read as zeros."""
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 3)
+    states = next((tmp_path / "run").rglob("*.states"))
+    os.truncate(states, states.stat().st_size - 1)
+    for _ in range(2):  # the first attempt changes nothing
+        with pytest.raises(StorageError, match=r"rank-00000\.states is cut short: it has [\d,]+ bytes of "):
+            open_engine(model(), engine_config(folder=tmp_path, durable=True))
 
 
 def test_a_killed_process_resumes(tmp_path: Path) -> None:
