@@ -1,4 +1,4 @@
-"""Reads the committed states of one rank from its files, without the engine that wrote them."""
+"""Reads states that ranks of a durable run wrote, from their files, without the engine that wrote them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from infinity.durable.manifest import Manifest
-from infinity.durable.record import CHECKSUMS, Record
 from infinity.errors import CheckpointError
 from infinity.native import _aio
-from infinity.plan.formats import StateFormat, StateKind
+from infinity.optim.cpu_adam import join_master
+from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
 from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
+from infinity.rules import MomentFormat, Rule
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor
 
+_MASTERS: tuple[MasterFormat, ...] = ("remainder", "fp32")
 _VERIFIED = 8 << 20
 """Bytes that are compared with checksums at once, a multiple of any block."""
 
@@ -80,24 +81,27 @@ class SavedUnit:
 
 
 class RankStates:
-    """The committed states of one rank: units of its manifest, and bytes of their extents."""
+    """The states of one rank: its units, and bytes of their extents."""
 
-    def __init__(self, paths: Sequence[Path], manifest: Manifest, record: Record) -> None:
-        """paths: the file in each folder. Raises CheckpointError if one is missing or shorter than the manifest says,
-        or if manifest and record do not fit together.
+    def __init__(self, paths: Sequence[Path], layout: Mapping[str, Any], slots: bytes, checksums: bytes = b"") -> None:
+        """paths: the file in each folder. layout: as of a manifest (`infinity.durable.manifest`). slots: the slot of
+        each extent. checksums: of the blocks of the file; empty if none are kept.
+
+        Raises CheckpointError if a file is missing or shorter than the layout says, or if the layout contradicts itself
+        or the slots.
         """
-        self._paths, layout = list(paths), manifest.layout
+        self._paths, self.layout = list(paths), layout
         with well_formed(paths[0]):
             self.units = [_unit(number, unit, layout["shards"]) for number, unit in enumerate(layout["units"])]
             self._chunk, nbytes = int(layout["chunk"]), int(layout["nbytes"])
             _require(SMALLEST_CHUNK <= self._chunk <= LARGEST_CHUNK and 0 < nbytes < 1 << 60, "the bytes of the file")
-            _require(len(layout["extents"]) == len(record.slots), "the number of extents")
-            self._block, self._checksums = int(layout["checksum_block"]), record.blobs.get(CHECKSUMS, b"")
+            _require(len(layout["extents"]) == len(slots), "the number of extents")
+            self._block, self._checksums = int(layout["checksum_block"]), checksums
             covered = len(self._checksums) // 4 * self._block
             _require(not self._checksums or nbytes <= covered < nbytes + LARGEST_CHUNK * len(paths), "the checksums")
             self._places = {
                 (unit, State(state)): ((first, second)[slot], length)
-                for (unit, state, first, second, length), slot in zip(layout["extents"], record.slots, strict=True)
+                for (unit, state, first, second, length), slot in zip(layout["extents"], slots, strict=True)
             }
             for unit in self.units:
                 for state, stored in unit.stored.items():
@@ -115,6 +119,11 @@ class RankStates:
                 present = os.fstat(_opened(path, stack)).st_size
             if present < size:
                 raise CheckpointError(f"{path} has {present:,} bytes instead of {size:,}: it was cut short")
+
+    @property
+    def path(self) -> Path:
+        """The first file, for messages."""
+        return self._paths[0]
 
     def verify(self) -> None:
         """Compare the states with their checksums, if the run keeps any. Raises CheckpointError."""
@@ -149,6 +158,63 @@ class RankStates:
                     files[member] = _opened(self._paths[member], stack)
                 _read(files[member], target[:nbytes], place, self._paths[member])
                 target = target[nbytes:]
+
+
+class Shards:
+    """The states of all ranks that hold a part of the model. Parameters are found by their names."""
+
+    def __init__(self, ranks: Sequence[RankStates]) -> None:
+        """ranks: by number of their shard. Raises CheckpointError if they differ in their units or formats."""
+        self.ranks = list(ranks)
+        first = ranks[0]
+        with well_formed(first.path):
+            _require(len(ranks) == first.layout["shards"], "the number of ranks")
+            self._check_formats()
+            if any(_settings(each.layout) != _settings(first.layout) for each in ranks):
+                raise CheckpointError(
+                    f"{first.path.parent} has files of different runs: ranks differ in their units or steps"
+                )
+        self.slots = {slot.name: (unit, slot) for unit in first.units for slot in unit.layout.slots}
+        """Name of a parameter → its unit and its place there."""
+
+    def _check_formats(self) -> None:
+        layout = self.ranks[0].layout
+        rule, moments = cast(Rule, layout["rule"]), cast(MomentFormat, layout["moments"])
+        for unit in self.ranks[0].units:
+            formats = [state_format(unit.layout.dtype, master, rule, moments) for master in _MASTERS]
+            _require(not unit.layout.trainable or unit.states in formats, f"the states of unit {unit.layout.name}")
+
+    def read(self, name: str, kind: StateKind, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return elements [start, stop) of a parameter's state, flat; with `kind.per` > 1, the values of all.
+
+        kind: as an index names them. The master of fp32 is the parameter; of bf16, it may be split.
+        """
+        unit, slot = self.slots[name]
+        stop = slot.numel if stop is None else stop
+        if unit.kind(kind.name) is not None:
+            return self._stored(unit, slot, kind.name, start, stop)
+        param = self._stored(unit, slot, "param", start, stop)
+        if unit.kind("remainder") is None:
+            return param
+        return join_master(param, self._stored(unit, slot, "remainder", start, stop))
+
+    def _stored(self, unit: SavedUnit, slot: Slot, name: str, start: int, stop: int) -> torch.Tensor:
+        found = unit.kind(name)
+        assert found is not None
+        state, kind = found
+        values = torch.empty(kind.length(stop - start), dtype=kind.dtype)
+        target: memoryview = values.view(torch.uint8).numpy().data
+        for shard, offset, nbytes in unit.ranges(name, slot.offset + start, slot.offset + stop):
+            self.ranks[shard].read(unit.layout.index, state, offset, target[:nbytes])
+            target = target[nbytes:]
+        return values
+
+
+def _settings(layout: Mapping[str, Any]) -> list[Any]:
+    """Return what all ranks of a run have in common."""
+    names = ("ranks", "model_parallel", "shards", "optimizer", "rule", "moments")
+    units = [[unit[name] for name in ("dtype", "trainable", "numel", "slots")] for unit in layout["units"]]
+    return [[layout[name] for name in names], units]
 
 
 @contextmanager
