@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from infinity.checkpoint.tensors import PART
 from infinity.errors import CheckpointError
 from infinity.native import _aio
 from infinity.optim.cpu_adam import join_master
@@ -125,6 +126,19 @@ class RankStates:
         """The first file, for messages."""
         return self._paths[0]
 
+    @property
+    def places(self) -> Mapping[tuple[int, State], tuple[int, int]]:
+        """Unit and state → byte of its extent, and its bytes."""
+        return self._places
+
+    def opened(self, stack: ExitStack) -> list[int]:
+        """Return a descriptor of each file, until the end of `stack`. Raises CheckpointError if one is missing."""
+        return [_opened(path, stack) for path in self._paths]
+
+    def ranges(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (file, byte in it, bytes) for bytes [start, start + nbytes), in order."""
+        return pieces(start, nbytes, self._chunk, len(self._paths))
+
     def verify(self) -> None:
         """Compare the states with their checksums, if the run keeps any. Raises CheckpointError."""
         if not self._checksums:
@@ -197,6 +211,12 @@ class Shards:
         if unit.kind("remainder") is None:
             return param
         return join_master(param, self._stored(unit, slot, "remainder", start, stop))
+
+    def parts(self, name: str, kind: StateKind) -> Iterator[torch.Tensor]:
+        """Yield the elements of a parameter's state in order, at most `PART` at once. kind: one with `per` of 1."""
+        numel = self.slots[name][1].numel
+        for start in range(0, numel, PART):
+            yield self.read(name, kind, start, min(start + PART, numel))
 
     def _stored(self, unit: SavedUnit, slot: Slot, name: str, start: int, stop: int) -> torch.Tensor:
         found = unit.kind(name)

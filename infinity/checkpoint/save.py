@@ -17,7 +17,18 @@ from torch import nn
 from infinity.checkpoint import rng
 from infinity.checkpoint.agree import target_of
 from infinity.checkpoint.background import Saver, Saving
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key, persistent_buffers, reason, view
+from infinity.checkpoint.committed import Committed, check_space, copy_states
+from infinity.checkpoint.format import (
+    BUFFERS,
+    CLIENT_STATE,
+    Entry,
+    Index,
+    key,
+    persistent_buffers,
+    reason,
+    states_file,
+    view,
+)
 from infinity.checkpoint.parts import ModelParts, Run
 from infinity.checkpoint.pickles import read_values
 from infinity.checkpoint.tiles import write_tile
@@ -29,6 +40,7 @@ from infinity.interrupts import uninterrupted
 from infinity.nn.pieces import Piece, Pieces
 from infinity.plan.formats import StateKind
 from infinity.plan.layout import UnitLayout
+from infinity.tiers.device import Device
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.records import Flats
 from infinity.units.states import UnitStates
@@ -78,12 +90,14 @@ def save(
     background: bool = False,
     latest: bool = True,
     frozen: bool = True,
+    committed: Committed | None = None,
 ) -> Path:
     """Write directory/tag and return its path. Collective; all states must be in their tiers, and rank 0 writes.
 
     Peak memory is a few times one unit's states. tag: None means "global_step<N>". background: return once everything
     except the states of units is captured; `saver` completes the save. latest: update the file `latest`. frozen:
-    include parameters that do not require gradients. Raises on every rank: RanksError if ranks pass different folders,
+    include parameters that do not require gradients. committed: the present states in files of a durable run, which
+    are copied if every rank has them, and read from their tiers otherwise. Raises on every rank: RanksError if ranks pass different folders,
     CheckpointError if writing failed on rank 0. The previous checkpoint is untouched then.
     """
     tag = f"global_step{run.global_steps}" if tag is None else tag
@@ -96,16 +110,24 @@ def save(
         _together(channel, lambda: writer.open() if writer is not None else None)
         snapshot = _capture(parts, model, run, channel, packed, latest=latest, frozen=frozen)
         states = replace(parts.states, ranks=channel)
+        write = partial(_write, snapshot, states, channel, writer)
+        folder = _shared_folder(channel, writer)
+        taken = _agreed(channel, committed, snapshot, [unit.layout for unit in parts.units], folder)
+        if taken is not None:
+            write = partial(_write_committed, _sharded(snapshot, taken.shards), taken, folder, channel, writer)
         if background:
             saving = Saving(target, (unit.index for unit in parts.units))
             with uninterrupted():
                 # Writes to a unit's states wait until the save has read them.
-                for unit in parts.units:
-                    unit.snapshot_read = saving.snapshot_read(unit.index)
-                saver.start(saving, partial(_write_beside, snapshot, states, channel, writer))
+                if taken is not None:
+                    taken.keep(saving.snapshot_read)
+                else:
+                    for unit in parts.units:
+                        unit.snapshot_read = saving.snapshot_read(unit.index)
+                saver.start(saving, partial(_write_beside, write, states.device, writer))
                 started = True
         else:
-            _write(snapshot, states, channel, writer, lambda unit: None)
+            write(lambda unit: None)
     except BaseException as error:
         if writer is not None and not started:
             writer.remove()
@@ -193,13 +215,6 @@ def _write(
             if piece.place:
                 write_tile(writer, snapshot.index, kind, piece, value)
 
-    def finish() -> None:
-        if writer is not None:
-            writer.write(BUFFERS, snapshot.buffers)
-            for file, content in snapshot.raw.items():
-                writer.write_raw(file, content)
-            writer.finish(snapshot.index, latest=snapshot.latest)
-
     for layout in snapshot.layouts:
         flats = _together(channel, partial(read, layout))
         states.complete(flats)
@@ -207,6 +222,63 @@ def _write(
         _together(channel, partial(write, layout, values))
         del flats, values
         return_freed_memory()
+    _together(channel, partial(_finish, snapshot, writer))
+
+
+def _finish(snapshot: _Snapshot, writer: Writer | None) -> None:
+    """Write the files without states of units, and publish the checkpoint."""
+    if writer is None:
+        return
+    writer.write(BUFFERS, snapshot.buffers)
+    for file, content in snapshot.raw.items():
+        writer.write_raw(file, content)
+    writer.finish(snapshot.index, latest=snapshot.latest)
+
+
+def _shared_folder(channel: SideChannel, writer: Writer | None) -> Path:
+    """Return the hidden folder of the rank that writes."""
+    return Path(next(filter(None, channel.gather("" if writer is None else str(writer.folder.absolute())))))
+
+
+def _agreed(
+    channel: SideChannel, committed: Committed | None, snapshot: _Snapshot, layouts: Sequence[UnitLayout], folder: Path
+) -> Committed | None:
+    """Return `committed` if all ranks can save these states as they are, None otherwise.
+
+    They have no place for parts of the states: parameters that are left out, tiles of a tensor, or parts of
+    tensor-parallel ranks. Ranks need one folder. layouts: of all units.
+    """
+    slots = [slot for layout in layouts for slot in layout.slots]
+    is_whole = all(snapshot.pieces.get(slot.name) == Piece(slot.name, slot.shape) for slot in slots)
+    can = committed is not None and is_whole and not snapshot.divided and folder.is_dir()
+    return None if channel.sum(float(not can)) else committed
+
+
+def _sharded(snapshot: _Snapshot, shards: int) -> _Snapshot:
+    """Return the snapshot with an index of states in `shards` files of ranks."""
+    entries = {name: replace(entry, file=states_file(0)) for name, entry in snapshot.index.parameters.items()}
+    return replace(snapshot, index=replace(snapshot.index, parameters=entries, shards=shards))
+
+
+def _write_committed(
+    snapshot: _Snapshot,
+    committed: Committed,
+    folder: Path,
+    channel: SideChannel,
+    writer: Writer | None,
+    release_unit: Callable[[int], None],
+) -> None:
+    """Write all files, each rank those of its states. Collective. release_unit: as of `_write`."""
+    check = partial(check_space, folder, round(channel.sum(float(committed.nbytes))))
+    _together(channel, check)
+    written = channel.gather(_together(channel, partial(copy_states, committed, folder, release_unit)))
+
+    def finish() -> None:
+        if writer is not None:
+            for files in written:
+                writer.add(files)
+        _finish(snapshot, writer)
+
     _together(channel, finish)
 
 
@@ -226,7 +298,7 @@ def _values(
 
 
 def _write_beside(
-    snapshot: _Snapshot, states: UnitStates, channel: SideChannel, writer: Writer | None, saving: Saving
+    write: Callable[[Callable[[int], None]], None], device: Device, writer: Writer | None, saving: Saving
 ) -> None:
     """Write all files while training continues. Holds no reference to model or engine, which may be freed meanwhile."""
 
@@ -234,9 +306,9 @@ def _write_beside(
         saving.release_unit(unit)
         saving.check_stopped()
 
-    states.device.enter_thread()
+    device.enter_thread()
     try:
-        _write(snapshot, states, channel, writer, release_unit)
+        write(release_unit)
     except BaseException:
         if writer is None or not writer.whole:  # otherwise another rank was lost after the checkpoint was complete
             raise
