@@ -51,14 +51,15 @@ def copy_states(committed: Committed, folder: Path, release_unit: Callable[[int]
     """Copy a rank's committed slots to new files in `folder`. Returns their names, sizes and checksums.
 
     The copy is read once for its checksum. Slots are first compared with the checksums of `aio.checksum`, if the run
-    keeps any. release_unit: called with each unit once its slots are copied. Raises OSError and CheckpointError.
+    keeps any. release_unit: called with each unit once its slots are copied. Raises OSError, such as ChecksumError, and
+    CheckpointError.
     """
     states, layout = committed.states, committed.states.layout
     if committed.number >= committed.shards:
         for unit in range(len(layout["units"])):
             release_unit(unit)
         return {}
-    states.verify()
+    states.compare()
     compact = _compact(layout)
     path = folder / states_file(committed.number)
     with path.open("xb", buffering=0) as file, ExitStack() as stack:

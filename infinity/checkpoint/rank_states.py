@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from infinity.checkpoint.tensors import PART
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, ChecksumError
 from infinity.native import _aio
 from infinity.optim.cpu_adam import join_master
 from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
@@ -100,6 +101,7 @@ class RankStates:
             self._block, self._checksums = int(layout["checksum_block"]), checksums
             covered = len(self._checksums) // 4 * self._block
             _require(not self._checksums or nbytes <= covered < nbytes + LARGEST_CHUNK * len(paths), "the checksums")
+            _require(all(type(n) is int for u, _, *numbers in layout["extents"] for n in (u, *numbers)), "the extents")
             self._places = {
                 (unit, State(state)): ((first, second)[slot], length)
                 for (unit, state, first, second, length), slot in zip(layout["extents"], slots, strict=True)
@@ -141,6 +143,16 @@ class RankStates:
 
     def verify(self) -> None:
         """Compare the states with their checksums, if the run keeps any. Raises CheckpointError."""
+        try:
+            self.compare()
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename} was altered since it was written, or its drive is failing ({error.strerror}). Use a "
+                "checkpoint, or pass verify=False to load it at your own risk."
+            ) from error
+
+    def compare(self) -> None:
+        """Read the states if the run keeps checksums. Raises ChecksumError if they differ, and other OSErrors."""
         if not self._checksums:
             return
         with ExitStack() as stack:
@@ -157,10 +169,10 @@ class RankStates:
                     try:
                         request.wait()
                     except OSError as error:
-                        raise CheckpointError(
-                            f"{error.filename} was altered since it was written, or its drive is failing "
-                            f"({error.strerror}). Use a checkpoint, or pass verify=False to load it at your own risk."
-                        ) from error
+                        if not request.mismatch:
+                            raise
+                        text = f"checksum mismatch in the committed states: {error.strerror}"
+                        raise ChecksumError(errno.EBADMSG, text, str(error.filename)) from None
 
     def read(self, unit: int, state: State, offset: int, target: memoryview) -> None:
         """Fill `target` with bytes of an extent, from `offset` on. Raises OSError."""
@@ -253,6 +265,7 @@ def _unit(number: int, unit: Mapping[str, Any], shards: int) -> SavedUnit:
     _require(shards > 0 and numel > 0 and not numel % (shards * SLOT_ALIGNMENT), "the shards of a unit")
     end = 0
     for slot in slots:
+        _require(all(type(number) is int for number in (*slot.shape, slot.offset)), "the shape of a parameter")
         _require(min(slot.shape, default=0) >= 0, "the shape of a parameter")
         _require(end <= slot.offset and not slot.offset % SLOT_ALIGNMENT and slot.stop <= numel, "a place")
         end = slot.stop

@@ -58,7 +58,7 @@ class Committing:
         if not self.done() and not all(job.has_begun for job in self._jobs):
             raise UsageError(
                 "a parameter was edited before the last step is committed, which waits for updates in the next "
-                "forward (infinity.durable). Edit it through infinity.gather(), or set infinity.update to "
+                "forward (infinity.durable). Edit it through infinity.GatheredParameters(), or set infinity.update to "
                 '"after_backward".'
             )
         self._promise.wait()

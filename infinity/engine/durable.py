@@ -138,12 +138,15 @@ class DurableSteps:
     def committed(self, progress: Run) -> Committed | None:
         """Return the last commit, if it is complete and its states are the present ones. They must be in their tiers.
 
-        None also if it failed: the states can then be saved from their tiers.
+        None also if it failed, or if its files are gone: the states can then be saved from their tiers.
         """
         try:
             self._commits.wait()
-        except StorageError:
+            return self._unchanged(progress)
+        except (StorageError, CheckpointError):
             return None
+
+    def _unchanged(self, progress: Run) -> Committed | None:
         record, run = self.run.record, self.run
         if record is None or not run.is_loaded or not self._commits.are_present:
             return None
