@@ -351,7 +351,7 @@ def test_an_altered_copy_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_slots_are_found_by_checksums(tmp_path: Path) -> None:
-    """Those of `aio.checksum`, before they become a checkpoint."""
+    """By `aio.checksum`, before they become a checkpoint."""
     with opened(str(tmp_path), 1, aio={"checksum": True}) as engine:
         train(engine, range(STEPS))
         assert is_copied(engine.save_checkpoint(tmp_path / "saved"))
