@@ -72,8 +72,8 @@ class CheckpointingEngine(BaseEngine):
         If it fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
         `close`. Training may continue then.
 
-        In a durable run (infinity.durable), waits for the commit of the last step and copies its files inside the
-        kernel, where states were not changed since and lie in files of their own shape (docs/durable.md).
+        In a durable run (infinity.durable), waits for the commit of the last step. Its files are then copied inside the
+        kernel instead of reading states from their tiers, unless states have changed since; see docs/durable.md.
         """
         self._check_between_steps("a checkpoint")
         self._check_open()

@@ -20,6 +20,7 @@ from durable.conversion_cases import WIDTH, Mixed, config, everything, opened, t
 from infinity.checkpoint import committed
 from infinity.checkpoint.background import Saving
 from infinity.checkpoint.clone import clone_range
+from infinity.checkpoint.committed import open_shards
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import read_index
 from infinity.checkpoint.tensors import WEIGHTS
@@ -392,6 +393,40 @@ def test_a_layout_that_does_not_fit_is_refused(change: Callable[[dict[str, Any]]
         layout_with(path / "layout-00000.json", change)
         with pytest.raises(CheckpointError):
             engine.load_checkpoint(tmp_path / "saved", verify=False)
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a JSON document."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield from places_in(each, (*path, key))
+
+
+def test_no_value_in_a_layout_is_trusted(tmp_path: Path) -> None:
+    """A reader gets bytes of the file or a CheckpointError, and memory for no more than the parameters of the index."""
+    with opened(str(tmp_path), 1, moments="8bit") as engine:
+        train(engine, range(1))
+        saved = engine.save_checkpoint(tmp_path / "saved")
+    index, file = read_index(saved), saved / "layout-00000.json"
+    content = file.read_text()
+    refused = 0
+    for path in places_in(json.loads(content)):
+        for wrong in (None, "x", -1, 1.5, True, 1 << 70, (1 << 40) + 1, [], {}, [[]]):
+            whole: Any = {"layout": json.loads(content)}
+            parent, last = whole, "layout"
+            for key in path:
+                parent, last = parent[last], key
+            parent[last] = wrong
+            file.write_text(json.dumps(whole["layout"]))
+            try:
+                shards = open_shards(index, saved)
+                for name in index.parameters:
+                    for kind in index.kinds(name):
+                        shards.read(name, kind)
+            except CheckpointError:
+                refused += 1
+    assert refused > 1000
 
 
 def test_exports_are_those_of_an_ordinary_checkpoint(tmp_path: Path) -> None:
