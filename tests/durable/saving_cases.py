@@ -66,5 +66,6 @@ def failing_on_one_rank(rank: int, *, folder: str, ranks: int) -> tuple[str, lis
             text = f"{type(error).__name__}: {error}"
         finally:
             committed.clone_range = clone
+        engine.ranks.barrier()  # rank 0 removes the files
         left = sorted(str(path.relative_to(folder)) for path in Path(folder, "saved").rglob("*"))
         return text, left, train(engine, range(2, 3))
