@@ -1,4 +1,4 @@
-"""Checks that all ranks save or load the same checkpoint, and raises on all of them otherwise."""
+"""Checks that all ranks save or load the same checkpoint, and that all succeed. Raises on all of them otherwise."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from infinity.checkpoint.format import INDEX, LATEST, find
 from infinity.comm.agreement import by_value
 from infinity.comm.communicator import Communicator
+from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError, RanksError
 from infinity.inputs import is_file_name, read_input
 
+T = TypeVar("T")
 _SAVE, _LOAD = "saves", "loads"
 
 
@@ -57,6 +60,21 @@ def folder_of(ranks: Communicator, directory: str | Path, tag: str | None) -> Pa
 def run_of(ranks: Communicator, directory: str | Path) -> Path:
     """Return the folder of a durable run, the same on all ranks. Collective. Raises RanksError if the ranks differ."""
     return _agreed(ranks, _LOAD, directory, None, lambda: Path(directory), False)
+
+
+def together(channel: SideChannel, work: Callable[[], T]) -> T:
+    """Return `work()`. Collective; if it fails on one rank, all ranks raise."""
+    error: Exception | None = None
+    try:
+        done = work()
+    except Exception as caught:  # noqa: BLE001 - raised below, once all ranks know
+        error = caught
+    if channel.sum(float(error is not None)):
+        texts = channel.gather("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        raise CheckpointError("; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text))
+    return done
 
 
 def _writable(directory: str | Path, tag: str) -> Path:

@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from infinity.checkpoint.committed import open_shards
 from infinity.checkpoint.format import BUFFERS, INDEX, Index, find, key, read_index
 from infinity.checkpoint.hf_config import CONFIG, with_dtype
 from infinity.checkpoint.output import appearing, check_out
@@ -31,10 +33,10 @@ Step = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Location of a tensor in the checkpoint, and the dtype and shape it is written with."""
+    """A tensor of the checkpoint, and the dtype and shape it is written with."""
 
-    file: Path
-    key: str
+    parts: Callable[[], Iterator[torch.Tensor]]
+    """Yields its elements in order, at most `PART` at once, in the dtype of the checkpoint."""
     spec: Spec
 
 
@@ -79,31 +81,41 @@ def export(
     if verify:
         step(0, "comparing checksums")
         check_contents(index, folder)
-    with appearing(out) as partial:
-        _write(partial, shards, step)
+    with appearing(out) as incomplete:
+        _write(incomplete, shards, step)
         for file in others:
-            shutil.copyfile(file, partial / file.name)
+            shutil.copyfile(file, incomplete / file.name)
         if config is not None:
-            (partial / CONFIG).write_bytes(config)
+            (incomplete / CONFIG).write_bytes(config)
     return out
 
 
 def _tensors(index: Index, folder: Path, dtype: torch.dtype | None) -> _Shard:
     """Return the parameters in the model's order, then the buffers."""
     by_name: _Shard = {}
+    shards = open_shards(index, folder) if index.shards else None
     for name, entry in index.parameters.items():
         own: torch.dtype = getattr(torch, entry.dtype)
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
         spec = Spec(dtype if dtype is not None and own.is_floating_point else own, entry.shape)
-        by_name[name] = _Tensor(folder / entry.file, key(kind.name, name), spec)
+        if shards is not None:
+            by_name[name] = _Tensor(partial(shards.parts, name, kind), spec)
+        else:
+            by_name[name] = _Tensor(partial(_parts, folder / entry.file, key(kind.name, name)), spec)
     path = folder / BUFFERS
     try:
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is not iterable
-                by_name[name] = _Tensor(path, name, spec_of(tensors, name))
+                by_name[name] = _Tensor(partial(_parts, path, name), spec_of(tensors, name))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged, use another one") from None
     return by_name
+
+
+def _parts(file: Path, key: str) -> Iterator[torch.Tensor]:
+    # Opened for each tensor, since pages that were read stay mapped until the file is closed.
+    with safe_open(file, framework="pt") as tensors:
+        yield from parts_of(tensors, key)
 
 
 def _shards(tensors: _Shard, limit: int) -> list[_Shard]:
@@ -148,13 +160,11 @@ def _write(folder: Path, shards: Sequence[_Shard], step: Step) -> None:
         def parts(name: str, shard: _Shard = shard, file: str = file) -> Iterator[torch.Tensor]:
             nonlocal done
             tensor = shard[name]
-            # Opened for each tensor, since pages that were read stay mapped until the file is closed.
-            with safe_open(tensor.file, framework="pt") as tensors:
-                for part in parts_of(tensors, tensor.key):
-                    converted = _convert(part, tensor.spec.dtype, name)
-                    yield converted
-                    done += converted.nbytes
-                    step(done / max(total, 1), f"writing {file}; {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+            for part in tensor.parts():
+                converted = _convert(part, tensor.spec.dtype, name)
+                yield converted
+                done += converted.nbytes
+                step(done / max(total, 1), f"writing {file}; {done / 1e9:.2f} of {total / 1e9:.2f} GB")
 
         write_tensors(folder / file, {name: tensor.spec for name, tensor in shard.items()}, parts, _METADATA)
         weight_map |= dict.fromkeys(shard, file)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 FORMAT = "infinity-checkpoint"
 VERSION = 4
+SHARDED_VERSION = 5
+"""Version of a checkpoint whose states are in files of ranks (`infinity.checkpoint.committed`)."""
 _READ_TOO = (1, 2, 3)
 """Older versions that are readable. 1 does not record that its moments are fp32, 2 has no checksums and no RNG states,
 3 has no checksum of the index itself.
@@ -63,6 +65,10 @@ class Entry:
     group: int | None = None
     """Number of its param_group; -1 for none. None: not recorded, as in checkpoints of other libraries."""
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
 
 @dataclass(frozen=True)
 class Index:
@@ -82,18 +88,25 @@ class Index:
     skipped_steps: int = 0
     loss_scale: dict[str, Any] | None = None
     """State of `infinity.engine.loss_scale`; None without a loss scale."""
+    shards: int = 0
+    """Number of ranks with states in files of their own, as a durable run commits them (`states_file`); 0: states are
+    in the file of each entry.
+    """
 
     def kinds(self, name: str) -> tuple[StateKind, ...]:
         """Return a parameter's saved tensors: fp32 master and moments if trained, else the parameter itself."""
         entry = self.parameters[name]
         if not entry.trainable:
-            return (StateKind("param", _DTYPES[entry.dtype]),)
+            return (StateKind("param", entry.torch_dtype),)
         rule = cast(Rule, self.optimizer.lower())
         return (StateKind("master", torch.float32), *moment_kinds(rule, self.moments))
 
     def to_json(self) -> str:
         content = json.loads(json.dumps(asdict(self)))  # keys become strings, as they will be read
-        return json.dumps({"format": FORMAT, "version": VERSION, "crc32": _crc32(content), **content}, indent=1)
+        version = SHARDED_VERSION if self.shards else VERSION
+        if not self.shards:
+            del content["shards"]  # which version 4 lacks
+        return json.dumps({"format": FORMAT, "version": version, "crc32": _crc32(content), **content}, indent=1)
 
 
 def _crc32(content: dict[str, Any]) -> int:
@@ -119,6 +132,16 @@ def reason(error: BaseException) -> str:
 def key(state: str, name: str) -> str:
     """Return the name of a parameter's state in a safetensors file."""
     return f"{state}/{name}"
+
+
+def states_file(number: int) -> str:
+    """Return the name of a rank's states in a checkpoint with `Index.shards`."""
+    return f"states-{number:05d}.bin"
+
+
+def layout_file(number: int) -> str:
+    """Return the name of the layout of a rank's states."""
+    return f"layout-{number:05d}.json"
 
 
 def shape_of(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -149,16 +172,17 @@ def read_index(folder: Path) -> Index:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
     version = content.pop("version", None)
-    if version not in (VERSION, *_READ_TOO):
+    if version not in (SHARDED_VERSION, VERSION, *_READ_TOO):
         raise CheckpointError(
-            f"{path} has format version {version!r:.40}, this Infinity reads up to {VERSION}: use a newer Infinity"
+            f"{path} has format version {version!r:.40}, this Infinity reads up to {SHARDED_VERSION}: use a newer "
+            "Infinity"
         )
     crc32 = content.pop("crc32", None)
-    if version == VERSION and crc32 != _crc32(content):
+    if version not in _READ_TOO and crc32 != _crc32(content):
         raise CheckpointError(f"{path} was altered since it was saved (its checksum differs): use another checkpoint")
     try:
         index = _checker().validate_json(json.dumps(content))
-        problem = next(_problems(index, has_checksums=version == VERSION), "")
+        problem = next(_problems(index, has_checksums=version not in _READ_TOO), "")
     except ValueError as error:  # pydantic's ValidationError, or text that UTF-8 has no bytes for
         problem = ", ".join(map(str.strip, str(error).splitlines()[1:3])) or str(error)
     if problem:
@@ -183,6 +207,11 @@ def _problems(index: Index, *, has_checksums: bool) -> Iterator[str]:
     yield from (f"a count, which is {count}" for count in counts if not 0 <= count < 1 << 63)
     if BUFFERS not in index.file_bytes:
         yield f"the size of {BUFFERS}"
+    if not 0 <= index.shards < len(index.file_bytes):
+        yield f"a count, which is {index.shards}"
+    else:
+        files = (file for n in range(index.shards) for file in (states_file(n), layout_file(n)))
+        yield from (f"the size of {file!r}" for file in files if file not in index.file_bytes)
     for name, entry in index.parameters.items():
         if entry.file not in index.file_bytes:
             yield f"the size of {entry.file!r}, the file of {name!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,9 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, file_in, key, read_index
+from infinity.checkpoint.committed import open_shards
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, file_in, key, read_index, shape_of
 from infinity.checkpoint.pickles import load_values
-from infinity.checkpoint.tiles import read_state
+from infinity.checkpoint.rank_states import Shards
+from infinity.checkpoint.tiles import place_of, read_state
 from infinity.checkpoint.verify import check_contents, check_files
 from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError
@@ -68,8 +71,18 @@ class CheckpointFolder:
             check_contents(self.index, self.path, ranks)
 
     def read(self, piece: Piece, kinds: Sequence[StateKind]) -> Flats:
+        if self.index.shards:
+            return {kind.name: self._read_shards(piece, kind) for kind in kinds}
         with safe_open(self.path / self.index.parameters[piece.name].file, framework="pt") as tensors:
             return {kind.name: read_state(tensors, key(kind.name, piece.name), kind, piece) for kind in kinds}
+
+    def _read_shards(self, piece: Piece, kind: StateKind) -> torch.Tensor:
+        whole = self._shards.read(piece.name, kind).view(shape_of(kind, self.index.parameters[piece.name].shape))
+        return whole[place_of(kind, piece)].contiguous() if piece.place else whole
+
+    @cached_property
+    def _shards(self) -> Shards:
+        return open_shards(self.index, self.path)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         path = file_in(self.path, BUFFERS)

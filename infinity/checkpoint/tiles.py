@@ -69,8 +69,13 @@ def read_state(tensors: Any, name: str, kind: StateKind, piece: Piece) -> torch.
     if not piece.place:
         whole: torch.Tensor = tensors.get_tensor(name)
         return whole
-    part: torch.Tensor = tensors.get_slice(name)[piece.place if kind.per == 1 else piece.blocks(kind.per)]
+    part: torch.Tensor = tensors.get_slice(name)[place_of(kind, piece)]
     return part
+
+
+def place_of(kind: StateKind, piece: Piece) -> Any:
+    """Return the index of a tile's values in a state of its tensor."""
+    return piece.place if kind.per == 1 else piece.blocks(kind.per)
 
 
 def write_tile(writer: Writer, index: Index, kind: StateKind, piece: Piece, values: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from infinity.checkpoint.committed import open_shards
 from infinity.checkpoint.format import Index, file_in, key, shape_of
 from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
 from infinity.comm.communicator import Communicator
@@ -29,6 +30,9 @@ def check_files(index: Index, folder: Path) -> None:
             raise CheckpointError(
                 f"{path} has {size:,} bytes instead of {nbytes:,}: the checkpoint is damaged, use another one"
             )
+    if index.shards:
+        open_shards(index, folder)
+        return
     by_file: dict[str, list[str]] = {}
     for name, entry in index.parameters.items():
         by_file.setdefault(entry.file, []).append(name)

@@ -13,6 +13,7 @@ import torch
 
 from infinity.checkpoint.format import INDEX, LATEST, Index
 from infinity.checkpoint.tensors import FileRecord, PiecewiseFile, Spec, write_bytes, write_tensors
+from infinity.errors import CheckpointError
 from infinity.outputs import replacing
 
 _FOLDER = 0o770
@@ -29,6 +30,11 @@ class Writer:
         self._target = directory / tag
         self._partial = directory / f".{tag}.partial-{os.getpid()}"
         self._replaced = directory / f".{tag}.replaced-{os.getpid()}"
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder."""
+        return self._partial
 
     def open(self) -> None:
         """Create the hidden folder, and remove leftovers of killed saves."""
@@ -57,6 +63,14 @@ class Writer:
 
     def write_raw(self, file: str, content: bytes) -> None:
         self._files[file] = write_bytes(self._partial / file, content)
+
+    def add(self, files: Mapping[str, FileRecord]) -> None:
+        """Add files that another rank has written to the folder. Raises CheckpointError if they are not there."""
+        for name, record in files.items():
+            path = self._partial / name
+            if not path.is_file() or path.stat().st_size != record.nbytes:
+                raise CheckpointError(f"{path} is not what another rank wrote: save to a folder that all ranks share")
+        self._files |= files
 
     def remove(self) -> None:
         """Delete an incomplete checkpoint."""

@@ -58,7 +58,7 @@ class Committing:
         if not self.done() and not all(job.has_begun for job in self._jobs):
             raise UsageError(
                 "a parameter was edited before the last step is committed, which waits for updates in the next "
-                "forward (infinity.durable). Edit it through infinity.gather(), or set infinity.update to "
+                "forward (infinity.durable). Edit it through infinity.GatheredParameters(), or set infinity.update to "
                 '"after_backward".'
             )
         self._promise.wait()
@@ -97,6 +97,8 @@ class Commits:
         self.run = run
         self.stops = False
         """True once any rank was asked to stop; equal on all ranks between two commits."""
+        self._writes: Mapping[str, Mapping[int, int]] | None = None
+        """Tier in memory → its writes, as of the last commit; None: nothing was committed or adopted."""
         self.asked_to_stop = False
         self._tier = tier
         self._memory = memory
@@ -118,6 +120,23 @@ class Commits:
         committing = self._last = Committing(step)
         self._queue.put((step, committing))
         return committing
+
+    def note_writes(self) -> None:
+        """Note that the states in memory are those of the commit, from now on."""
+        self._writes = {name: dict(tier.writes) for name, tier in self._memory.items()}
+
+    @property
+    def are_present(self) -> bool:
+        """Return whether nothing was written to the tiers since the last commit, which is complete. Updates of states
+        in memory write nothing; they change the steps of their unit.
+        """
+        if self._writes is None or not self._tier.slots.are_committed:
+            return False
+        return all(
+            self._memory[tier].writes.get(offset) == self._writes[tier].get(offset)
+            for tier, offset in ((each.working.tier, each.working.offset) for each in self._extents)
+            if tier in self._memory
+        )
 
     def wait(self) -> None:
         """Wait for the last commit. Raises StorageError if it failed; its updates must have begun."""
@@ -164,6 +183,7 @@ class Commits:
                 job.done.wait()
             if self._refused():
                 raise StorageError("a gradient of it was NaN or infinite")
+            self.note_writes()  # first: what is written from now on may be missing in the commit
             self._write_through(step, everything=before is None)
             sealed = self._tier.seal()
             blobs = {**step.blobs(), CHECKSUMS: self._tier.checksums}

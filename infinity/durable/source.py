@@ -6,10 +6,10 @@ ranks that hold a part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -19,26 +19,22 @@ from torch import nn
 from infinity.checkpoint import rng
 from infinity.checkpoint.agree import folder_of, run_of
 from infinity.checkpoint.format import Entry, Index, shape_of
+from infinity.checkpoint.rank_states import RankStates, Shards, well_formed
 from infinity.checkpoint.saved import CheckpointFolder, PieceOf, SavedStates
 from infinity.comm.communicator import Communicator
 from infinity.durable import folder as files
 from infinity.durable.manifest import Manifest, read_manifest
-from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Record, read_record
+from infinity.durable.record import BUFFERS, CHECKSUMS, CLIENT_STATE, RNG, Record, read_record
 from infinity.durable.run import DurableRun, Source, last_source
-from infinity.durable.states import RankStates, SavedUnit, well_formed
 from infinity.errors import CheckpointError, StorageError
 from infinity.nn.pieces import Piece
 from infinity.observe.log import logger
-from infinity.optim.cpu_adam import join_master
-from infinity.plan.formats import MasterFormat, StateKind, state_format
-from infinity.plan.layout import Slot
-from infinity.rules import MomentFormat, Rule
+from infinity.plan.formats import StateKind
 from infinity.tiers.open_tiers import states_of
 from infinity.units.records import Flats
 from infinity.units.unit import Unit
 
 T = TypeVar("T")
-_MASTERS: tuple[MasterFormat, ...] = ("remainder", "fp32")
 
 
 class CommittedStates:
@@ -66,16 +62,12 @@ class CommittedStates:
                 f"{self.path} was written by {layout['model_parallel']} tensor-parallel ranks: go on with the number "
                 "of ranks and the settings that wrote it, and save a checkpoint to change them"
             )
-        records: dict[int, Record] = {}
-        self._ranks = []
-        for writer in range(layout["shards"]):
-            manifest, records[writer] = _manifest(folders[0], writer), _record(folders[0], writer, number)
-            paths = [folder / states_of(writer) for folder in folders]
-            self._ranks.append(RankStates(paths, manifest, records[writer]))
-            _check_same(manifest, self._manifest, records[writer], records[0], folders[0])
+        records = {writer: _record(folders[0], writer, number) for writer in range(layout["shards"])}
+        self._shards = Shards([_rank_states(folders, writer, record) for writer, record in records.items()])
+        if any(_steps(record) != _steps(records[0]) for record in records.values()):
+            raise CheckpointError(f"{folders[0]} has files of different runs: ranks differ in their units or steps")
         own = rank if self._is_same else 0
         self._record = records.get(own) or _record(folders[0], own, number)
-        self._slots = {slot.name: (unit, slot) for unit in self._ranks[0].units for slot in unit.layout.slots}
         self.index = self._index()
 
     def pieces(self, units: Iterable[Unit], model: nn.Module) -> PieceOf:
@@ -91,15 +83,15 @@ class CommittedStates:
                 "tensor-parallel ranks: go on without it, and save a checkpoint to change that"
             )
         if verify:
-            _together(ranks, lambda: self._verify(self._ranks[ranks.rank :: ranks.size]))
+            _together(ranks, lambda: self._verify(self._shards.ranks[ranks.rank :: ranks.size]))
 
     def _verify(self, share: Sequence[RankStates]) -> None:
         for states in share:
             states.verify()
 
     def read(self, piece: Piece, kinds: Sequence[StateKind]) -> Flats:
-        unit, slot = self._slots[piece.name]
-        return {kind.name: self._state(unit, slot, kind).view(shape_of(kind, slot.shape)) for kind in kinds}
+        slot = self._shards.slots[piece.name][1]
+        return {kind.name: self._shards.read(piece.name, kind).view(shape_of(kind, slot.shape)) for kind in kinds}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         try:
@@ -120,12 +112,9 @@ class CommittedStates:
 
     def _index(self) -> Index:
         layout, progress = self._manifest.layout, self._record.progress
-        rule, moments = cast(Rule, layout["rule"]), cast(MomentFormat, layout["moments"])
         parameters: dict[str, Entry] = {}
-        for unit, steps in zip(self._ranks[0].units, self._record.unit_steps, strict=True):
+        for unit, steps in zip(self._shards.ranks[0].units, self._record.unit_steps, strict=True):
             dtype, trainable = unit.layout.dtype, unit.layout.trainable
-            if trainable and unit.states not in [state_format(dtype, m, rule, moments) for m in _MASTERS]:
-                raise ValueError(f"the states of unit {unit.layout.name}")
             for slot, step in zip(unit.layout.slots, steps, strict=True):
                 name = str(dtype).removeprefix("torch.")
                 parameters[slot.name] = Entry(slot.shape, name, trainable, "", step, slot.group)
@@ -136,28 +125,10 @@ class CommittedStates:
             optimizer=layout["optimizer"],
             param_groups=progress.param_groups,
             lr_scheduler=progress.lr_scheduler,
-            moments=moments,
+            moments=layout["moments"],
             skipped_steps=progress.skipped_steps,
             loss_scale=progress.loss_scale,
         )
-
-    def _state(self, unit: SavedUnit, slot: Slot, kind: StateKind) -> torch.Tensor:
-        """Return a state of a parameter, flat. The master of fp32 is the parameter; of bf16, it may be split."""
-        if unit.kind(kind.name) is not None:
-            return self._stored(unit, slot, kind.name)
-        param = self._stored(unit, slot, "param")
-        return param if unit.kind("remainder") is None else join_master(param, self._stored(unit, slot, "remainder"))
-
-    def _stored(self, unit: SavedUnit, slot: Slot, name: str) -> torch.Tensor:
-        found = unit.kind(name)
-        assert found is not None
-        state, kind = found
-        values = torch.empty(kind.length(slot.numel), dtype=kind.dtype)
-        target: memoryview = values.view(torch.uint8).numpy().data
-        for shard, offset, nbytes in unit.ranges(name, slot.offset, slot.stop):
-            self._ranks[shard].read(unit.layout.index, state, offset, target[:nbytes])
-            target = target[nbytes:]
-        return values
 
 
 @contextmanager
@@ -208,17 +179,14 @@ def _record(folder: Path, rank: int, number: int) -> Record:
     return record
 
 
-def _check_same(manifest: Manifest, first: Manifest, record: Record, first_record: Record, folder: Path) -> None:
-    """Raise CheckpointError if two ranks wrote states of different models, formats or steps."""
+def _rank_states(folders: Sequence[Path], rank: int, record: Record) -> RankStates:
+    paths = [folder / states_of(rank) for folder in folders]
+    return RankStates(paths, _manifest(folders[0], rank).layout, record.slots, record.blobs.get(CHECKSUMS, b""))
 
-    def settings(layout: Mapping[str, Any]) -> list[Any]:
-        names = ("ranks", "model_parallel", "shards", "optimizer", "rule", "moments")
-        units = [[unit[name] for name in ("dtype", "trainable", "numel", "slots")] for unit in layout["units"]]
-        return [[layout[name] for name in names], units]
 
-    same = settings(manifest.layout) == settings(first.layout)
-    if not same or (record.progress, record.unit_steps) != (first_record.progress, first_record.unit_steps):
-        raise CheckpointError(f"{folder} has files of different runs: ranks differ in their units or steps")
+def _steps(record: Record) -> tuple[Any, Any]:
+    """Return what the records of all ranks have in common."""
+    return record.progress, record.unit_steps
 
 
 def _together(ranks: Communicator, work: Callable[[], T]) -> T:

@@ -71,12 +71,15 @@ class CheckpointingEngine(BaseEngine):
         its states have been read. `engine.saving` reports completion; the next save, a load and `close` wait for it.
         If it fails, CheckpointError is raised once, by `engine.saving.wait()` or the next `step`, `save_checkpoint` or
         `close`. Training may continue then.
+
+        In a durable run (infinity.durable), waits for the commit of the last step. Its files are then copied inside the
+        kernel instead of reading states from their tiers, unless states have changed since; see docs/durable.md.
         """
         self._check_between_steps("a checkpoint")
         self._check_open()
         self._finish_saving()
         self.settle()
-        run, state = self._run_state(), client_state or {}
+        run, state, durable = self._run_state(), client_state or {}, self.updates.durable
         return save(
             self.parts,
             self.updates.saver,
@@ -88,6 +91,7 @@ class CheckpointingEngine(BaseEngine):
             background=background,
             latest=save_latest,
             frozen=not exclude_frozen_parameters,
+            committed=None if durable is None else durable.committed(run),
         )
 
     def save_16bit_model(

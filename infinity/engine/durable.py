@@ -14,21 +14,26 @@ from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import nn
 
 from infinity.checkpoint import rng
+from infinity.checkpoint.committed import Committed
 from infinity.checkpoint.format import persistent_buffers
 from infinity.checkpoint.parts import Run
+from infinity.checkpoint.rank_states import RankStates
 from infinity.checkpoint.save import pack_client_state
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.durable.commits import Commits, Step
-from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Progress, Record
+from infinity.durable.folder import manifest_file
+from infinity.durable.manifest import read_manifest
+from infinity.durable.record import BUFFERS, CHECKSUMS, CLIENT_STATE, RNG, Progress, Record
 from infinity.durable.run import DurableRun
-from infinity.errors import CheckpointError, UsageError
+from infinity.errors import CheckpointError, StorageError, UsageError
 from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
+from infinity.tiers.open_tiers import states_of
 from infinity.tiers.slab import SlabTier
-from infinity.tiers.transfer import DONE, Together
+from infinity.tiers.transfer import DONE, Together, Transfer
 from infinity.units.store import UnitStore
 
 
@@ -58,6 +63,8 @@ class DurableSteps:
         self._commits = Commits(run, tier, self._memory, self._extents, SideChannel(ranks), device, refused)
         self._generations = [0] * len(store.units)
         """That of each unit at the last commit; another one tells that an update was started since."""
+        self._kept: list[Callable[[int], Transfer]] = []
+        """Unit → transfer that copies its committed slots, which updates write after the next commit."""
         self._has_begun = False
         self._stops = False
         """True if a commit that this step waited for agreed to stop, so that all ranks see the same."""
@@ -110,7 +117,9 @@ class DurableSteps:
         committing = self._commits.start(step)
         for unit in units:
             before = unit.snapshot_read
-            unit.snapshot_read = committing if before.done() else Together(before, committing)
+            waits = [each for each in (before, *(keep(unit.index) for keep in self._kept)) if not each.done()]
+            unit.snapshot_read = Together(*waits, committing) if waits else committing
+        self._kept.clear()
 
     @property
     def must_stop(self) -> bool:
@@ -123,6 +132,33 @@ class DurableSteps:
     def wait(self) -> None:
         """Wait until the last step is committed. Its updates must have begun."""
         self._commits.wait()
+
+    # -- save --------------------------------------------------------------------------------------------------------
+
+    def committed(self, progress: Run) -> Committed | None:
+        """Return the last commit, if it is complete and its states are the present ones. They must be in their tiers.
+
+        None also if it failed, or if its files are gone: the states can then be saved from their tiers.
+        """
+        try:
+            self._commits.wait()
+            return self._unchanged(progress)
+        except (StorageError, CheckpointError):
+            return None
+
+    def _unchanged(self, progress: Run) -> Committed | None:
+        record, run = self.run.record, self.run
+        if record is None or not run.is_loaded or not self._commits.are_present:
+            return None
+        steps = [list(unit.steps) for unit in self._store.units]
+        if (record.progress.global_steps, record.unit_steps) != (progress.global_steps, steps):
+            return None
+        manifest = read_manifest(manifest_file(run.folders[0], run.rank))
+        if manifest is None or manifest.layout["model_parallel"] != 1:
+            return None
+        paths = [folder / states_of(run.rank) for folder in run.folders]
+        states = RankStates(paths, manifest.layout, record.slots, record.blobs.get(CHECKSUMS, b""))
+        return Committed(states, run.rank, self._kept.append)
 
     # -- load --------------------------------------------------------------------------------------------------------
 
@@ -161,6 +197,7 @@ class DurableSteps:
             transfer.wait()
         for tier in self._memory.values():
             tier.take_written()
+        self._commits.note_writes()
         for unit, steps in zip(self._store.units, record.unit_steps, strict=True):
             unit.steps = list(steps)
             unit.snapshot_read = DONE

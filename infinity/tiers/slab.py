@@ -31,6 +31,8 @@ class SlabTier(Tier):
         self._device = device
         self._is_offloaded = False
         self._written: set[int] = set()
+        self.writes: dict[int, int] = {}
+        """Offset of an extent → number of calls of `write`."""
         self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=False)
         if self._slab.is_cpu:
             first_touch(self._slab)
@@ -66,6 +68,7 @@ class SlabTier(Tier):
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         self._written.add(extent.offset)
+        self.writes[extent.offset] = self.writes.get(extent.offset, 0) + 1
         with self._copying("device_to_host", extent):
             return self._device.copy(self._view(extent, offset, source.numel()), source)
 

@@ -70,6 +70,12 @@ class Slots:
             pair.fresh = _with(pair.fresh, offset, offset + nbytes)
             return pair.places[1 - pair.committed] + offset
 
+    @property
+    def are_committed(self) -> bool:
+        """Return whether the present bytes of all extents are the committed ones."""
+        with self._access:
+            return not any(pair.fresh for pair in self._pairs.values())
+
     def missing(self) -> list[tuple[Piece, int]]:
         """Return the committed pieces that the other slot of a partly written extent lacks, and where they belong."""
         found: list[tuple[Piece, int]] = []

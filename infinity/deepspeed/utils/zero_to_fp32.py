@@ -17,11 +17,12 @@ from safetensors import safe_open
 from torch import nn
 
 from infinity.checkpoint.export import export
-from infinity.checkpoint.format import BUFFERS, LATEST, find, key, read_index, read_tag
+from infinity.checkpoint.format import BUFFERS, LATEST, find, read_tag
+from infinity.checkpoint.saved import CheckpointFolder
 from infinity.checkpoint.verify import check_files
 from infinity.errors import UsageError
 from infinity.integrations import zero_to_fp32 as theirs
-from infinity.nn.pieces import Pieces
+from infinity.nn.pieces import Piece, Pieces
 from infinity.outputs import replacing
 from infinity.sizes import parse_size
 
@@ -44,15 +45,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if _is_deepspeeds(checkpoint_dir, tag):
         return theirs.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = find(Path(checkpoint_dir), tag)
-    index = read_index(folder)
+    saved = CheckpointFolder(folder)
+    index = saved.index
     check_files(index, folder)
     states: dict[str, torch.Tensor] = {}
     for name, entry in index.parameters.items():
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
         if exclude_frozen_parameters and len(index.kinds(name)) == 1:
             continue
-        with safe_open(folder / entry.file, framework="pt") as tensors:
-            value: torch.Tensor = tensors.get_tensor(key(kind.name, name)).view(entry.shape)
+        value = saved.read(Piece(name, entry.shape), [kind])[kind.name]
         states[name] = value.float() if value.is_floating_point() else value
     with safe_open(folder / BUFFERS, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - safe_open is not iterable

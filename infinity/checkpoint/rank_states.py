@@ -1,28 +1,31 @@
-"""Reads the committed states of one rank from its files, without the engine that wrote them."""
+"""Reads states that ranks of a durable run wrote, from their files, without the engine that wrote them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from infinity.durable.manifest import Manifest
-from infinity.durable.record import CHECKSUMS, Record
-from infinity.errors import CheckpointError
+from infinity.checkpoint.tensors import PART
+from infinity.errors import CheckpointError, ChecksumError
 from infinity.native import _aio
-from infinity.plan.formats import StateFormat, StateKind
+from infinity.optim.cpu_adam import join_master
+from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
 from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
+from infinity.rules import MomentFormat, Rule
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor
 
+_MASTERS: tuple[MasterFormat, ...] = ("remainder", "fp32")
 _VERIFIED = 8 << 20
 """Bytes that are compared with checksums at once, a multiple of any block."""
 
@@ -80,24 +83,28 @@ class SavedUnit:
 
 
 class RankStates:
-    """The committed states of one rank: units of its manifest, and bytes of their extents."""
+    """The states of one rank: its units, and bytes of their extents."""
 
-    def __init__(self, paths: Sequence[Path], manifest: Manifest, record: Record) -> None:
-        """paths: the file in each folder. Raises CheckpointError if one is missing or shorter than the manifest says,
-        or if manifest and record do not fit together.
+    def __init__(self, paths: Sequence[Path], layout: Mapping[str, Any], slots: bytes, checksums: bytes = b"") -> None:
+        """paths: the file in each folder. layout: as of a manifest (`infinity.durable.manifest`). slots: the slot of
+        each extent. checksums: of the blocks of the file; empty if none are kept.
+
+        Raises CheckpointError if a file is missing or shorter than the layout says, or if the layout contradicts itself
+        or the slots.
         """
-        self._paths, layout = list(paths), manifest.layout
+        self._paths, self.layout = list(paths), layout
         with well_formed(paths[0]):
             self.units = [_unit(number, unit, layout["shards"]) for number, unit in enumerate(layout["units"])]
             self._chunk, nbytes = int(layout["chunk"]), int(layout["nbytes"])
             _require(SMALLEST_CHUNK <= self._chunk <= LARGEST_CHUNK and 0 < nbytes < 1 << 60, "the bytes of the file")
-            _require(len(layout["extents"]) == len(record.slots), "the number of extents")
-            self._block, self._checksums = int(layout["checksum_block"]), record.blobs.get(CHECKSUMS, b"")
+            _require(len(layout["extents"]) == len(slots), "the number of extents")
+            self._block, self._checksums = int(layout["checksum_block"]), checksums
             covered = len(self._checksums) // 4 * self._block
             _require(not self._checksums or nbytes <= covered < nbytes + LARGEST_CHUNK * len(paths), "the checksums")
+            _require(all(type(n) is int for u, _, *numbers in layout["extents"] for n in (u, *numbers)), "the extents")
             self._places = {
                 (unit, State(state)): ((first, second)[slot], length)
-                for (unit, state, first, second, length), slot in zip(layout["extents"], record.slots, strict=True)
+                for (unit, state, first, second, length), slot in zip(layout["extents"], slots, strict=True)
             }
             for unit in self.units:
                 for state, stored in unit.stored.items():
@@ -116,8 +123,36 @@ class RankStates:
             if present < size:
                 raise CheckpointError(f"{path} has {present:,} bytes instead of {size:,}: it was cut short")
 
+    @property
+    def path(self) -> Path:
+        """The first file, for messages."""
+        return self._paths[0]
+
+    @property
+    def places(self) -> Mapping[tuple[int, State], tuple[int, int]]:
+        """Unit and state → byte of its extent, and its bytes."""
+        return self._places
+
+    def opened(self, stack: ExitStack) -> list[int]:
+        """Return a descriptor of each file, until the end of `stack`. Raises CheckpointError if one is missing."""
+        return [_opened(path, stack) for path in self._paths]
+
+    def ranges(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (file, byte in it, bytes) for bytes [start, start + nbytes), in order."""
+        return pieces(start, nbytes, self._chunk, len(self._paths))
+
     def verify(self) -> None:
         """Compare the states with their checksums, if the run keeps any. Raises CheckpointError."""
+        try:
+            self.compare()
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename} was altered since it was written, or its drive is failing ({error.strerror}). Use a "
+                "checkpoint, or pass verify=False to load it at your own risk."
+            ) from error
+
+    def compare(self) -> None:
+        """Read the states if the run keeps checksums. Raises ChecksumError if they differ, and other OSErrors."""
         if not self._checksums:
             return
         with ExitStack() as stack:
@@ -134,10 +169,10 @@ class RankStates:
                     try:
                         request.wait()
                     except OSError as error:
-                        raise CheckpointError(
-                            f"{error.filename} was altered since it was written, or its drive is failing "
-                            f"({error.strerror}). Use a checkpoint, or pass verify=False to load it at your own risk."
-                        ) from error
+                        if not request.mismatch:
+                            raise
+                        text = f"checksum mismatch in the committed states: {error.strerror}"
+                        raise ChecksumError(errno.EBADMSG, text, str(error.filename)) from None
 
     def read(self, unit: int, state: State, offset: int, target: memoryview) -> None:
         """Fill `target` with bytes of an extent, from `offset` on. Raises OSError."""
@@ -149,6 +184,69 @@ class RankStates:
                     files[member] = _opened(self._paths[member], stack)
                 _read(files[member], target[:nbytes], place, self._paths[member])
                 target = target[nbytes:]
+
+
+class Shards:
+    """The states of all ranks that hold a part of the model. Parameters are found by their names."""
+
+    def __init__(self, ranks: Sequence[RankStates]) -> None:
+        """ranks: by number of their shard. Raises CheckpointError if they differ in their units or formats."""
+        self.ranks = list(ranks)
+        first = ranks[0]
+        with well_formed(first.path):
+            _require(len(ranks) == first.layout["shards"], "the number of ranks")
+            self._check_formats()
+            if any(_settings(each.layout) != _settings(first.layout) for each in ranks):
+                raise CheckpointError(
+                    f"{first.path.parent} has files of different runs: ranks differ in their units or steps"
+                )
+        self.slots = {slot.name: (unit, slot) for unit in first.units for slot in unit.layout.slots}
+        """Name of a parameter → its unit and its place there."""
+
+    def _check_formats(self) -> None:
+        layout = self.ranks[0].layout
+        rule, moments = cast(Rule, layout["rule"]), cast(MomentFormat, layout["moments"])
+        for unit in self.ranks[0].units:
+            formats = [state_format(unit.layout.dtype, master, rule, moments) for master in _MASTERS]
+            _require(not unit.layout.trainable or unit.states in formats, f"the states of unit {unit.layout.name}")
+
+    def read(self, name: str, kind: StateKind, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return elements [start, stop) of a parameter's state, flat; with `kind.per` > 1, the values of all.
+
+        kind: as an index names them. The master of fp32 is the parameter; of bf16, it may be split.
+        """
+        unit, slot = self.slots[name]
+        stop = slot.numel if stop is None else stop
+        if unit.kind(kind.name) is not None:
+            return self._stored(unit, slot, kind.name, start, stop)
+        param = self._stored(unit, slot, "param", start, stop)
+        if unit.kind("remainder") is None:
+            return param
+        return join_master(param, self._stored(unit, slot, "remainder", start, stop))
+
+    def parts(self, name: str, kind: StateKind) -> Iterator[torch.Tensor]:
+        """Yield the elements of a parameter's state in order, at most `PART` at once. kind: one with `per` of 1."""
+        numel = self.slots[name][1].numel
+        for start in range(0, numel, PART):
+            yield self.read(name, kind, start, min(start + PART, numel))
+
+    def _stored(self, unit: SavedUnit, slot: Slot, name: str, start: int, stop: int) -> torch.Tensor:
+        found = unit.kind(name)
+        assert found is not None
+        state, kind = found
+        values = torch.empty(kind.length(stop - start), dtype=kind.dtype)
+        target: memoryview = values.view(torch.uint8).numpy().data
+        for shard, offset, nbytes in unit.ranges(name, slot.offset + start, slot.offset + stop):
+            self.ranks[shard].read(unit.layout.index, state, offset, target[:nbytes])
+            target = target[nbytes:]
+        return values
+
+
+def _settings(layout: Mapping[str, Any]) -> list[Any]:
+    """Return what all ranks of a run have in common."""
+    names = ("ranks", "model_parallel", "shards", "optimizer", "rule", "moments")
+    units = [[unit[name] for name in ("dtype", "trainable", "numel", "slots")] for unit in layout["units"]]
+    return [[layout[name] for name in names], units]
 
 
 @contextmanager
@@ -167,6 +265,7 @@ def _unit(number: int, unit: Mapping[str, Any], shards: int) -> SavedUnit:
     _require(shards > 0 and numel > 0 and not numel % (shards * SLOT_ALIGNMENT), "the shards of a unit")
     end = 0
     for slot in slots:
+        _require(all(type(number) is int for number in (*slot.shape, slot.offset)), "the shape of a parameter")
         _require(min(slot.shape, default=0) >= 0, "the shape of a parameter")
         _require(end <= slot.offset and not slot.offset % SLOT_ALIGNMENT and slot.stop <= numel, "a place")
         end = slot.stop

@@ -1,0 +1,138 @@
+"""Checkpoints of states that a durable run has committed: copies of its slots, made inside the kernel.
+
+Each rank that holds a shard writes two files: `states-00000.bin` with its extents, one after the other, and
+`layout-00000.json`, which says where each parameter is in them. The slots of the run are overwritten later, so none of
+these files is a hard link.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint.clone import clone_range, drop_cached
+from infinity.checkpoint.format import Index, file_in, layout_file, states_file
+from infinity.checkpoint.rank_states import RankStates, Shards, well_formed
+from infinity.checkpoint.tensors import FileRecord, read_crc32, write_bytes
+from infinity.errors import CheckpointError, OutOfSpaceError
+from infinity.inputs import parse_json, read_input
+from infinity.plan.placement import State, aligned
+from infinity.tiers.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Committed:
+    """This rank's states as of its last commit, equal to the present ones."""
+
+    states: RankStates
+    number: int
+    """Number of the rank's shard, or `shards` and above if it has a copy of another rank's."""
+    keep: Callable[[Callable[[int], Transfer]], None]
+    """Called with a function unit → transfer: training keeps the slots of a unit until its transfer is done."""
+
+    @property
+    def shards(self) -> int:
+        return int(self.states.layout["shards"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file that `copy_states` writes; 0 if it writes none."""
+        if self.number >= self.shards:
+            return 0
+        return sum(aligned(nbytes) for *_, nbytes in self.states.layout["extents"])
+
+
+def copy_states(committed: Committed, folder: Path, release_unit: Callable[[int], None]) -> dict[str, FileRecord]:
+    """Copy a rank's committed slots to new files in `folder`. Returns their names, sizes and checksums.
+
+    The copy is read once for its checksum. Slots are first compared with the checksums of `aio.checksum`, if the run
+    keeps any. release_unit: called with each unit once its slots are copied. Raises OSError, such as ChecksumError, and
+    CheckpointError.
+    """
+    states, layout = committed.states, committed.states.layout
+    if committed.number >= committed.shards:
+        for unit in range(len(layout["units"])):
+            release_unit(unit)
+        return {}
+    states.compare()
+    compact = _compact(layout)
+    path = folder / states_file(committed.number)
+    with path.open("xb", buffering=0) as file, ExitStack() as stack:
+        members = states.opened(stack)
+        for unit, targets in _by_unit(compact).items():
+            for state, target in targets:
+                source, nbytes = states.places[unit, state]
+                for member, start, count in states.ranges(source, aligned(nbytes)):
+                    clone_range(members[member], start, file.fileno(), target, count)
+                    drop_cached(members[member], start, count)
+                    target += count
+            release_unit(unit)
+        os.fsync(file.fileno())
+        record = FileRecord(os.fstat(file.fileno()).st_size, read_crc32(path))
+        drop_cached(file.fileno())
+    name = layout_file(committed.number)
+    return {path.name: record, name: write_bytes(folder / name, json.dumps(compact).encode())}
+
+
+def _compact(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layout of a file that holds one slot of each extent, in one folder."""
+    extents, end = [], 0
+    for unit, state, _, _, nbytes in layout["extents"]:
+        extents.append([unit, state, end, end, nbytes])
+        end += aligned(nbytes)
+    return {**layout, "extents": extents, "folders": 1, "nbytes": end, "checksum_block": 0}
+
+
+def _by_unit(layout: Mapping[str, Any]) -> dict[int, list[tuple[State, int]]]:
+    """Return unit → its states and their places."""
+    found: dict[int, list[tuple[State, int]]] = {}
+    for unit, state, place, _, _ in layout["extents"]:
+        found.setdefault(unit, []).append((State(state), place))
+    return found
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise OutOfSpaceError if `nbytes` are not free in `folder`.
+
+    Bytes shared with the run take no space at first. Training writes its slots again in the step after the next one,
+    and needs the space then.
+    """
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if status.f_blocks and free < nbytes:
+        raise OutOfSpaceError(str(folder), nbytes, free, "free space, or save to another drive")
+
+
+def open_shards(index: Index, folder: Path) -> Shards:
+    """Open the states of a checkpoint that `copy_states` wrote.
+
+    Raises CheckpointError if a file is missing, damaged, or has other parameters than the index.
+    """
+    shards = Shards([_open(folder, number) for number in range(index.shards)])
+    found = {
+        name: (slot.shape, unit.layout.dtype, unit.layout.trainable) for name, (unit, slot) in shards.slots.items()
+    }
+    expected = {name: (tuple(e.shape), e.torch_dtype, e.trainable) for name, e in index.parameters.items()}
+    layout = shards.ranks[0].layout
+    settings = (str(layout["optimizer"]), layout["moments"])
+    if found != expected or settings != (index.optimizer, index.moments):
+        raise CheckpointError(
+            f"{folder / layout_file(0)} has other parameters or formats than the index: the checkpoint is damaged, use "
+            "another one"
+        )
+    return shards
+
+
+def _open(folder: Path, number: int) -> RankStates:
+    path = file_in(folder, layout_file(number))
+    try:
+        layout = parse_json(read_input(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): the checkpoint is damaged, use another one") from None
+    with well_formed(path):
+        return RankStates([file_in(folder, states_file(number))], layout, bytes(len(layout["extents"])))

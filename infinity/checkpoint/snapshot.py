@@ -1,0 +1,118 @@
+"""Captures all of a checkpoint except the states of its units, at the call of save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.checkpoint import rng
+from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, persistent_buffers
+from infinity.checkpoint.parts import ModelParts, Run
+from infinity.comm.dtensor import is_distributed
+from infinity.comm.side import Place, SideChannel
+from infinity.errors import CheckpointError
+from infinity.nn.pieces import Piece, Pieces
+from infinity.plan.layout import UnitLayout
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A parameter sharded by tensor parallelism: its global shape, and the place of each rank's part."""
+
+    shape: tuple[int, ...]
+    places: list[Place]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All of a checkpoint except the states of its units, captured at the call of save."""
+
+    index: Index
+    """The index, without sizes and checksums of files."""
+    raw: dict[str, bytes]
+    """File name → content."""
+    buffers: dict[str, torch.Tensor]
+    """Persistent buffers; empty on ranks that do not write."""
+    layouts: list[UnitLayout]
+    """Units in the order in which they are saved."""
+    divided: dict[str, Divided]
+    """Parameters that tensor parallelism shards."""
+    pieces: dict[str, Piece]
+    """Saved parameters by name: the tensor of the index that each is, or is a tile of."""
+    latest: bool
+    """True to update the file `latest`."""
+
+
+def capture(
+    parts: ModelParts,
+    model: nn.Module,
+    run: Run,
+    channel: SideChannel,
+    client_state: bytes,
+    *,
+    latest: bool,
+    frozen: bool,
+) -> Snapshot:
+    entries: dict[str, Entry] = {}
+    divided, pieces, found = {}, {}, Pieces(model)
+    for unit in parts.units:
+        dtype = str(unit.layout.dtype).removeprefix("torch.")
+        for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
+            if not (frozen or parameter.requires_grad):
+                continue
+            piece = pieces[slot.name] = found.of(slot.name, parameter)
+            file = f"tiled-{len(entries):05d}.safetensors" if piece.place else unit_file(unit.layout)
+            entry = Entry(piece.shape, dtype, unit.layout.trainable, file, step, slot.group)
+            if entries.setdefault(piece.name, entry).step != step:
+                raise CheckpointError(f"tiles of {piece.name} had different numbers of updates: use all of them alike")
+            if is_distributed(parameter):
+                divided[slot.name] = Divided(piece.shape, channel.of_model(parts.ranks.model.place(parameter)))
+    generators = rng.pack_states(channel, parts.device.torch_device)
+    return Snapshot(
+        index=_index(run, entries),
+        raw={CLIENT_STATE: client_state, rng.FILE: generators},
+        buffers=_host(persistent_buffers(model)) if channel.writes else {},
+        layouts=[layout for layout in _order(parts, channel) if any(slot.name in pieces for slot in layout.slots)],
+        divided=divided,
+        pieces=pieces,
+        latest=latest,
+    )
+
+
+def _order(parts: ModelParts, channel: SideChannel) -> list[UnitLayout]:
+    """Return the units in the order of their next update, so that training waits for the save as little as possible."""
+    trace = parts.store.tracer.known("train")
+    backwards = parts.plan.update == "during_backward"
+    places = {unit: place for place, unit in enumerate(trace.by_last_use() if backwards else trace.by_first_use())}
+    order = torch.tensor(
+        sorted(
+            range(len(parts.units)),
+            key=lambda unit: (not parts.units[unit].layout.trainable, places.get(unit, len(places)), unit),
+        )
+    )
+    channel.agree(order)  # since ranks exchange shards in this order
+    return [parts.units[unit].layout for unit in order.tolist()]
+
+
+def unit_file(layout: UnitLayout) -> str:
+    return f"unit-{layout.index:05d}.safetensors"
+
+
+def _host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+
+
+def _index(run: Run, entries: dict[str, Entry]) -> Index:
+    return Index(
+        global_steps=run.global_steps,
+        parameters=entries,
+        file_bytes={},
+        optimizer=run.optimizer,
+        param_groups=run.param_groups,
+        lr_scheduler=run.lr_scheduler,
+        moments=run.moments,
+        skipped_steps=run.skipped_steps,
+        loss_scale=run.loss_scale,
+    )
