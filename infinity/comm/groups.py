@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.comm import connections
-from infinity.errors import UsageError
+from infinity.errors import RanksError, UsageError
 from infinity.tiers.device import Device
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -67,11 +67,20 @@ def duplicate_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup
 
 
 def new_group(ranks: list[int] | None, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """Create a group of `ranks` of the whole job, None for all. All of them call it."""
+    """Create a group of `ranks` of the whole job, None for all. All of them call it.
+
+    Raises RanksError if they do not connect, which takes until `timeout`.
+    """
     opening = connections.Opening()
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend=backend, use_local_synchronization=ranks is not None
-    )
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=ranks is not None
+        )
+    except RuntimeError as error:  # torch's own errors too
+        raise RanksError(
+            f"the ranks could not connect to each other ({error}). Another rank probably ended before that: see its "
+            "last messages. Fix the error and restart all ranks."
+        ) from error
     if backend == "gloo":
         opening.belongs_to(made)
     return made

@@ -241,7 +241,7 @@ def test_no_update_follows_a_commit_that_failed(
 
 
 def test_states_that_were_cut_short_are_refused(tmp_path: Path) -> None:
-    """What is missing would be read as zeros."""
+    """Missing bytes would be read as zeros."""
     with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
         go_on(engine, 0, 3)
     states = next((tmp_path / "run").rglob("*.states"))

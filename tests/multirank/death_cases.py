@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.comm.groups import new_group
 from infinity.errors import CheckpointError, RanksError, UsageError
 from infinity.tiers.device import CpuDevice
 from infinity.units.records import Flats
@@ -88,3 +90,12 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
         with suppress(CheckpointError):  # of a background save, unless it was raised before
             engine.close()
     return said
+
+
+def makes_a_group_alone(rank: int) -> str:
+    """The last rank does not make the group. Returns what the others raise."""
+    if rank == torch.distributed.get_world_size() - 1:
+        return ""
+    with pytest.raises(RanksError) as raised:
+        new_group(None, timedelta(seconds=1), "gloo")
+    return str(raised.value)

@@ -93,3 +93,10 @@ def test_a_rank_that_fails_in_a_save(pair: Group, how: str, tmp_path: Path) -> N
         )
         assert re.match(found, each["raised"], re.S)
     assert os.listdir(tmp_path / "saved") == []
+
+
+def test_a_rank_that_ends_before_the_groups_are_made(mortal: Group) -> None:
+    """While torch connects them, no heartbeat tells of it."""
+    said, _ = mortal.run(death_cases.makes_a_group_alone)
+    mortal.stop()
+    assert re.match(r"the ranks could not connect to each other \(.+\)\. Another rank probably ended", said, re.S)

@@ -1,0 +1,107 @@
+"""Draws how a small model trains, and what goes wrong meanwhile, from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+KILLS = ("kill at a request", "kill at a system call", "kill at a time")
+"""Kinds of faults that end a process by SIGKILL."""
+WEIGHTS = {
+    "kill at a request": 14,
+    "kill at a system call": 10,
+    "kill at a time": 8,
+    "stopped for a moment": 4,
+    "hang": 1,
+    "no space": 7,
+    "small file system": 2,
+    "I/O error": 8,
+    "short transfer": 7,
+    "refused submission": 5,
+    "cut file": 4,
+    "cut file at rest": 4,
+    "bit flip on the way": 5,
+    "bit flip at rest": 5,
+    "slow drive": 3,
+    "failed sync": 5,
+    "memory limit": 5,
+    "clock jump": 3,
+}
+"""Kind of fault → how often it is drawn."""
+NEED_CHECKSUMS = ("cut file", "bit flip on the way", "bit flip at rest")
+NEED_DURABLE = ("cut file at rest", "bit flip at rest", "failed sync")
+NEED_RANKS = ("hang",)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training. update, precision: keys of the config, as `training.config` translates them."""
+
+    ranks: int
+    param: str
+    optim: str
+    precision: str
+    clips: bool
+    accumulation: int
+    update: str
+    checksum: bool
+    durable: bool
+
+    @property
+    def numbers(self) -> Setting:
+        """The same numbers with every state in memory, which nothing here disturbs."""
+        return replace(self, param="none", optim="none", update="after_backward", checksum=False, durable=False)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: a key of WEIGHTS. rank: on which it happens. at: where in the training, from 0 to 1.
+
+    value: what else the kind needs, from 0 to 1. again: where the process that resumes is killed as well, or -1.
+    closes: whether the script closes its engine after an error.
+    """
+
+    kind: str
+    rank: int
+    at: float
+    value: float
+    again: float
+    closes: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    setting: Setting
+    fault: Fault
+
+
+def draw(seed: int) -> Case:
+    """Return the case of a seed, always the same one."""
+    random_ = random.Random(seed)
+    kind = random_.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    ranks = 2 if kind in NEED_RANKS or random_.random() < 0.2 else 1
+    durable = kind in NEED_DURABLE or random_.random() < (0.85 if kind in KILLS else 0.4)
+    param, optim = random_.choice([("nvme", "nvme"), ("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")])
+    clips = random_.random() < 0.5
+    updates = ["after_backward", "next_forward"] if clips else ["after_backward", "next_forward", "during_backward"]
+    setting = Setting(
+        ranks=ranks,
+        param=param,
+        optim=optim,
+        precision=random_.choice(["fp32", "bf16, 8 bit", "bf16, fp32 masters"]),
+        clips=clips,
+        accumulation=random_.choice([1, 1, 2]),
+        update=random_.choice(updates),
+        checksum=kind in NEED_CHECKSUMS or random_.random() < 0.3,
+        durable=durable,
+    )
+    fault = Fault(
+        kind=kind,
+        rank=random_.randrange(ranks),
+        at=random_.random(),
+        value=random_.random(),
+        again=random_.random() if durable and kind in KILLS and random_.random() < 0.3 else -1.0,
+        closes=random_.random() < 0.5,
+    )
+    return Case(seed, setting, fault)

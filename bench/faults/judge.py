@@ -1,0 +1,358 @@
+"""Runs one case, and judges it: the numbers of the undisturbed training, or one error that names the cause."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from faults import armed
+from faults.armed import Counts
+from faults.cases import KILLS, Case, Fault, Setting
+from faults.trained import train
+from infinity.comm.stuck import EXIT_STATUS
+
+SECONDS = 120.0
+"""After which a training hangs."""
+PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",
+    "infinity.engine.initialize",
+    "infinity.engine.training",
+    "infinity.config",
+]
+LOST = (
+    r"rank \d+ \(host .+\) (is lost|has not responded|failed|closed)|a collective failed|"
+    r"the ranks could not connect|another rank could not commit it"
+)
+CAUSES = {
+    "no space": r"No space left on device|failed: .*space",
+    "small file system": r"too little space|No space left on device",
+    "I/O error": r"Input/output error",
+    "cut file": r"ended|end of|short|checksum|cut|zero|shorter",
+    "cut file at rest": r"short|cut|damaged|has \d",
+    "bit flip at rest": r"checksum|damaged",
+    "failed sync": r"Input/output error",
+    "memory limit": r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread",
+}
+"""Kind of fault → what the error of a training may say. The other kinds end in no error on the rank itself."""
+LEFT = re.compile(r"run(/\d{4}(/rank-\d{5}\.(json|states|record-[01]))?|/rank-\d{5}\.lock)?")
+"""Names that a durable run leaves in its folder."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An undisturbed training. losses: by rank, step → loss. counts: by rank."""
+
+    losses: list[dict[int, str]]
+    digests: list[str]
+    counts: list[Counts]
+
+
+@dataclass
+class Verdict:
+    """outcome: "same numbers", "refused" (an error that names the cause), or what is wrong.
+
+    kills: processes that a signal ended. recovery: seconds until the states of the last commit were back.
+    """
+
+    seed: int
+    kind: str
+    ranks: int
+    durable: bool
+    outcome: str = "same numbers"
+    text: str = ""
+    seconds: float = 0.0
+    kills: int = 0
+    resumed: int = 0
+    recovery: list[float] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome not in ("same numbers", "refused")
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Wrong(Exception):
+    """outcome, text: those of the verdict."""
+
+    def __init__(self, outcome: str, text: str) -> None:
+        super().__init__(f"{outcome}: {text}")
+        self.outcome, self.text = outcome, text
+
+
+@dataclass
+class Attempt:
+    """Exit statuses of one attempt by rank, and what its processes said: None if one ended without a word."""
+
+    said: list[dict[str, Any] | None]
+    statuses: list[int]
+
+
+class Judge:
+    """Runs cases with their files in `room`. Threads may share it."""
+
+    def __init__(self, room: str) -> None:
+        self._room = room
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._references: dict[Setting, Reference] = {}
+        self._lock = threading.Lock()
+
+    def judge(self, case: Case) -> Verdict:
+        verdict = Verdict(case.seed, case.fault.kind, case.setting.ranks, case.setting.durable)
+        work = tempfile.mkdtemp(prefix="campaign-", dir=self._room)
+        begun = time.monotonic()
+        try:
+            undisturbed = self.reference(case.setting)
+            Trial(self, case, undisturbed, work, verdict).run()
+        except Wrong as wrong:
+            verdict.outcome, verdict.text = wrong.outcome, wrong.text
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        verdict.seconds = time.monotonic() - begun
+        return verdict
+
+    def reference(self, setting: Setting) -> Reference:
+        """Train once with states in memory, and once as `setting` says, which has to give the same numbers."""
+        with self._lock:
+            known = self._references.get(setting)
+        if known is None:
+            known = self._undisturbed(setting)
+            if setting != setting.numbers:
+                check_same(known.losses, known.digests, self.reference(setting.numbers), whole=True)
+            with self._lock:
+                self._references[setting] = known
+        return known
+
+    def _undisturbed(self, setting: Setting) -> Reference:
+        work = tempfile.mkdtemp(prefix="campaign-", dir=self._room)
+        try:
+            os.mkdir(f"{work}/files")
+            attempt = self.attempt(setting, None, [{}] * setting.ranks, work, 0)
+            said = [each or {"error": "it ended without a word"} for each in attempt.said]
+            for rank, each in enumerate(said):
+                if "error" in each:
+                    raise Wrong("undisturbed training failed", f"{setting}: rank {rank}: {each['error']}")
+            counts = [{**each["counts"], "seconds": each["ended"] - each["met"]} for each in said]
+            losses = [losses_of(work, rank) for rank in range(setting.ranks)]
+            return Reference(losses, [each["digest"] for each in said], counts)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def attempt(
+        self,
+        setting: Setting,
+        fault: Fault | None,
+        counts: list[Counts],
+        work: str,
+        number: int,
+        watch: Callable[[list[Any]], None] = lambda processes: None,
+    ) -> Attempt:
+        """Train once. watch: called while the processes run, again and again."""
+        processes = [
+            self._context.Process(target=train, args=(setting, fault, counts[rank], rank, work, number))
+            for rank in range(setting.ranks)
+        ]
+        begun = time.monotonic()
+        try:
+            for process in processes:
+                process.start()
+            while any(process.is_alive() for process in processes):
+                processes[0].join(0.005)
+                watch(processes)
+                if time.monotonic() - begun > SECONDS:
+                    raise Wrong("hangs", f"attempt {number} takes more than {SECONDS:.0f} s")
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        said = [read(Path(f"{work}/said-{number}-{rank}.json")) for rank in range(setting.ranks)]
+        statuses = [int(process.exitcode or 0) for process in processes]
+        for process in processes:
+            process.close()
+        return Attempt(said, statuses)
+
+
+class Trial:
+    """One case, from its fault to the training that went on."""
+
+    def __init__(self, judge: Judge, case: Case, reference: Reference, work: str, verdict: Verdict) -> None:
+        self._judge = judge
+        self._setting, self._fault = case.setting, case.fault
+        self._reference = reference
+        self._work = work
+        self._files = f"{work}/files"
+        self._verdict = verdict
+
+    def run(self) -> None:
+        """Raises Wrong."""
+        os.mkdir(self._files)
+        undo = self._small_file_system() if self._fault.kind == "small file system" else lambda: None
+        try:
+            faults = self._faults()
+            ended = False
+            for number, fault in enumerate([*faults, None]):
+                attempt = self._attempt(fault, number)
+                self._check_numbers()
+                ended = all(said is not None and "digest" in said for said in attempt.said)
+                if ended:
+                    self._check_end(attempt)
+                    break
+                self._check_error(attempt, number if fault is not None else -1)
+                self._check_left()
+                if not self._setting.durable or (self._verdict.outcome == "refused" and fault is None):
+                    break
+                if number == 0:
+                    self._damage()
+            self._check_left()
+        finally:
+            undo()
+
+    def _faults(self) -> list[Fault]:
+        """Return those of the attempts before the last one."""
+        fault = self._fault
+        if fault.kind.endswith("at rest"):
+            fault = Fault("kill at a request", fault.rank, fault.at, fault.value, -1.0, fault.closes)
+        again = Fault("kill at a request", fault.rank, fault.again, fault.value, -1.0, fault.closes)
+        return [fault, again] if fault.again >= 0 else [fault]
+
+    def _attempt(self, fault: Fault | None, number: int) -> Attempt:
+        held: dict[int, float] = {}
+        met: list[float] = []
+
+        def watch(processes: list[Any]) -> None:
+            now = time.monotonic()
+            if fault is None:
+                return
+            process = processes[fault.rank]
+            if not met and len(list(Path(self._work).glob(f"meeting-{number}-*"))) == len(processes):
+                met.append(now)  # before that, ranks wait in torch's own code
+            late = met and now > met[0] + fault.at * self._reference.counts[0]["seconds"]
+            if fault.kind == "kill at a time" and late and process.is_alive():
+                process.kill()
+            is_held = fault.kind == "stopped for a moment" and is_stopped(process.pid)
+            if is_held and now > held.setdefault(process.pid, now) + 0.1 + 0.3 * fault.value:
+                os.kill(process.pid, signal.SIGCONT)
+            others = [each for each in processes if each is not process]
+            if fault.kind == "hang" and not any(each.is_alive() for each in others) and process.is_alive():
+                process.kill()
+
+        began = time.time()
+        attempt = self._judge.attempt(self._setting, fault, self._reference.counts, self._work, number, watch)
+        self._verdict.kills += attempt.statuses.count(-signal.SIGKILL)
+        if number > 0:
+            resumed = [said["resumed"] - began for said in attempt.said if said is not None and "resumed" in said]
+            self._verdict.recovery += resumed[:1]
+            self._verdict.resumed += bool(resumed and any(said and said.get("first") for said in attempt.said))
+        return attempt
+
+    def _check_numbers(self) -> None:
+        """All losses so far, of all attempts, are those of the undisturbed training."""
+        losses = [losses_of(self._work, rank) for rank in range(self._setting.ranks)]
+        check_same(losses, None, self._reference, whole=False)
+
+    def _check_end(self, attempt: Attempt) -> None:
+        losses = [losses_of(self._work, rank) for rank in range(self._setting.ranks)]
+        check_same(losses, [said["digest"] for said in attempt.said if said], self._reference, whole=True)
+        self._verdict.outcome = "same numbers"
+
+    def _check_error(self, attempt: Attempt, number: int) -> None:
+        """The processes that ended early were killed, or raised one error that names the cause."""
+        cause = CAUSES.get(self._fault.kind, "")
+        killed = [status == -signal.SIGKILL for status in attempt.statuses]
+        for rank, (said, status) in enumerate(zip(attempt.said, attempt.statuses, strict=True)):
+            if said is None:
+                if status == EXIT_STATUS and re.search(LOST, self._output(number, rank), re.S):
+                    self._verdict.outcome = "refused"
+                    continue
+                is_meant = self._fault.kind in (*KILLS, "hang") or self._fault.kind.endswith("at rest")
+                if not (killed[rank] and is_meant and rank == self._fault.rank and number >= 0):
+                    raise Wrong("crash", f"rank {rank} ended with status {status}: {self._output(number, rank)}")
+                continue
+            error = str(said.get("error", ""))
+            if "digest" in said:
+                continue
+            self._verdict.text = error
+            may_be_lost = self._setting.ranks > 1 and re.search(LOST, error)
+            if not ((cause and re.search(cause, error, re.S)) or may_be_lost):
+                raise Wrong("unclear error", f"rank {rank}: {error}")
+            if not re.match(r"[A-Z]\w+(Error|Exception): |OSError: ", error):
+                raise Wrong("unclear error", f"rank {rank}: {error}")
+            self._verdict.outcome = "refused"
+
+    def _output(self, number: int, rank: int) -> str:
+        paths = sorted(Path(self._work).glob(f"output-*-{rank}"))
+        return paths[-1].read_text(errors="replace")[-3000:] if paths else ""
+
+    def _check_left(self) -> None:
+        for path in sorted(Path(self._files).rglob("*")):
+            name = str(path.relative_to(self._files))
+            if not (self._setting.durable and LEFT.fullmatch(name)):
+                raise Wrong("left over", name)
+
+    def _damage(self) -> None:
+        paths = [str(path) for path in Path(self._files).rglob("*.states")]
+        if self._fault.kind == "cut file at rest":
+            armed.cut(paths, self._fault.value)
+        elif self._fault.kind == "bit flip at rest":
+            armed.flip(paths, self._fault.at, self._fault.value)
+
+    def _small_file_system(self) -> Callable[[], None]:
+        """Mount one of less than the training needs, or of somewhat more. Without the right to, it has all of it."""
+        size = 4096 * int(10 + 300 * self._fault.value)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "campaign", self._files]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return lambda: None
+        return lambda: subprocess.run(["umount", "-l", self._files], check=True).check_returncode()
+
+
+def losses_of(work: str, rank: int) -> dict[int, str]:
+    """Return step → loss. Raises Wrong if a step was trained twice with different losses."""
+    path = Path(f"{work}/losses-{rank}")
+    found: dict[int, str] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        step, loss = line.split()
+        if found.setdefault(int(step), loss) != loss:
+            raise Wrong("wrong numbers", f"rank {rank}: step {step} has another loss when it is trained again")
+    return found
+
+
+def check_same(losses: list[dict[int, str]], digests: list[str] | None, expected: Reference, *, whole: bool) -> None:
+    """Raise Wrong where losses or parameters differ. whole: all steps are there."""
+    for rank, (mine, other) in enumerate(zip(losses, expected.losses, strict=True)):
+        for step, loss in mine.items():
+            if other[step] != loss:
+                raise Wrong("wrong numbers", f"rank {rank}: step {step} has the loss {loss}, not {other[step]}")
+        if whole and mine.keys() != other.keys():
+            raise Wrong("wrong numbers", f"rank {rank}: steps {sorted(mine)} were trained, not {sorted(other)}")
+    if digests is not None and digests != expected.digests:
+        raise Wrong("wrong numbers", "parameters differ at the end")
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def is_stopped(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
