@@ -49,6 +49,8 @@ CAUSES = {
 """Kind of fault → what the error of a training may say. The other kinds end in no error on the rank itself."""
 LEFT = re.compile(r"run(/\d{4}(/rank-\d{5}\.(json|states|record-[01]))?|/rank-\d{5}\.lock)?")
 """Names that a durable run leaves in its folder."""
+PART = re.compile(r"run/\d{4}/rank-\d{5}\.part")
+"""Names that a kill may leave, and the next start removes."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class Trial:
                     self._check_end(attempt)
                     break
                 self._check_error(attempt, number if fault is not None else -1)
-                self._check_left()
+                self._check_left(killed=-signal.SIGKILL in attempt.statuses)
                 if not self._setting.durable or (self._verdict.outcome == "refused" and fault is None):
                     break
                 if number == 0:
@@ -299,10 +301,11 @@ class Trial:
         paths = sorted(Path(self._work).glob(f"output-*-{rank}"))
         return paths[-1].read_text(errors="replace")[-3000:] if paths else ""
 
-    def _check_left(self) -> None:
+    def _check_left(self, *, killed: bool = False) -> None:
         for path in sorted(Path(self._files).rglob("*")):
             name = str(path.relative_to(self._files))
-            if not (self._setting.durable and LEFT.fullmatch(name)):
+            is_part = killed and PART.fullmatch(name)
+            if not (self._setting.durable and (is_part or LEFT.fullmatch(name))):
                 raise Wrong("left over", name)
 
     def _damage(self) -> None:

@@ -4,6 +4,7 @@
     NVME_PATH/RUN/0001/rank-00000.states         slots of parameters and optimizer states
     NVME_PATH/RUN/0001/rank-00000.json           layout of the states, and how the run was started
     NVME_PATH/RUN/0001/rank-00000.record-0, -1   the last two commits
+    NVME_PATH/RUN/0001/rank-00000.part           a manifest that is being written
 
 A generation (0001) belongs to one layout of states and one number of ranks. A run that goes on with another begins the
 next, and removes the one before it after its first commit. Only the owner of the run may read the folder.
@@ -23,6 +24,10 @@ from pathlib import Path
 from infinity.durable.manifest import Manifest, read_manifest
 from infinity.durable.record import invalidate, read_record
 from infinity.errors import StorageError
+
+MANIFEST = ".json"
+PART = ".part"
+"""Suffix of a manifest that is being written; of one whose process was killed, the next one is written over it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def record_file(folder: Path, rank: int, number: int) -> Path:
 
 
 def manifest_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.json"
+    return folder / f"rank-{rank:05d}{MANIFEST}"
 
 
 def is_run(folder: Path) -> bool:
@@ -94,7 +99,7 @@ def read_generations(run: Path) -> list[Generation]:
 
 def ranks_in(folder: Path) -> list[int]:
     """Return the ranks that have a manifest in the folder of a generation, which may be damaged."""
-    names = (path.name.removeprefix("rank-").removesuffix(".json") for path in folder.glob("rank-*.json"))
+    names = (path.name.removeprefix("rank-").removesuffix(MANIFEST) for path in folder.glob(f"rank-*{MANIFEST}"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
@@ -109,7 +114,7 @@ def check_empty(folders: Iterable[Path], rank: int) -> None:
     folders.
     """
     for folder in folders:
-        if any(folder.glob(f"rank-{rank:05d}.*")):
+        if any(path.suffix != PART for path in folder.glob(f"rank-{rank:05d}.*")):
             raise StorageError(
                 f"{folder} has files of a run that was begun with other folders: name those in nvme_path, in the same "
                 "order, or another run (infinity.run)"
@@ -134,8 +139,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_generation(runs: Sequence[Path], number: int) -> None:
-    for run in runs:
-        shutil.rmtree(generation_folder(run, number), ignore_errors=True)
+    """Remove the files of all ranks, and the folders."""
+    for run in reversed(runs):
+        folder = generation_folder(run, number)
+        remove_files(folder, "*")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_files(folder: Path, pattern: str) -> None:
+    """Remove files, manifests last: without its manifest, a file belongs to a run that nobody knows."""
+    for path in sorted(folder.glob(pattern), key=lambda path: path.suffix == MANIFEST):
+        with suppress(OSError):
+            path.unlink()
 
 
 class Lock:

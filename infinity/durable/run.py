@@ -127,9 +127,8 @@ class DurableRun:
     def close(self) -> None:
         """Unlock the run, and remove a generation without a commit. Idempotent."""
         if self.record is None:
-            for folder in self.folders:
-                for path in folder.glob(f"rank-{self.rank:05d}.*"):
-                    path.unlink(missing_ok=True)
+            for folder in reversed(self.folders):
+                files.remove_files(folder, f"rank-{self.rank:05d}.*")
                 _remove_empty(folder)
         self._lock.close()
         if self.record is None and self.source is None:
@@ -249,11 +248,14 @@ def _ranks_of(generation: files.Generation) -> int:
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    """Replace a manifest, of which a kill at any moment leaves the former one or the new one."""
+    part = path.with_suffix(files.PART)
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(fd, "w", encoding="utf-8") as file:
         file.write(manifest.to_json())
         file.flush()
         os.fsync(fd)
+    part.rename(path)
     files.sync_folder(path.parent)
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -378,6 +379,63 @@ def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
+
+
+CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "fsync", "ftruncate", "posix_fallocate")
+
+
+@pytest.mark.parametrize("begins", ["anew", "again", "with other units", "after a run without a commit"])
+def test_a_kill_between_any_two_system_calls_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
+) -> None:
+    """The next start finds the commit that was there, or begins anew."""
+    folder, copies = tmp_path / "run of the test", list[Path]()
+    folder.mkdir()
+    options: dict[str, Any] = {"unit_size": 20_000} if begins == "with other units" else {}
+    if begins in ("again", "with other units"):
+        with open_engine(model(), engine_config(folder=folder, durable=True)) as engine:
+            go_on(engine, 0, 2)
+    if begins == "after a run without a commit":
+        with open_engine(model(), engine_config(folder=folder, durable=True)):
+            shutil.copytree(folder, tmp_path / "begun")
+        shutil.copytree(tmp_path / "begun", folder, dirs_exist_ok=True)
+
+    def copy() -> None:
+        if threading.current_thread() is threading.main_thread():
+            with monkeypatch.context() as undone:
+                for name, plain in plainly.items():
+                    undone.setattr(os, name, plain)
+                copies.append(tmp_path / f"copy-{len(copies)}")
+                shutil.copytree(folder, copies[-1])
+
+    def watched(name: str) -> Callable[..., Any]:
+        function = getattr(os, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            copy()
+            try:
+                return function(*given, **more)
+            finally:
+                copy()
+
+        return call
+
+    plainly = {name: getattr(os, name) for name in CALLS}
+    with monkeypatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, watched(name))
+        engine = open_engine(model(), engine_config(folder=folder, durable=True, **options))
+        for name in CALLS:
+            patch.setattr(os, name, plainly[name])
+        with engine:
+            state = engine.resume()
+    assert len(copies) > 10
+    expected = {"next": 2} if begins in ("again", "with other units") else None
+    assert state == expected
+    for each in copies:
+        with open_engine(model(), engine_config(folder=each, durable=True, **options)) as engine:
+            assert engine.resume() == expected
+        shutil.rmtree(each)
 
 
 def test_a_run_that_was_not_loaded_is_not_replaced(tmp_path: Path) -> None:
