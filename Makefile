@@ -131,13 +131,14 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.created
 	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
-$(VENV)/.build-deps: $(VENV)/.torch
-	$(PIP_INSTALL) --quiet cmake ninja pybind11 scikit-build-core
+# All other packages, each file with its hash: the build's tools and those of the extras [test,plots,lint].
+$(VENV)/.packages: requirements/develop.txt | $(VENV)/.torch
+	$(PIP) install --quiet --require-hashes --no-deps --requirement requirements/develop.txt
 	@touch $@
 
 # Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
-$(VENV)/.installed: $(VENV)/.build-deps pyproject.toml $(NATIVE)
-	$(PIP_INSTALL) --quiet --no-build-isolation --editable '.[test,plots,lint]'
+$(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE)
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # The libraries of the extra [integrations], by name, so that the package is not built again.

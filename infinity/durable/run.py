@@ -140,7 +140,8 @@ class DurableRun:
 def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
     """Lock the folder of a plan's durable run, and choose its generation. Collective.
 
-    Raises StorageError if another process holds it, or if it is not a private folder of this user.
+    Raises StorageError if another process holds it, if it is not a private folder of this user, or if it cannot be read
+    or written.
     """
     assert plan.io is not None and plan.io.durable is not None
     rank, size = ranks.model.number * ranks.size + ranks.rank, ranks.size * ranks.model.size
@@ -179,8 +180,10 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
             files.make_private(files.generation_folder(run, generation))
         _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
         return DurableRun(runs, rank, generation, source, record, lock)
-    except BaseException:
+    except BaseException as error:
         lock.close()
+        if isinstance(error, OSError):
+            raise StorageError(f"the durable run in {runs[0]} cannot be opened: {error}") from error
         raise
 
 
@@ -251,11 +254,14 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
     """Replace a manifest, of which a kill at any moment leaves the former one or the new one."""
     part = path.with_suffix(files.PART)
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(fd)
-    part.rename(path)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(manifest.to_json())
+            file.flush()
+            os.fsync(fd)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
     files.sync_folder(path.parent)
 
 

@@ -1,11 +1,12 @@
 """Host memory, caches and processors available to this process.
 
-Memory: the machine's free memory, or less under a container's limit.
+Memory: the machine's free memory, or less under the limit of a container or of `ulimit -v`.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def available_memory(root: str | Path = "/") -> int:
 
     psutil reports the machine only; a container that exceeds its control group's limit is killed without a message.
     """
-    return min([int(psutil.virtual_memory().available), *_left_by_limits(Path(root))])
+    return min([int(psutil.virtual_memory().available), *_left_by_limits(Path(root)), *_left_by_addresses(Path(root))])
 
 
 def _left_by_limits(root: Path) -> Iterator[int]:
@@ -28,6 +29,14 @@ def _left_by_limits(root: Path) -> Iterator[int]:
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None:
             yield max(0, limit - usage + _cache(folder / "memory.stat"))
+
+
+def _left_by_addresses(root: Path) -> Iterator[int]:
+    """Yield the bytes that this process may still map, if that is limited."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        pages = int((root / "proc/self/statm").read_text().split()[0])
+        yield max(0, limit - pages * resource.getpagesize())
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:

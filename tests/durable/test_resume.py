@@ -438,6 +438,26 @@ def test_a_kill_between_any_two_system_calls_of_the_start(
         shutil.rmtree(each)
 
 
+def test_a_manifest_that_cannot_be_written_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 2)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")}
+
+    def failing(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(StorageError, match=r"the durable run in .*/run cannot be opened: .*Input/output error"):
+            open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    assert not list(tmp_path.rglob("*.part"))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")} == before
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 2}
+
+
 def test_a_run_that_was_not_loaded_is_not_replaced(tmp_path: Path) -> None:
     with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
         go_on(engine, 0, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import psutil
@@ -39,6 +40,17 @@ def test_version_1(tmp_path: Path) -> None:
     }
     group(tmp_path / "sys/fs/cgroup/memory/x", files)
     assert available_memory(tmp_path) == 1507
+
+
+def test_a_limit_of_addresses(tmp_path: Path) -> None:
+    """That of `ulimit -v`, of which all but 5 pages are taken."""
+    before, page = resource.getrlimit(resource.RLIMIT_AS), resource.getpagesize()
+    group(tmp_path / "proc/self", {"statm": f"{(1 << 40) // page - 5} 2 1 0 0 0 0"})
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+    try:
+        assert available_memory(tmp_path) == 5 * page
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_group_whose_path_is_the_hosts(tmp_path: Path) -> None:
