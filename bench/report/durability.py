@@ -1,13 +1,16 @@
-"""The page of `durability.py`: the cost of durable states, and how soon a killed run goes on."""
+"""The page of `durability.py`: the cost of durable states, how soon a killed run goes on, and what faults did to it.
+
+Faults and growth are those of the published results of `campaign.py` and `soak.py`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from harness import Result, median_ratio, spread
-from report import style
-from report.page import Report, setup, table
+from harness import RESULTS, Result, median_ratio, spread
+from report import campaign, soak, style
+from report.page import Report, load, setup, table
 
 SCHEDULES = {"0": "during backward", "1": "clipping, next forward"}
 """Value of clipping → schedule of the updates."""
@@ -44,7 +47,13 @@ def fragments(result: Result) -> dict[str, str]:
         f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved; ratios are medians "
         "of those within a round.",
     )
-    return {"setup": text, "cost": cost(result), "recovery": recovery(result)}
+    return {
+        "setup": text,
+        "cost": cost(result),
+        "recovery": recovery(result),
+        "faults": faults(RESULTS / "campaign.json"),
+        "soak": growth(RESULTS / "soak.json"),
+    }
 
 
 def cost(result: Result) -> str:
@@ -74,6 +83,35 @@ def recovery(result: Result) -> str:
         found = (spread(run[key] for run in runs).median for key in ("construction", "resume"))
         rows.append([schedule, *(f"{each:.2f}" for each in found), f"{runs[0]['record'] / 1e3:.0f}"])
     return table(["updates", "construction, s", "engine.resume(), s", "record of a commit, kB"], rows)
+
+
+def faults(path: Path) -> str:
+    """Table of the campaign's sums."""
+    if not path.exists():
+        return "The campaign (`python bench/campaign.py`) has no published result yet."
+    found = load(path)
+    outcomes = [outcome for _, _, outcome, _ in found["failed"]]
+    rows = [
+        ["trainings under random faults", f"{campaign.total(found, 'runs'):,}"],
+        ["of them on two ranks", f"{campaign.total(found, 'two ranks'):,}"],
+        ["classes of faults", f"{len(found['kinds'])}"],
+        ["processes killed", f"{campaign.total(found, 'kills'):,}"],
+        ["trainings that went on from a commit", f"{campaign.total(found, 'resumed'):,}"],
+        ["ended with the same numbers", f"{campaign.total(found, campaign.SAME):,}"],
+        ["refused with an error that names the cause", f"{campaign.total(found, campaign.REFUSED):,}"],
+        ["wrong numbers", f"{outcomes.count('wrong numbers')}"],
+        ["files left over", f"{outcomes.count('left over')}"],
+        ["other failures", f"{sum(each not in ('wrong numbers', 'left over') for each in outcomes)}"],
+        ["median seconds until a killed process has its states back", f"{campaign.middle(found):.2f}"],
+    ]
+    return table(["[campaign](campaign.md)", "number"], rows)
+
+
+def growth(path: Path) -> str:
+    """Table of the soak's growth."""
+    if not path.exists():
+        return "The soak of two hours (`python bench/soak.py`) has no published result yet."
+    return soak.fragments(load(path))["table"]
 
 
 def figures(result: Result) -> dict[str, float]:
