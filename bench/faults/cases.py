@@ -46,11 +46,15 @@ class Setting:
     update: str
     checksum: bool
     durable: bool
+    saves: str = ""
+    """How a checkpoint is saved after the third step: "", "at once" or "in the background"."""
 
     @property
     def numbers(self) -> Setting:
         """The same numbers with every state in memory, which nothing here disturbs."""
-        return replace(self, param="none", optim="none", update="after_backward", checksum=False, durable=False)
+        return replace(
+            self, param="none", optim="none", update="after_backward", checksum=False, durable=False, saves=""
+        )
 
 
 @dataclass(frozen=True)
@@ -104,4 +108,5 @@ def draw(seed: int) -> Case:
         again=random_.random() if durable and kind in KILLS and random_.random() < 0.3 else -1.0,
         closes=random_.random() < 0.5,
     )
-    return Case(seed, setting, fault)
+    saves = random_.choices(["", "at once", "in the background"], [3, 1, 1])[0]
+    return Case(seed, replace(setting, saves=saves), fault)

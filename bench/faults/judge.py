@@ -13,14 +13,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from faults import armed
 from faults.armed import Counts
 from faults.cases import KILLS, Case, Fault, Setting
-from faults.trained import train
+from faults.trained import SAVED, train
 from infinity.comm.stuck import EXIT_STATUS
 
 SECONDS = 120.0
@@ -163,31 +164,40 @@ class Judge:
         work: str,
         number: int,
         watch: Callable[[list[Any]], None] = lambda processes: None,
+        *,
+        loads: bool = False,
     ) -> Attempt:
-        """Train once. watch: called while the processes run, again and again."""
+        """Train once. watch: called while the processes run, again and again. loads: from the saved checkpoint."""
         processes = [
-            self._context.Process(target=train, args=(setting, fault, counts[rank], rank, work, number))
+            self._context.Process(target=train, args=(setting, fault, counts[rank], rank, work, number, loads))
             for rank in range(setting.ranks)
         ]
         begun = time.monotonic()
         try:
             for process in processes:
-                process.start()
-            while any(process.is_alive() for process in processes):
-                processes[0].join(0.005)
+                with self._lock:
+                    process.start()
+            while self._is_any_alive(processes):
+                time.sleep(0.005)
                 watch(processes)
                 if time.monotonic() - begun > SECONDS:
-                    raise Wrong("hangs", f"attempt {number} takes more than {SECONDS:.0f} s")
+                    raise Wrong("hangs", f"attempt {number} takes more than {SECONDS:.0f} s: {outputs(work)}")
         finally:
             for process in processes:
                 if process.pid is not None:
-                    process.kill()
-                    process.join()
+                    with self._lock:
+                        process.kill()
+                        process.join()
         said = [read(Path(f"{work}/said-{number}-{rank}.json")) for rank in range(setting.ranks)]
         statuses = [int(process.exitcode or 0) for process in processes]
         for process in processes:
             process.close()
         return Attempt(said, statuses)
+
+    def _is_any_alive(self, processes: list[Any]) -> bool:
+        """Locked: to start a process is to ask for the exit status of all others, which can be read once."""
+        with self._lock:
+            return any(process.is_alive() for process in processes)
 
 
 class Trial:
@@ -222,6 +232,7 @@ class Trial:
                 if number == 0:
                     self._damage()
             self._check_left()
+            self._check_saved(must_be_there=ended and attempt.said[0] is not None and attempt.said[0]["first"] < 3)
         finally:
             undo()
 
@@ -245,14 +256,14 @@ class Trial:
             if not met and len(list(Path(self._work).glob(f"meeting-{number}-*"))) == len(processes):
                 met.append(now)  # before that, ranks wait in torch's own code
             late = met and now > met[0] + fault.at * self._reference.counts[0]["seconds"]
-            if fault.kind == "kill at a time" and late and process.is_alive():
-                process.kill()
+            if fault.kind == "kill at a time" and late:
+                signal_to(process.pid, signal.SIGKILL)
             is_held = fault.kind == "stopped for a moment" and is_stopped(process.pid)
             if is_held and now > held.setdefault(process.pid, now) + 0.1 + 0.3 * fault.value:
-                os.kill(process.pid, signal.SIGCONT)
-            others = [each for each in processes if each is not process]
-            if fault.kind == "hang" and not any(each.is_alive() for each in others) and process.is_alive():
-                process.kill()
+                signal_to(process.pid, signal.SIGCONT)
+            said = Path(self._work).glob(f"said-{number}-*.json")
+            if fault.kind == "hang" and len(list(said)) == len(processes) - 1 and is_stopped(process.pid):
+                signal_to(process.pid, signal.SIGKILL)
 
         began = time.time()
         attempt = self._judge.attempt(self._setting, fault, self._reference.counts, self._work, number, watch)
@@ -279,12 +290,12 @@ class Trial:
         killed = [status == -signal.SIGKILL for status in attempt.statuses]
         for rank, (said, status) in enumerate(zip(attempt.said, attempt.statuses, strict=True)):
             if said is None:
-                if status == EXIT_STATUS and re.search(LOST, self._output(number, rank), re.S):
+                if status == EXIT_STATUS and re.search(LOST, outputs(self._work, rank), re.S):
                     self._verdict.outcome = "refused"
                     continue
                 is_meant = self._fault.kind in (*KILLS, "hang") or self._fault.kind.endswith("at rest")
                 if not (killed[rank] and is_meant and rank == self._fault.rank and number >= 0):
-                    raise Wrong("crash", f"rank {rank} ended with status {status}: {self._output(number, rank)}")
+                    raise Wrong("crash", f"rank {rank} ended with status {status}: {outputs(self._work, rank)}")
                 continue
             error = str(said.get("error", ""))
             if "digest" in said:
@@ -297,16 +308,34 @@ class Trial:
                 raise Wrong("unclear error", f"rank {rank}: {error}")
             self._verdict.outcome = "refused"
 
-    def _output(self, number: int, rank: int) -> str:
-        paths = sorted(Path(self._work).glob(f"output-*-{rank}"))
-        return paths[-1].read_text(errors="replace")[-3000:] if paths else ""
-
     def _check_left(self, *, killed: bool = False) -> None:
         for path in sorted(Path(self._files).rglob("*")):
             name = str(path.relative_to(self._files))
             is_part = killed and PART.fullmatch(name)
             if not (self._setting.durable and (is_part or LEFT.fullmatch(name))):
                 raise Wrong("left over", name)
+
+    def _check_saved(self, *, must_be_there: bool) -> None:
+        """A checkpoint that is there goes on with the numbers of the undisturbed training, and a part of one has no
+        name that is loaded.
+        """
+        folder = Path(self._work, "saved")
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        left = {name for name in names if not (self._verdict.kills and name.startswith("."))} - {SAVED, "latest"}
+        if left:
+            raise Wrong("left over", f"saved: {', '.join(sorted(left))}")
+        if must_be_there and self._setting.saves and not {SAVED, "latest"} <= names:
+            raise Wrong("wrong numbers", "the checkpoint is missing")
+        if "latest" in names:
+            setting = replace(self._setting, durable=False, saves="")
+            attempt = self._judge.attempt(setting, None, self._reference.counts, self._work, 9, loads=True)
+            for said in attempt.said:
+                if said is None or "digest" not in said:
+                    raise Wrong("unclear error", f"the checkpoint cannot be loaded: {said and said.get('error')}")
+            self._check_numbers()
+            first = attempt.said[0]  # a checkpoint has the buffers of the first rank, for all
+            if first is not None and first["digest"] != self._reference.digests[0]:
+                raise Wrong("wrong numbers", "parameters differ at the end of the training from the checkpoint")
 
     def _damage(self) -> None:
         paths = [str(path) for path in Path(self._files).rglob("*.states")]
@@ -322,6 +351,11 @@ class Trial:
         if subprocess.run(command, capture_output=True, check=False).returncode:
             return lambda: None
         return lambda: subprocess.run(["umount", "-l", self._files], check=True).check_returncode()
+
+
+def outputs(work: str, rank: int | str = "*") -> str:
+    """Return what processes printed, at most 3,000 characters of each."""
+    return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(Path(work).glob(f"output-*-{rank}")))
 
 
 def losses_of(work: str, rank: int) -> dict[int, str]:
@@ -352,6 +386,12 @@ def read(path: Path) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
+
+
+def signal_to(process: int, number: int) -> None:
+    """Send a signal to a process that may have ended. The forkserver keeps its number until its status is read."""
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 def is_stopped(process: int) -> bool:

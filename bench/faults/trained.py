@@ -85,19 +85,29 @@ def batch(step: int, part: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(setting: Setting, fault: Fault | None, counts: Counts, rank: int, work: str, attempt: int) -> None:
+STACKS_AFTER = 100
+"""Seconds after which a process tells its stacks."""
+SAVED = "third"
+"""Tag of the checkpoint after the third step."""
+
+
+def train(
+    setting: Setting, fault: Fault | None, counts: Counts, rank: int, work: str, attempt: int, loads: bool = False
+) -> None:
     """Train, and write what came of it to WORK/said-ATTEMPT-RANK.json: an error, or a digest and counts.
 
-    Each step's loss is a line of WORK/losses-RANK. fault: on this rank. counts: of an undisturbed training.
+    Each step's loss is a line of WORK/losses-RANK. fault: on one rank. counts: of an undisturbed training. loads: go
+    on from the checkpoint in WORK/saved.
     """
     faulthandler.enable()
     with open(f"{work}/output-{attempt}-{rank}", "w") as output:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
+    faulthandler.dump_traceback_later(STACKS_AFTER)
     said: dict[str, Any] = {"begun": time.time()}
     torch.set_num_threads(1)
     try:
-        run(setting, fault, counts, rank, work, f"{work}/meeting-{attempt}", said)
+        run(setting, fault, counts, rank, work, f"{work}/meeting-{attempt}", loads, said)
     except BaseException as error:  # noqa: BLE001 - judged by the parent
         traceback.print_exc()
         said["error"] = f"{type(error).__name__}: {error}"
@@ -108,7 +118,14 @@ def train(setting: Setting, fault: Fault | None, counts: Counts, rank: int, work
 
 
 def run(
-    setting: Setting, fault: Fault | None, counts: Counts, rank: int, work: str, meeting: str, said: dict[str, Any]
+    setting: Setting,
+    fault: Fault | None,
+    counts: Counts,
+    rank: int,
+    work: str,
+    meeting: str,
+    loads: bool,
+    said: dict[str, Any],
 ) -> None:
     armed = Armed(fault if fault is not None and fault.rank == rank else None, counts, f"{work}/files")
     if setting.ranks > 1:
@@ -118,7 +135,7 @@ def run(
             init_method=f"file://{meeting}",
             rank=rank,
             world_size=setting.ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=20),
         )
     Path(f"{meeting}-{rank}").touch()
     said["met"] = time.time()
@@ -130,6 +147,8 @@ def run(
     try:
         torch.manual_seed(5 + rank)
         state = (engine.resume() if setting.durable else None) or {"next": 0}
+        if loads:
+            _, state = engine.load_checkpoint(f"{work}/saved")
         said["resumed"] = time.time()
         said["first"] = state["next"]
         for step in range(state["next"], STEPS):
@@ -143,6 +162,9 @@ def run(
                     with open(f"{work}/losses-{rank}", "a") as file:
                         file.write(f"{step} {total.hex()}\n")
                 engine.step(client_state={"next": step + 1})
+            if setting.saves and step == 2:
+                background = setting.saves == "in the background"
+                engine.save_checkpoint(f"{work}/saved", SAVED, {"next": step + 1}, background=background)
         values = engine.state_dict()
         said["digest"] = digest(values)
         engine.close()

@@ -23,7 +23,7 @@ from infinity.comm.agreement import disagreement
 from infinity.comm.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
 from infinity.comm.announcer import Announcer
 from infinity.comm.connections import disconnect
-from infinity.comm.groups import Group, OnDevice, backend_of, data_parallel, destroy_group, duplicate_group
+from infinity.comm.groups import Group, OnDevice, backend_of, connecting, data_parallel, destroy_group, duplicate_group
 from infinity.comm.heartbeat import RANK_TIMEOUT, Heartbeat
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
@@ -88,8 +88,9 @@ class Communicator:
             # A group of its own, which outlives the others if ranks disagree: see `_leave`.
             self._words = duplicate_group(self.replicas, "gloo")
             # A rank whose construction fails leaves at once, while others are still connecting to it.
-            dist.barrier(self._words)
-            self._heartbeat = Heartbeat(self._words, self.rank, self.size, rank_timeout, disconnect)
+            with connecting():
+                dist.barrier(self._words)
+                self._heartbeat = Heartbeat(self._words, self.rank, self.size, rank_timeout, disconnect)
             pending = None if self.backend == "gloo" else OnDevice(self._group, device)
             self._announcer = Announcer(self._words, self.rank, self.size, pending, self._heartbeat.cause)
             self._thread = concurrency.one_thread("infinity-comm", device.enter_thread)

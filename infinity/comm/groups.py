@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.comm import connections
-from infinity.errors import RanksError, UsageError
+from infinity.errors import InfinityError, RanksError, UsageError
 from infinity.tiers.device import Device
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -72,18 +74,27 @@ def new_group(ranks: list[int] | None, timeout: timedelta | None, backend: str) 
     Raises RanksError if they do not connect, which takes until `timeout`.
     """
     opening = connections.Opening()
-    try:
+    with connecting():
         made: dist.ProcessGroup = dist.new_group(
             ranks, timeout=timeout, backend=backend, use_local_synchronization=ranks is not None
         )
-    except RuntimeError as error:  # torch's own errors too
+    if backend == "gloo":
+        opening.belongs_to(made)
+    return made
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Raise RanksError for an error of torch in the block, in which ranks connect to each other."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except RuntimeError as error:
         raise RanksError(
             f"the ranks could not connect to each other ({error}). Another rank probably ended before that: see its "
             "last messages. Fix the error and restart all ranks."
         ) from error
-    if backend == "gloo":
-        opening.belongs_to(made)
-    return made
 
 
 def _count_alike(group: dist.ProcessGroup) -> None:
