@@ -179,6 +179,7 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
         for run in runs:
             files.make_private(files.generation_folder(run, generation))
         _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
+        ranks.barrier()  # a rank that fails after this removes the folder if it is empty
         return DurableRun(runs, rank, generation, source, record, lock)
     except BaseException as error:
         lock.close()
