@@ -372,6 +372,8 @@ def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str
             for parameter in engine.module.parameters():
                 parameter.mul_(0.5)
         engine.settle()
+        assert engine.updates.durable is not None
+        engine.updates.durable.wait()
         shutil.copytree(tmp_path / "nvme", tmp_path / "copy")
     with open_engine(model(), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
         assert engine.resume() == {"next": 3}
