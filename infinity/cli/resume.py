@@ -1,4 +1,4 @@
-"""`infinity resume`: goes on with a durable run, by the command line that started it."""
+"""`infinity resume`: resumes a durable run by the command line that trained it last."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Condition:
     faults: tuple[str, ...]
     """Files that are damaged or missing, with the reason."""
     command: tuple[str, ...]
-    """The command line that started the run."""
+    """The command line of the process that made the last commit."""
     folder: str
     """Its working directory."""
 

@@ -1,4 +1,4 @@
-"""The manifest of a rank's durable states: their layout, and the command that started the run."""
+"""The manifest of a rank's durable states: their layout, and the command that committed it last."""
 
 from __future__ import annotations
 

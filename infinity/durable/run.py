@@ -55,8 +55,12 @@ class DurableRun:
         source: Source | None,
         record: Record | None,
         lock: files.Lock,
+        manifest: Manifest | None = None,
     ) -> None:
-        """runs: the run's folder in each folder of nvme_path. record: of the commit whose slots the files hold."""
+        """runs: the run's folder in each folder of nvme_path. record: of the commit whose slots the files hold.
+
+        manifest: replaces that of the generation with the first commit; None: the generation has it already.
+        """
         self.runs = list(runs)
         self.rank = rank
         self.generation = generation
@@ -67,6 +71,7 @@ class DurableRun:
         self.is_loaded = False
         """True if the source has been loaded, so that the next commit may follow it."""
         self._lock = lock
+        self._manifest = manifest
 
     @property
     def path(self) -> Path:
@@ -106,6 +111,9 @@ class DurableRun:
     def write(self, record: Record) -> None:
         """Write this rank's record of a commit. Raises OSError."""
         folder = self.folders[0]
+        if self._manifest is not None:  # not before: a process that only loads the run must not leave its command
+            _write_manifest(files.manifest_file(folder, self.rank), self._manifest)
+            self._manifest = None
         write_record(files.record_file(folder, self.rank, record.number), record)
         if record.number <= 2:
             files.sync_folder(folder)
@@ -178,8 +186,9 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
             files.check_empty([files.generation_folder(run, generation) for run in runs], rank)
         for run in runs:
             files.make_private(files.generation_folder(run, generation))
-        _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
-        return DurableRun(runs, rank, generation, source, record, lock)
+        if record is None:
+            _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
+        return DurableRun(runs, rank, generation, source, record, lock, None if record is None else manifest)
     except BaseException as error:
         lock.close()
         if isinstance(error, OSError):

@@ -20,6 +20,7 @@ from infinity.config import Config
 from infinity.durable import run as durable_run
 from infinity.durable.commits import Commits
 from infinity.durable.folder import is_run
+from infinity.durable.manifest import read_manifest
 from infinity.durable.record import Record, read_record, write_record
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, ChecksumError, ConfigError, StorageError, UsageError
@@ -438,13 +439,60 @@ def test_a_kill_between_any_two_system_calls_of_the_start(
         shutil.rmtree(each)
 
 
+def commands(folder: Path) -> list[tuple[str, ...]]:
+    manifests = [read_manifest(path) for path in (folder / "run").rglob("*.json")]
+    return [manifest.command for manifest in manifests if manifest is not None]
+
+
+def test_the_command_of_a_run_is_that_of_its_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that only loads the run is not what `infinity resume` executes next."""
+    config = engine_config(folder=tmp_path, durable=True)
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/train", "--first"])
+    with open_engine(model(), config) as engine:
+        go_on(engine, 0, 2)
+    assert commands(tmp_path) == [("/bin/train", "--first")]
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/evaluate"])
+    with open_engine(model(), config) as engine:
+        engine.load_checkpoint(tmp_path / "run")
+    with open_engine(model(), config) as engine:
+        engine.backward(engine(*batch(0)))
+        with pytest.raises(UsageError, match=r"engine\.resume\(\)"):
+            engine.step()
+    assert commands(tmp_path) == [("/bin/train", "--first")]
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/train", "--second"])
+    with open_engine(model(), config) as engine:
+        assert engine.resume() == {"next": 2}
+        go_on(engine, 2, 3)
+    assert commands(tmp_path) == [("/bin/train", "--second")]
+
+
 def test_a_manifest_that_cannot_be_written_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
         go_on(engine, 0, 2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")}
+    rename = Path.rename
 
+    def failing(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/another"])
+    engine = open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    assert engine.resume() == {"next": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(StorageError, match=r"step 3 could not be committed .*Input/output error"), engine:
+            go_on(engine, 2, 4)
+    assert not list(tmp_path.rglob("*.part"))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")} == before
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 2}
+
+
+def test_a_folder_that_cannot_be_synced_is_an_error_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -453,9 +501,6 @@ def test_a_manifest_that_cannot_be_written_leaves_the_former_one(
         with pytest.raises(StorageError, match=r"the durable run in .*/run cannot be opened: .*Input/output error"):
             open_engine(model(), engine_config(folder=tmp_path, durable=True))
     assert not list(tmp_path.rglob("*.part"))
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")} == before
-    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
-        assert engine.resume() == {"next": 2}
 
 
 def test_a_run_that_was_not_loaded_is_not_replaced(tmp_path: Path) -> None:
