@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.config import Config
 from infinity.durable import run as durable_run
 from infinity.durable.commits import Commits
@@ -360,6 +361,25 @@ def test_an_edit_that_a_commit_cannot_leave_out_is_refused(tmp_path: Path) -> No
         with pytest.raises(UsageError, match="after_backward"), torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(0.5)
+
+
+def test_gathered_parameters_are_edited_while_updates_are_due(tmp_path: Path) -> None:
+    """The error of a direct edit names this fix."""
+
+    def halve(engine: TrainingEngine) -> None:
+        for parameter in engine.module.parameters():
+            with infinity.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                parameter.mul_(0.5)
+
+    losses = []
+    for durable in (False, True):
+        config = engine_config(folder=tmp_path, durable=durable, clip=0.5, prefetch_bytes=0)
+        with open_engine(model(), config) as engine:
+            torch.manual_seed(1)
+            losses.append(go_on(engine, 0, 3))
+            halve(engine)
+            losses[-1] += go_on(engine, 3, 5)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"update": "after_backward"}], ids=str)
