@@ -204,7 +204,7 @@ def test_a_failed_sync_ends_the_run_before_its_step_is_committed(
     engine = open_engine(model(), engine_config(folder=tmp_path, durable=True))
     torch.manual_seed(1)
     losses: list[float] = []
-    with pytest.raises(StorageError, match=r"step 3 could not be committed .* last committed step is step 2"):
+    with pytest.raises(StorageError, match=r"step 3 could not be committed .* last committed step is 2"):
         go_on(engine, 0, STEPS, lambda number: losses.append(number))
     with pytest.raises(UsageError, match="stopped"):
         engine(*batch(0))
