@@ -584,6 +584,19 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
         assert engine.resume() == {"next": 3}
 
 
+def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 2)
+    manifest = tmp_path / "run" / "0001" / "rank-00000.json"
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:300])
+    with pytest.raises(StorageError, match="0001 has files of a run, but no manifest that can be read"):
+        open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    manifest.write_bytes(content)
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 2}
+
+
 def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
     config = engine_config(folder=tmp_path, durable=True)
     with open_engine(model(), config), pytest.raises(StorageError, match="in use by another process"):
