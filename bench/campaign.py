@@ -1,13 +1,13 @@
-"""Short trainings of tiny models under random faults: each has the numbers of an undisturbed one, or is refused.
+"""Trains tiny models under random faults: each matches an undisturbed training bit for bit, or raises a clear error.
 
     python bench/campaign.py                      # 10,000 trainings; about 2 hours on 2 cores
     python bench/campaign.py --runs 300           # minutes
-    python bench/campaign.py --show 4711          # one training, with all it says
+    python bench/campaign.py --show 4711          # one training, with its setting and fault
 
-What happens is drawn from a number: kill -9 at a random request, system call or moment; SIGSTOP; full file systems;
-failed, short, refused and slow transfers; files that are cut; flipped bits; failed syncs; too little memory; a clock
-that jumps. A durable training that ended goes on, and may be killed again. Each verdict is a line of --journal, and a
-number that has one is not run again. Exit code 1 if a training failed. Writes bench/results/campaign.json.
+The number of a training is the seed of its fault: kill -9 at a random request, system call or moment; SIGSTOP; full
+file systems; failed, short, refused and slow transfers; truncated files; flipped bits; failed syncs; too little memory;
+a clock that jumps. Durable trainings resume after the fault, and may be killed again. Each verdict is a line of
+--journal; numbers with a verdict are skipped. Exits with 1 if a training failed. Writes bench/results/campaign.json.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=10_000, help="trainings, numbered from --first on")
     parser.add_argument("--first", type=int, default=0, help="the first number")
     parser.add_argument("--jobs", type=int, default=harness.cores(), help="trainings at once")
-    parser.add_argument("--journal", type=Path, help="file of verdicts, which a later command goes on with")
+    parser.add_argument("--journal", type=Path, help="file of verdicts, which a later command continues")
     parser.add_argument("--nvme-path", default=MEMORY, help="folder for the files of trainings")
-    parser.add_argument("--show", type=int, help="run the training of this number, and print what is drawn")
+    parser.add_argument("--show", type=int, help="run the training of this number, and print its setting and fault")
     return parser.parse_args()
 
 
@@ -50,7 +50,7 @@ def show(judge: Judge, number: int) -> int:
 
 
 def known(journal: Path | None) -> dict[int, Verdict]:
-    """Return the verdicts of a journal. A last line that was cut is left out."""
+    """Return the verdicts of a journal, without a last line that was cut short."""
     found = {}
     for line in journal.read_text().splitlines() if journal is not None and journal.exists() else ():
         try:

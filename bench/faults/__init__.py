@@ -1,1 +1,1 @@
-"""Trainings under random faults: what is drawn, what runs in a process, and how it is judged (bench/campaign.py)."""
+"""Trainings under random faults for bench/campaign.py: cases, the training process, and verdicts."""

@@ -1,4 +1,4 @@
-"""Makes one fault happen in the process that trains, and counts how often each kind of it could."""
+"""Injects one fault into the training process, and counts the operations at which faults can be injected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from faults.cases import Fault
 from infinity.native import _aio
 
 Counts = dict[str, float]
-"""How often something happened in an undisturbed training: blocks, reads, writes, calls, syncs; and its seconds."""
+"""Counts of an undisturbed training: blocks, reads, writes, calls, syncs; and its seconds."""
 STEPS = 6
 CALLS = ("open", "mkdir", "posix_fallocate", "pwrite", "ftruncate", "fsync", "fdatasync", "unlink", "rename", "replace")
 """Functions of `os` by which Infinity opens or changes files."""
@@ -29,7 +29,7 @@ DAY = 86400.0
 
 
 class Armed:
-    """A fault that happens once. None: nothing happens, and what could fail is counted."""
+    """A fault to inject. None: injects nothing, and counts operations instead."""
 
     def __init__(self, fault: Fault | None, counts: Counts, folder: str) -> None:
         """folder: that of the training's files."""
@@ -48,10 +48,10 @@ class Armed:
             self._watch(self._fail, SYNCS, at=int(fault.at * counts["syncs"]))
 
     def at_step(self, step: int) -> None:
-        """Let happen what happens between two steps."""
+        """Inject a fault that belongs between two steps."""
         if self._fault is None:
             return
-        # In the first step, torch makes kernels, and without memory for one its process crashes.
+        # In the first step torch compiles kernels, and crashes without memory for one.
         first = 1 if self._fault.kind == "memory limit" else 0
         if step != first + int(self._fault.at * (STEPS - first)):
             return
@@ -66,7 +66,7 @@ class Armed:
             cut(states_files(self._folder), self._fault.value)
 
     def disarm(self) -> None:
-        """End a limit, so that the error can be told."""
+        """Remove the memory limit, so that the error can be reported."""
         resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
 
     def counted(self) -> Counts:
@@ -77,7 +77,7 @@ class Armed:
     def _watch(
         self, act: Callable[[str], None], names: tuple[str, ...] = CALLS, *, at: int = -1, after: bool = False
     ) -> None:
-        """Count calls of functions of `os`, and `act` before or after that with number `at` of `names`."""
+        """Count calls of functions of `os`. Calls `act` before or after call number `at` of the functions `names`."""
 
         def watched(name: str) -> Callable[..., Any]:
             function = getattr(os, name)
@@ -105,7 +105,7 @@ class Armed:
 
 
 def requests(fault: Fault, counts: Counts) -> list[dict[str, object]]:
-    """Return what the I/O engine is told to do (csrc/aio/faulty_queue.h)."""
+    """Return the I/O engine's faults, as of csrc/aio/faulty_queue.h."""
     block = {"where": "block", "after": int(fault.at * counts["blocks"])}
     end = {"where": "event", "after": int(fault.at * counts["blocks"])}
     read = {"where": "event", "only": "read", "after": int(fault.at * counts["reads"])}
@@ -131,14 +131,14 @@ def requests(fault: Fault, counts: Counts) -> list[dict[str, object]]:
 
 
 def states_files(folder: str) -> list[str]:
-    """Return paths that open the files of states: those of a durable run, and of this process those without a name."""
+    """Return paths to the files of states: those of a durable run, and anonymous ones that this process has open."""
     device = os.stat(folder).st_dev
     found = [str(path) for path in Path(folder).rglob("*.states")]
     for number in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{number}"
         try:
             status = os.stat(path)
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if status.st_dev == device and status.st_nlink == 0 and status.st_size and os.readlink(path).startswith(folder):
             found.append(path)
@@ -146,13 +146,13 @@ def states_files(folder: str) -> list[str]:
 
 
 def cut(paths: list[str], value: float) -> None:
-    """Cut each file to a part of it."""
+    """Truncate each file to the fraction `value` of its size."""
     for path in paths:
         os.truncate(path, int(os.stat(path).st_size * value))
 
 
 def flip(paths: list[str], at: float, value: float) -> None:
-    """Change one bit of each file."""
+    """Flip one bit of each file. at: place, from 0 to 1. value: bit of the byte, from 0 to 1."""
     for path in paths:
         with open(path, "r+b") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Draws how a small model trains, and what goes wrong meanwhile, from a seed."""
+"""Draws a training of a small model and its fault from a seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS = {
     "memory limit": 5,
     "clock jump": 3,
 }
-"""Kind of fault → how often it is drawn."""
+"""Kind of fault → weight in the draw."""
 NEED_CHECKSUMS = ("cut file", "bit flip on the way", "bit flip at rest")
 NEED_DURABLE = ("cut file at rest", "bit flip at rest", "failed sync")
 NEED_RANKS = ("hang",)
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def numbers(self) -> Setting:
-        """The same numbers with every state in memory, which nothing here disturbs."""
+        """The setting with equal losses and parameters that keeps every state in memory."""
         return replace(
             self, param="none", optim="none", update="after_backward", checksum=False, durable=False, saves=""
         )
@@ -59,10 +59,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: a key of WEIGHTS. rank: on which it happens. at: where in the training, from 0 to 1.
+    """kind: a key of WEIGHTS. rank: on which it is injected. at: place in the training, from 0 to 1.
 
-    value: what else the kind needs, from 0 to 1. again: where the process that resumes is killed as well, or -1.
-    closes: whether the script closes its engine after an error.
+    value: parameter of the kind, from 0 to 1. again: place at which the resumed process is killed, too; -1: not killed.
+    closes: True if the script closes its engine after an error.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Return the case of a seed, always the same one."""
+    """Return the case of a seed. Deterministic."""
     random_ = random.Random(seed)
     kind = random_.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     ranks = 2 if kind in NEED_RANKS or random_.random() < 0.2 else 1

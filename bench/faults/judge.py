@@ -1,4 +1,6 @@
-"""Runs one case, and judges it: the numbers of the undisturbed training, or one error that names the cause."""
+"""Runs one case and returns its verdict: the numbers of the undisturbed training, an error that names the cause, or a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from faults.trained import SAVED, train
 from infinity.comm.stuck import EXIT_STATUS
 
 SECONDS = 120.0
-"""After which a training hangs."""
+"""Time limit of one attempt; a longer one counts as hanging."""
 PRELOADED = [
     "torch.distributed",
     "torch._dynamo",
@@ -47,11 +49,14 @@ CAUSES = {
     "failed sync": r"Input/output error",
     "memory limit": r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread",
 }
-"""Kind of fault → what the error of a training may say. The other kinds end in no error on the rank itself."""
+"""Kind of fault → pattern of the expected error. The other kinds raise no error on the rank itself."""
+_ABORTED = 127
+_NO_THREAD_LOCAL = "cannot allocate memory for thread-local data: ABORT"
+"""Error by which glibc ends a process without memory for a library's thread-local variables."""
 LEFT = re.compile(r"run(/\d{4}(/rank-\d{5}\.(json|states|record-[01]))?|/rank-\d{5}\.lock)?")
 """Names that a durable run leaves in its folder."""
 PART = re.compile(r"run/\d{4}/rank-\d{5}\.part")
-"""Names that a kill may leave, and the next start removes."""
+"""Names that a kill may leave. The next start removes them."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,9 @@ class Reference:
 
 @dataclass
 class Verdict:
-    """outcome: "same numbers", "refused" (an error that names the cause), or what is wrong.
+    """outcome: "same numbers", "refused" (an error that names the cause), or the kind of failure.
 
-    kills: processes that a signal ended. recovery: seconds until the states of the last commit were back.
+    kills: processes ended by SIGKILL. recovery: seconds until the states of the last commit were back.
     """
 
     seed: int
@@ -99,14 +104,14 @@ class Wrong(Exception):
 
 @dataclass
 class Attempt:
-    """Exit statuses of one attempt by rank, and what its processes said: None if one ended without a word."""
+    """Exit statuses of one attempt by rank, and the results of its processes; None if one ended without a result."""
 
     said: list[dict[str, Any] | None]
     statuses: list[int]
 
 
 class Judge:
-    """Runs cases with their files in `room`. Threads may share it."""
+    """Runs cases with their files in the folder `room`. Thread-safe."""
 
     def __init__(self, room: str) -> None:
         self._room = room
@@ -130,7 +135,7 @@ class Judge:
         return verdict
 
     def reference(self, setting: Setting) -> Reference:
-        """Train once with states in memory, and once as `setting` says, which has to give the same numbers."""
+        """Train once with `setting`. Raises Wrong if losses or parameters differ from those with states in memory."""
         with self._lock:
             known = self._references.get(setting)
         if known is None:
@@ -146,7 +151,7 @@ class Judge:
         try:
             os.mkdir(f"{work}/files")
             attempt = self.attempt(setting, None, [{}] * setting.ranks, work, 0)
-            said = [each or {"error": "it ended without a word"} for each in attempt.said]
+            said = [each or {"error": "it ended without a result"} for each in attempt.said]
             for rank, each in enumerate(said):
                 if "error" in each:
                     raise Wrong("undisturbed training failed", f"{setting}: rank {rank}: {each['error']}")
@@ -167,7 +172,7 @@ class Judge:
         *,
         loads: bool = False,
     ) -> Attempt:
-        """Train once. watch: called while the processes run, again and again. loads: from the saved checkpoint."""
+        """Train once. watch: called repeatedly while the processes run. loads: from the saved checkpoint."""
         processes = [
             self._context.Process(target=train, args=(setting, fault, counts[rank], rank, work, number, loads))
             for rank in range(setting.ranks)
@@ -201,7 +206,7 @@ class Judge:
 
 
 class Trial:
-    """One case, from its fault to the training that went on."""
+    """One case, from its fault to the resumed training."""
 
     def __init__(self, judge: Judge, case: Case, reference: Reference, work: str, verdict: Verdict) -> None:
         self._judge = judge
@@ -237,7 +242,7 @@ class Trial:
             undo()
 
     def _faults(self) -> list[Fault]:
-        """Return those of the attempts before the last one."""
+        """Return the faults of all attempts except the last one."""
         fault = self._fault
         if fault.kind.endswith("at rest"):
             fault = Fault("kill at a request", fault.rank, fault.at, fault.value, -1.0, fault.closes)
@@ -254,7 +259,7 @@ class Trial:
                 return
             process = processes[fault.rank]
             if not met and len(list(Path(self._work).glob(f"meeting-{number}-*"))) == len(processes):
-                met.append(now)  # before that, ranks wait in torch's own code
+                met.append(now)  # earlier, ranks wait in torch's own code
             late = met and now > met[0] + fault.at * self._reference.counts[0]["seconds"]
             if fault.kind == "kill at a time" and late:
                 signal_to(process.pid, signal.SIGKILL)
@@ -275,7 +280,7 @@ class Trial:
         return attempt
 
     def _check_numbers(self) -> None:
-        """All losses so far, of all attempts, are those of the undisturbed training."""
+        """Check that the losses of all attempts so far equal those of the undisturbed training."""
         losses = [losses_of(self._work, rank) for rank in range(self._setting.ranks)]
         check_same(losses, None, self._reference, whole=False)
 
@@ -285,12 +290,14 @@ class Trial:
         self._verdict.outcome = "same numbers"
 
     def _check_error(self, attempt: Attempt, number: int) -> None:
-        """The processes that ended early were killed, or raised one error that names the cause."""
+        """Check that processes that ended early were killed, or raised one error that names the cause."""
         cause = CAUSES.get(self._fault.kind, "")
         killed = [status == -signal.SIGKILL for status in attempt.statuses]
         for rank, (said, status) in enumerate(zip(attempt.said, attempt.statuses, strict=True)):
             if said is None:
-                if status == EXIT_STATUS and re.search(LOST, outputs(self._work, rank), re.S):
+                output = outputs(self._work, rank)
+                is_lost = status == EXIT_STATUS and re.search(LOST, output, re.S)
+                if is_lost or (status == _ABORTED and _NO_THREAD_LOCAL in output):
                     self._verdict.outcome = "refused"
                     continue
                 is_meant = self._fault.kind in (*KILLS, "hang") or self._fault.kind.endswith("at rest")
@@ -345,7 +352,7 @@ class Trial:
             armed.flip(paths, self._fault.at, self._fault.value)
 
     def _small_file_system(self) -> Callable[[], None]:
-        """Mount one of less than the training needs, or of somewhat more. Without the right to, it has all of it."""
+        """Mount a tmpfs smaller or somewhat larger than the training needs. Without permission to mount: no-op."""
         size = 4096 * int(10 + 300 * self._fault.value)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "campaign", self._files]
         if subprocess.run(command, capture_output=True, check=False).returncode:
@@ -370,7 +377,7 @@ def losses_of(work: str, rank: int) -> dict[int, str]:
 
 
 def check_same(losses: list[dict[int, str]], digests: list[str] | None, expected: Reference, *, whole: bool) -> None:
-    """Raise Wrong where losses or parameters differ. whole: all steps are there."""
+    """Raise Wrong if losses or parameters differ. whole: also if steps are missing."""
     for rank, (mine, other) in enumerate(zip(losses, expected.losses, strict=True)):
         for step, loss in mine.items():
             if other[step] != loss:

@@ -1,4 +1,4 @@
-"""A short training of a tiny model, which runs in a process of its own: with a fault, and counting what may fail."""
+"""A short training of a tiny model in a process of its own, with or without a fault."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from infinity.tiers.device import CpuDevice
 
 VOCABULARY = 29
 SECONDS_SILENT = 2.0
-"""infinity.rank_timeout where a rank hangs."""
+"""infinity.rank_timeout of trainings in which a rank hangs."""
 
 
 class Tiny(nn.Module):
-    """Tokens (batch, length) and targets of that shape → mean cross entropy; with dropout and a buffer that changes."""
+    """Tokens and targets, both int64 (batch, length) → mean cross entropy. Has dropout and a buffer that changes."""
 
     seen: torch.Tensor
 
@@ -94,7 +94,7 @@ SAVED = "third"
 def train(
     setting: Setting, fault: Fault | None, counts: Counts, rank: int, work: str, attempt: int, loads: bool = False
 ) -> None:
-    """Train, and write what came of it to WORK/said-ATTEMPT-RANK.json: an error, or a digest and counts.
+    """Train, and write the result to WORK/said-ATTEMPT-RANK.json: an error, or a digest and counts.
 
     Each step's loss is a line of WORK/losses-RANK. fault: on one rank. counts: of an undisturbed training. loads: go
     on from the checkpoint in WORK/saved.

@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace {
 
-// An empty line: messages are lines, and a sign of life may come between two of them.
+// An empty line: messages are lines, and a heartbeat may come between two of them.
 constexpr char kBeat = '\n';
 
 void beat(const std::vector<int>& sockets, double period, int stop) {
@@ -22,7 +22,7 @@ void beat(const std::vector<int>& sockets, double period, int stop) {
     const int milliseconds = static_cast<int>(std::ceil(1000 * period));
     const py::gil_scoped_release release;
     for (;;) {
-        // Errors are the receiver's to find: no sign of life arrives.
+        // Errors are the receiver's to find: no heartbeat arrives.
         for (const int socket : sockets) (void)!send(socket, &kBeat, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
         pollfd end{stop, POLLIN, 0};
         const int ready = poll(&end, 1, milliseconds);

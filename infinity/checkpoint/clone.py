@@ -6,15 +6,15 @@ import errno
 import os
 
 _PIECE = 256 << 20
-"""Bytes of one system call, which Ctrl-C does not interrupt."""
+"""Bytes of one system call, during which Ctrl-C has no effect."""
 _UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
-"""Errors of copy_file_range between two file systems, and on those and kernels that lack it."""
+"""Errors of copy_file_range between two file systems, and on file systems and kernels that lack it."""
 
 
 def clone_range(source: int, start: int, target: int, place: int, nbytes: int) -> None:
     """Copy bytes [start, start + nbytes) of a file to byte `place` of another. source, target: descriptors.
 
-    Raises OSError, of EIO if the source is too short.
+    Raises OSError, with errno EIO if the source is too short.
     """
     copy = _copy_file_range
     while nbytes:
@@ -26,7 +26,7 @@ def clone_range(source: int, start: int, target: int, place: int, nbytes: int) -
             count = 0
         if not count:
             if copy is _sendfile:
-                raise OSError(errno.EIO, f"the file ends before byte {start + nbytes:,}")
+                raise OSError(errno.EIO, f"the file ends before byte {start + nbytes:,}: it was cut short")
             copy = _sendfile
             continue
         start, place, nbytes = start + count, place + count, nbytes - count

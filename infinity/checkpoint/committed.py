@@ -1,8 +1,7 @@
 """Checkpoints of states that a durable run has committed: copies of its slots, made inside the kernel.
 
 Each rank that holds a shard writes two files: `states-00000.bin` with its extents, one after the other, and
-`layout-00000.json`, which says where each parameter is in them. The slots of the run are overwritten later, so none of
-these files is a hard link.
+`layout-00000.json` with the place of each parameter. Hard links are never used, since the run overwrites its slots.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Committed:
 
     states: RankStates
     number: int
-    """Number of the rank's shard, or `shards` and above if it has a copy of another rank's."""
+    """Number of the rank's shard; `shards` or above if the rank only has a copy of another rank's shard."""
     keep: Callable[[Callable[[int], Transfer]], None]
     """Called with a function unit → transfer: training keeps the slots of a unit until its transfer is done."""
 
@@ -50,9 +49,9 @@ class Committed:
 def copy_states(committed: Committed, folder: Path, release_unit: Callable[[int], None]) -> dict[str, FileRecord]:
     """Copy a rank's committed slots to new files in `folder`. Returns their names, sizes and checksums.
 
-    The copy is read once for its checksum. Slots are first compared with the checksums of `aio.checksum`, if the run
-    keeps any. release_unit: called with each unit once its slots are copied. Raises OSError, such as ChecksumError, and
-    CheckpointError.
+    The copy is read once for its checksum. Slots are first verified against the checksums of `aio.checksum`, if
+    the run keeps any. release_unit: called with each unit once its slots are copied. Raises OSError, such as
+    ChecksumError, and CheckpointError.
     """
     states, layout = committed.states, committed.states.layout
     if committed.number >= committed.shards:
@@ -99,8 +98,7 @@ def _by_unit(layout: Mapping[str, Any]) -> dict[int, list[tuple[State, int]]]:
 def check_space(folder: Path, nbytes: int) -> None:
     """Raise OutOfSpaceError if `nbytes` are not free in `folder`.
 
-    Bytes shared with the run take no space at first. Training writes its slots again in the step after the next one,
-    and needs the space then.
+    Bytes shared with the run take space once training overwrites its slots, in the step after the next one.
     """
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize

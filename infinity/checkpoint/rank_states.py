@@ -1,4 +1,4 @@
-"""Reads states that ranks of a durable run wrote, from their files, without the engine that wrote them."""
+"""Reads the files of states of a durable run's ranks, without the engine that wrote them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SavedUnit:
 
     @property
     def states(self) -> StateFormat:
-        """Format of the optimizer states, of which a frozen unit has none."""
+        """Format of the optimizer states. A frozen unit has none."""
         return self.stored[State.OPTIM].form
 
     def kind(self, name: str) -> tuple[State, StateKind] | None:
@@ -121,7 +121,10 @@ class RankStates:
             with ExitStack() as stack:
                 present = os.fstat(_opened(path, stack)).st_size
             if present < size:
-                raise CheckpointError(f"{path} has {present:,} bytes instead of {size:,}: it was cut short")
+                raise CheckpointError(
+                    f"{path} has {present:,} bytes instead of {size:,}: it was cut short. Restore it, or use a "
+                    "checkpoint"
+                )
 
     @property
     def path(self) -> Path:
@@ -152,7 +155,10 @@ class RankStates:
             ) from error
 
     def compare(self) -> None:
-        """Read the states if the run keeps checksums. Raises ChecksumError if they differ, and other OSErrors."""
+        """Read the states and compare checksums, if the run keeps any.
+
+        Raises ChecksumError if they differ, and other OSErrors if a read fails.
+        """
         if not self._checksums:
             return
         with ExitStack() as stack:
@@ -198,7 +204,8 @@ class Shards:
             self._check_formats()
             if any(_settings(each.layout) != _settings(first.layout) for each in ranks):
                 raise CheckpointError(
-                    f"{first.path.parent} has files of different runs: ranks differ in their units or steps"
+                    f"{first.path.parent} has files of different runs, since ranks differ in their units or formats: "
+                    "copy the files of one run to it"
                 )
         self.slots = {slot.name: (unit, slot) for unit in first.units for slot in unit.layout.slots}
         """Name of a parameter → its unit and its place there."""
@@ -213,7 +220,7 @@ class Shards:
     def read(self, name: str, kind: StateKind, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return elements [start, stop) of a parameter's state, flat; with `kind.per` > 1, the values of all.
 
-        kind: as an index names them. The master of fp32 is the parameter; of bf16, it may be split.
+        kind: as named in an index. An fp32 parameter is its own master; the master of a bf16 parameter may be split.
         """
         unit, slot = self.slots[name]
         stop = slot.numel if stop is None else stop
@@ -255,7 +262,9 @@ def well_formed(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"the manifest of {path} lacks or misstates {error}") from None
+        raise CheckpointError(
+            f"the manifest of {path} is damaged, it lacks or misstates {error}: restore the files, or use a checkpoint"
+        ) from None
 
 
 def _unit(number: int, unit: Mapping[str, Any], shards: int) -> SavedUnit:
@@ -298,13 +307,13 @@ def _opened(path: Path, stack: ExitStack) -> int:
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the files of all ranks are needed, also those on the drives of other machines. Copy "
-            "them to this folder, or go on with the number of ranks and the settings that wrote them"
+            "them to this folder, or resume with the number of ranks and the settings that wrote them"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): check its drive and permissions") from error
     stack.callback(os.close, fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise CheckpointError(f"{path} is not a file")
+        raise CheckpointError(f"{path} is not a regular file: restore it")
     return fd
 
 
@@ -315,5 +324,5 @@ def _read(fd: int, target: memoryview, place: int, path: Path) -> None:
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         if not count:
-            raise CheckpointError(f"{path} was cut short while it was read")
+            raise CheckpointError(f"{path} was cut short while it was read: restore it, or use a checkpoint")
         target, place = target[count:], place + count

@@ -40,7 +40,7 @@ class Snapshot:
     divided: dict[str, Divided]
     """Parameters that tensor parallelism shards."""
     pieces: dict[str, Piece]
-    """Saved parameters by name: the tensor of the index that each is, or is a tile of."""
+    """Saved parameters by name: the tensor of the index that each is, or of which it is a tile."""
     latest: bool
     """True to update the file `latest`."""
 

@@ -92,10 +92,10 @@ def choose_committed(
     layouts: Sequence[UnitLayout],
     writer: Writer | None,
 ) -> Copying | None:
-    """Return how to copy `committed`, if all ranks can save these states as they are. Collective.
+    """Return how to copy `committed`; None if some rank cannot save these states by a copy. Collective.
 
-    Their files have no place for a part of the states: parameters that are left out, tiles of a tensor, or parts of
-    tensor-parallel ranks. Ranks need one folder. layouts: of all units.
+    The copies hold whole units. They cannot leave out parameters, and cannot join tiles of a tensor or parts of
+    tensor-parallel ranks. All ranks must see one folder. layouts: of all units.
     """
     slots = [slot for layout in layouts for slot in layout.slots]
     is_whole = all(snapshot.pieces.get(slot.name) == Piece(slot.name, slot.shape) for slot in slots)
@@ -129,7 +129,7 @@ def write_committed(
 
 
 def _sharded(snapshot: Snapshot, shards: int) -> Snapshot:
-    """Return the snapshot with an index of states in `shards` files of ranks."""
+    """Return the snapshot with an index whose states are in `shards` files, one per rank."""
     entries = {name: replace(entry, file=states_file(0)) for name, entry in snapshot.index.parameters.items()}
     return replace(snapshot, index=replace(snapshot.index, parameters=entries, shards=shards))
 

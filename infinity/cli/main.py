@@ -248,7 +248,7 @@ def resume(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: write one JSON object.")] = False,
 ) -> None:
-    """Go on with a durable run: execute the command line that started it, in its working directory.
+    """Resume a durable run: execute the command line that trained it last, in its working directory.
 
     The command is printed to stderr first. It has to call engine.resume(). A folder is refused that belongs to another
     user or that others may write.

@@ -1,4 +1,4 @@
-"""`infinity resume`: goes on with a durable run, by the command line that started it."""
+"""`infinity resume`: resumes a durable run by the command line that trained it last."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _show(found: Condition, *, as_json: bool) -> None:
         say_json({"run": found.run, "step": found.step, "ranks": found.ranks, "intact": found.is_intact})
         return
     step = "no step is committed" if found.step is None else f"step {found.step:,} is the last committed one"
-    state = "intact" if found.is_intact else "nothing to go on from" if found.step is None else "not intact"
+    state = "intact" if found.is_intact else "nothing to resume from" if found.step is None else "not intact"
     say(
         f"run {printable(found.run)}, {_ranks(range(found.ranks))}: {step}; {state}",
         f"command, in {printable(found.folder)}: {printable(shlex.join(found.command))}",

@@ -59,7 +59,7 @@ class Communicator:
     """Data-parallel ranks of one engine. Without an initialised process group there is one, and nothing is exchanged.
 
     sharded: units have one shard per rank; otherwise one shard, replicated on all ranks. group: the ranks, by default
-    all; see `infinity.comm.groups.data_parallel`. rank_timeout: seconds without a sign of life after which a rank is
+    all; see `infinity.comm.groups.data_parallel`. rank_timeout: seconds without a heartbeat after which a rank is
     lost; 0: never.
     """
 

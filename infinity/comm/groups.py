@@ -32,7 +32,7 @@ def data_parallel(given: Group | None) -> dist.ProcessGroup | None:
         if given.ndim != 1:
             names = given.mesh_dim_names or ()
             raise UsageError(
-                f"process_group is a mesh of {given.ndim} dimensions {tuple(names)}: give the one over which the model "
+                f"process_group is a mesh of {given.ndim} dimensions {tuple(names)}: pass the one over which the model "
                 f'is replicated, as mesh["{names[0] if names else "dp"}"]'
             )
         given = given.get_group()
@@ -40,7 +40,7 @@ def data_parallel(given: Group | None) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     if not isinstance(given, dist.ProcessGroup) or dist.get_rank(given) < 0:
         raise UsageError(
-            f"rank {dist.get_rank()} is not in the process_group that it gave: give each rank the group that it is in"
+            f"rank {dist.get_rank()} is not in its process_group: pass each rank the group that it belongs to"
         )
     return given
 
@@ -71,7 +71,7 @@ def duplicate_group(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup
 def new_group(ranks: list[int] | None, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
     """Create a group of `ranks` of the whole job, None for all. All of them call it.
 
-    Raises RanksError if they do not connect, which takes until `timeout`.
+    Raises RanksError if they have not connected within `timeout`.
     """
     opening = connections.Opening()
     with connecting():
@@ -135,17 +135,17 @@ def _occupy(name: str) -> None:
 
 
 class OnDevice:
-    """Collectives of `group` that `device` executes after they return."""
+    """Asynchronous collectives of `group`, which `device` executes after the calls return."""
 
     def __init__(self, group: dist.ProcessGroup, device: Device) -> None:
         self._group, self._device = group, device
 
     def wait(self) -> None:
-        """Wait for those that this thread issued."""
+        """Wait for the collectives that this thread issued."""
         self._device.compute_reached().wait()
 
     def abort(self) -> None:
-        """End them, from any thread. Their results are invalid."""
+        """Abort the collectives, from any thread. Their results are invalid."""
         backend: Any = self._group._get_backend(self._device.torch_device)
         backend.abort()
 
@@ -163,7 +163,7 @@ class Store(Protocol):
 def store_of(group: dist.ProcessGroup) -> Store:
     """Return a store of the ranks of `group`, on a connection of its own if torch can make one."""
     store = dist.distributed_c10d._world.pg_map[group][1]
-    clone = getattr(store, "clone", None)  # a caller that waits for a key blocks the connection
+    clone = getattr(store, "clone", None)  # a wait for a key blocks its connection
     return cast(Store, store if clone is None else clone())
 
 

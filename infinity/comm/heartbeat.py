@@ -1,8 +1,8 @@
 """Finds ranks that ended or hang. See docs/design.md [Note: ranks that end or hang].
 
 Every rank has one connection to the first rank of its group, and the first rank one to each other. A thread in native
-code sends a sign of life over them every second, without the GIL. Another one receives: it reports a rank whose
-connection closes or that is silent. The first rank relays each report to all.
+code sends a heartbeat over them every second, without the GIL. Another thread receives: it reports ranks that are
+silent or whose connection closes. The first rank relays each report to all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from infinity.observe.log import logger
 RANK_TIMEOUT = 30.0
 """Seconds of silence after which a rank counts as hanging, by default."""
 _PERIOD = 1.0
-"""Seconds between two signs of life, at most."""
+"""Seconds between two heartbeats, at most."""
 _PATIENCE = 2.0
-"""Seconds that the report on a rank may arrive later than the error of a collective with it."""
+"""Seconds by which the report on a rank may arrive after the error of a collective with that rank."""
 _LONGEST_TEXT = 2000
 _JOIN = 5.0
 
@@ -41,7 +41,7 @@ class Report(Enum):
     """Ways in which a rank leaves."""
 
     LOST = "lost"
-    """It ended without a word, or it is silent."""
+    """It ended without a report, or is silent."""
     FAILED = "failed"
     """It closed its engine, or ended, because of an exception."""
     CLOSED = "closed"
@@ -51,7 +51,7 @@ class Report(Enum):
 
 
 class Heartbeat:
-    """Signs of life between the `size` ranks of `group`, a gloo group. Constructed on all ranks at once.
+    """Heartbeats between the `size` ranks of `group`, a gloo group. Constructed on all ranks at once.
 
     timeout: seconds of silence after which a rank is lost; 0: a silent rank is never lost. on_lost: called with a rank
     of the whole job that is lost, by a thread of this object, which holds no reference to its owner.
@@ -67,12 +67,15 @@ class Heartbeat:
         self._finalizer = Finalize(self, _leave_unclosed, (self._watch,), exitpriority=0)
 
     def cause(self) -> str:
-        """Return which ranks left and why, or nothing. For a collective that failed: waits for a report on its way."""
+        """Return which ranks left and why; empty if none did.
+
+        Waits for a report that may be in transit, so call it after a collective has failed.
+        """
         self._watch.is_reported.wait(_PATIENCE)
         return self._watch.cause()
 
     def leave(self, error: BaseException | None) -> None:
-        """Send the other ranks that this one leaves on purpose, or because of `error`."""
+        """Report to the other ranks that this rank leaves on purpose, or because of `error`."""
         self._watch.leave(error)
 
     def close(self) -> None:
@@ -83,7 +86,7 @@ class Heartbeat:
 
 
 class _Watch:
-    """The threads of a heartbeat and what they know. Holds no reference to the heartbeat, which ends them."""
+    """The threads of a heartbeat, and their state. Holds no reference to the heartbeat, which ends them."""
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class _Watch:
         """Receive until `close`.
 
         Silence is counted in this thread's own turns, of which each counts at most two periods: after this rank was
-        stopped itself, the others' signs of life have yet to be read.
+        stopped itself, the others' heartbeats have yet to be read.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._stopped, selectors.EVENT_READ)
@@ -185,7 +188,7 @@ class _Watch:
             return True
         except ConnectionResetError:
             lines = None
-        except OSError:  # its machine or network: silence follows
+        except OSError:  # its machine or network failed: it is reported as silent
             return False
         if lines is None:
             if rank not in self._reports:
@@ -233,7 +236,9 @@ _watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Close the connections in a forked child: one that outlives its parent would hide that the parent ended."""
+    """Close the connections in a forked child: otherwise a child that outlives its parent would keep
+    them open, and the end of the parent would not be seen.
+    """
     for watch in list(_watches):
         watch.abandon()
 
@@ -242,6 +247,6 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _leave_unclosed(watch: _Watch) -> None:
-    """Leave when the process exits, or when the engine is garbage."""
+    """Leave when the process exits, or when the engine is garbage-collected."""
     watch.leave(sys.exc_info()[1] or getattr(sys, "last_value", None))
     watch.close()

@@ -1,4 +1,4 @@
-"""Ends the process if, after a rank is lost, its main thread waits for that rank in a call that nothing else ends.
+"""Ends the process if its main thread waits for a lost rank in a call that nothing else ends.
 
 The engine can end waits in its own groups, not in those of the script. See docs/design.md [Note: ranks that end or
 hang].
@@ -18,7 +18,7 @@ from infinity.observe.log import logger
 EXIT_STATUS = 75
 """Exit status of a process that is ended: EX_TEMPFAIL of sysexits.h."""
 PATIENCE = 10.0
-"""Seconds of one wait, after which it is ended."""
+"""Seconds of one wait after which the process ends."""
 _LIBRARY = os.path.dirname(dist.__file__) + os.sep
 
 
@@ -30,15 +30,15 @@ class StuckMain:
         self._since = 0.0
 
     def check(self, cause: str) -> None:
-        """End the process if the main thread has been in the same call of torch.distributed since `PATIENCE` seconds of
-        calls of this function. cause: the error to print.
+        """End the process if all calls of this function in `PATIENCE` seconds found the main thread in the same call of
+        torch.distributed. cause: the error to print.
         """
         wait, now = _present_wait(), time.monotonic()
         if wait is None or wait != self._wait:
             self._wait, self._since = wait, now
         elif now - self._since >= PATIENCE:
             logger.error(
-                "%s. The script waits in torch.distributed for that rank, so this process ends with exit status %d. "
+                "%s. The script waits for that rank in torch.distributed, so this process ends with exit status %d. "
                 "Fix the error and restart all ranks.",
                 cause,
                 EXIT_STATUS,

@@ -158,7 +158,7 @@ class Infinity(Section):
     loss scale the step is skipped instead."""
 
     rank_timeout: Number = 30.0
-    """Seconds without a sign of life after which a rank counts as stopped or unreachable, and ends the job with an
+    """Seconds without a heartbeat after which a rank counts as stopped or unreachable, and ends the job with an
     error that names it. A rank sends one every second, whatever it computes, loads or waits for. 0: no limit, for a
     debugger that stops the process."""
 

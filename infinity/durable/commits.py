@@ -2,8 +2,8 @@
 
 A step commits in four stages, in a thread of its own: its updates end; states in memory are written through, and all
 data is synced; the rank's record is written and synced; the ranks agree that all have theirs. An update of the next
-step waits for the agreement, since it writes where the commit before the last one was. The thread holds no reference to
-model or engine.
+step waits for the agreement, since it overwrites the slots of the second-last commit. The thread holds no reference to
+the model or the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOPPED = 65536.0
 
 @dataclass(frozen=True)
 class Step:
-    """A step to commit. unit_steps: lists that its updates change. blobs: makes the record's, in the thread.
+    """A step to commit. unit_steps: lists that its updates change. blobs: called by the thread for those of the record.
 
     updated: units that it updates. written: tier in memory → offsets of extents that were written besides.
     """
@@ -72,7 +72,7 @@ class Committing:
         self._promise.fail(error)
 
     def abandon(self) -> None:
-        """Fail the updates that have not begun, so that the thread does not wait for them for ever."""
+        """Fail the updates that have not begun, so that the thread does not wait for them forever."""
         for job in self._jobs:
             if not job.has_begun:
                 job.fail(StorageError("the engine was closed before the update"))
@@ -92,7 +92,7 @@ class Commits:
         refused: Callable[[], bool],
     ) -> None:
         """memory: tiers whose states are written through. refused: returns whether an update was skipped, so that the
-        states are those of no step.
+        states belong to no step.
         """
         self.run = run
         self.stops = False
@@ -127,8 +127,8 @@ class Commits:
 
     @property
     def are_present(self) -> bool:
-        """Return whether nothing was written to the tiers since the last commit, which is complete. Updates of states
-        in memory write nothing; they change the steps of their unit.
+        """True if the last commit is complete and nothing was written to the tiers since. Does not see updates of
+        states in memory, which write nothing; they change the steps of their unit.
         """
         if self._writes is None or not self._tier.slots.are_committed:
             return False
@@ -167,10 +167,12 @@ class Commits:
             del item, step, committing
 
     def _failure(self, step: Step, error: BaseException) -> StorageError:
-        last = "none" if self.run.record is None else f"step {self.run.record.progress.global_steps}"
+        last = "No step is committed."
+        if self.run.record is not None:
+            last = f"The last committed step is {self.run.record.progress.global_steps}, and a restart resumes from it."
         failure = StorageError(
-            f"step {step.progress.global_steps} could not be committed to {self.run.path}: {error}. The last committed "
-            f"step is {last}. Restart the run, which goes on from it."
+            f"step {step.progress.global_steps} could not be committed to {self.run.path}: {error}. {last} Fix the "
+            "error and restart the run."
         )
         failure.__cause__ = error
         return failure
@@ -182,7 +184,7 @@ class Commits:
             for job in step.jobs:
                 job.done.wait()
             if self._refused():
-                raise StorageError("a gradient of it was NaN or infinite")
+                raise StorageError("a gradient was NaN or infinite, so its update was skipped")
             self.note_writes()  # first: what is written from now on may be missing in the commit
             self._write_through(step, everything=before is None)
             sealed = self._tier.seal()
@@ -201,7 +203,7 @@ class Commits:
             raise failed
         if failures:
             self.run.record = before
-            raise StorageError("another rank could not commit it: see that rank's error")
+            raise StorageError("another rank could not commit it: see the error of that rank")
         self._tier.slots.commit(sealed)
         self.run.conclude()
 

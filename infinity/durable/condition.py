@@ -1,6 +1,6 @@
-"""The condition of a durable run's folder: its last commit, whether that is intact, and the command that goes on.
+"""The condition of a durable run's folder: its last commit, missing or damaged files, and the command that resumes it.
 
-Only a folder that nobody but its owner writes is read, since the command in it is executed.
+Folders that others may write are refused, since the command in them is executed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Condition:
     faults: tuple[str, ...]
     """Files that are damaged or missing, with the reason."""
     command: tuple[str, ...]
-    """The command line that started the run."""
+    """The command line of the process that made the last commit."""
     folder: str
     """Its working directory."""
 
     @property
     def is_intact(self) -> bool:
-        """Return whether every rank can go on from the commit."""
+        """Return whether every rank can resume from the commit."""
         return self.step is not None and not self.absent and not self.faults
 
 
 @contextmanager
 def owned(run: Path) -> Iterator[Path]:
-    """Yield a path of the folder `run` that stays the same folder, whatever is renamed.
+    """Yield a path of the folder `run` that stays valid if the folder is renamed or replaced.
 
     Raises CheckpointError if it is no durable run, or if another user could have written the command in it.
     """
@@ -78,7 +78,9 @@ def condition(held: Path, run: Path) -> Condition:
     """
     generations = files.read_generations(held)
     if not generations:
-        raise CheckpointError(f"no manifest in {run} can be read: start the run with the command that began it")
+        raise CheckpointError(
+            f"all manifests in {run} are damaged: restore its files, or load a checkpoint in another run (infinity.run)"
+        )
     found = [(generation, number) for generation in generations if (number := _last_commit(generation))]
     generation, number = found[-1] if found else (generations[-1], 0)
     manifest = generation.manifests[min(generation.manifests)]
@@ -100,7 +102,7 @@ def condition(held: Path, run: Path) -> Condition:
 
 
 def _last_commit(generation: files.Generation) -> int:
-    """Return the number of the last commit that can be complete: one that no rank of this machine is behind."""
+    """Return the number of the newest commit that every rank of this machine has reached; 0: none."""
     ranks = [numbers for numbers in generation.commits.values() if numbers]
     return min((max(numbers) for numbers in ranks), default=0)
 
@@ -108,7 +110,7 @@ def _last_commit(generation: files.Generation) -> int:
 def _faults(
     held: Path, manifest: Manifest, generation: int, rank: int, number: int, record: Record | None
 ) -> Iterator[str]:
-    """Yield what a rank's files lack of a commit. record: of the file that should hold it."""
+    """Yield the faults of a rank's files of a commit. record: of the file that should hold it."""
     if record is None or record.number != number:
         yield f"its record of commit {number} is missing or damaged"
     elif len(record.slots) != len(manifest.layout["extents"]):
@@ -136,10 +138,15 @@ def _file_sizes(manifest: Manifest) -> list[int]:
 
 def _check_owner(status: os.stat_result, path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise CheckpointError(f"{path} is a link, which a run has none of: nothing in it was executed")
+        raise CheckpointError(
+            f"{path} is a link, which Infinity never creates in a run, so nothing was executed: remove it"
+        )
     if status.st_uid != os.geteuid():
-        raise CheckpointError(f"{path} belongs to another user, whose command will not be executed")
+        raise CheckpointError(
+            f"{path} belongs to another user, so its command was not executed: resume the run as that user"
+        )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CheckpointError(
-            f"others may write {path}, and with it the command to execute: check the command in it, then chmod go-w"
+            f"other users may write {path} and thus change the command: check the command in its manifests "
+            "(rank-*.json), then run chmod go-w on it"
         )

@@ -6,8 +6,8 @@
     NVME_PATH/RUN/0001/rank-00000.record-0, -1   the last two commits
     NVME_PATH/RUN/0001/rank-00000.part           a manifest that is being written
 
-A generation (0001) belongs to one layout of states and one number of ranks. A run that goes on with another begins the
-next, and removes the one before it after its first commit. Only the owner of the run may read the folder.
+A generation (0001) belongs to one layout of states and one number of ranks. A run that resumes with another begins
+the next generation, whose first commit removes the previous one. Only the owner of the run may read the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.errors import StorageError
 
 MANIFEST = ".json"
 PART = ".part"
-"""Suffix of a manifest that is being written; of one whose process was killed, the next one is written over it."""
+"""Suffix of a manifest that is being written. A start overwrites the one that a killed process left."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,15 @@ def last_commit(ranks: int, commits: Mapping[int, Iterable[int]]) -> int:
 
 
 def check_empty(folders: Iterable[Path], rank: int) -> None:
-    """Raise StorageError if a folder of a new generation has this rank's states, of a run that was begun with more
-    folders.
+    """Raise StorageError if a folder of a new generation has files of this rank: the run was begun with other
+    folders, or its manifest is damaged.
     """
     for folder in folders:
         if any(path.suffix != PART for path in folder.glob(f"rank-{rank:05d}.*")):
             raise StorageError(
-                f"{folder} has files of a run that was begun with other folders: name those in nvme_path, in the same "
-                "order, or another run (infinity.run)"
+                f"{folder} has files of a run, but no manifest that can be read. Name the folders in nvme_path that "
+                "the run was begun with, in the same order. If the manifest is damaged, name another run "
+                "(infinity.run)."
             )
 
 
@@ -147,14 +148,14 @@ def remove_generation(runs: Sequence[Path], number: int) -> None:
 
 
 def remove_files(folder: Path, pattern: str) -> None:
-    """Remove files, manifests last: without its manifest, a file belongs to a run that nobody knows."""
+    """Remove files, manifests last, since files without a manifest cannot be attributed to a run."""
     for path in sorted(folder.glob(pattern), key=lambda path: path.suffix == MANIFEST):
         with suppress(OSError):
             path.unlink()
 
 
 class Lock:
-    """A run that this process holds as `rank`, until `close` or the end of the process."""
+    """A lock on a run, held by this process as `rank` until `close` or the end of the process."""
 
     def __init__(self, run: Path, rank: int) -> None:
         """Raises StorageError if another process holds it."""
@@ -168,7 +169,7 @@ class Lock:
 
 
 def check_unheld(run: Path, ranks: int) -> None:
-    """Raise StorageError if a process holds the run as a rank of `ranks` or above, of a run with more ranks."""
+    """Raise StorageError if a process of a job with more ranks holds the run as rank `ranks` or above."""
     with _unheld(run, ranks):
         pass
 
@@ -187,7 +188,7 @@ def _unheld(run: Path, first: int) -> Iterator[None]:
         for path in run.glob("rank-*.lock"):
             number = path.name.removeprefix("rank-").removesuffix(".lock")
             if number.isdigit() and int(number) >= first:
-                with suppress(FileNotFoundError):  # its run ended meanwhile, without a commit
+                with suppress(FileNotFoundError):  # its process ended without a commit and removed it
                     stack.callback(os.close, _locked(path, os.O_RDONLY, fcntl.LOCK_SH))
         yield
 
@@ -199,8 +200,8 @@ def _locked(path: Path, flags: int, kind: int) -> int:
     except BlockingIOError:
         os.close(fd)
         raise StorageError(
-            f"{path.parent} is in use by another process, which trains this run: wait for its end, or name another run "
-            "(infinity.run)"
+            f"{path.parent} is in use by another process, which trains this run: wait until it ends, or name another "
+            "run (infinity.run)"
         ) from None
     except BaseException:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The manifest of a rank's durable states: their layout, and the command that started the run."""
+"""The manifest of a rank's durable states: their layout, and the command that committed it last."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """layout: units, slots of states, formats and ranks, as JSON. Equal layouts have equal bytes in their files."""
+    """layout: units, slots of states, formats and ranks, as JSON. Equal layouts mean equal formats of files."""
 
     layout: dict[str, Any]
     command: tuple[str, ...]
@@ -115,4 +115,4 @@ def _command() -> tuple[str, ...]:
             content = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
             command = [os.fsdecode(part) for part in content.removesuffix(b"\0").split(b"\0")]
     program, *arguments = command
-    return (shutil.which(program) or program, *arguments)  # PATH may be another one when the run goes on
+    return (shutil.which(program) or program, *arguments)  # PATH may differ when the run is resumed

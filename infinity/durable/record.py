@@ -1,9 +1,9 @@
-"""The record of a commit: everything of a step that is not in its slots, one small file for each rank.
+"""The record of a commit: all of a step except the states in its slots. One small file per rank.
 
     "INFDUR01" | bytes of the rest, u64 | CRC-32 of the rest, u32 | bytes of the JSON, u32 | JSON | blobs
 
-Numbers are little-endian. The JSON names the bytes of each blob. Commits write two files in turn, so that a record that
-was cut short leaves the one before it.
+Numbers are little-endian. The JSON names the bytes of each blob. Commits alternate between two files, so a
+record that was cut short leaves the previous one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAGIC = b"INFDUR01"
 _HEAD = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 34
-"""Bytes of the largest record that is read: buffers of a model and the client's state."""
+"""Bytes of the largest record that is read. It holds the model's buffers and client_state."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,17 @@ def read_record(path: Path) -> Record | None:
     except OSError as error:
         if error.errno == errno.EINVAL:  # a pipe or a device
             return None
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): check its drive and permissions") from error
     if len(rest) < max(nbytes, _LENGTH.size) or zlib.crc32(rest) != crc32:
         return None
     try:
         return _unpacked(rest)
     except (LookupError, TypeError, ValueError, AttributeError, struct.error):
-        return None  # no record of this version
+        return None  # written by another version
 
 
 def _unpacked(rest: bytes) -> Record:
-    """Return the record of what follows a file's head. Raises errors of many classes."""
+    """Return the record in the bytes after a file's head. Raises errors of many classes."""
     position = _LENGTH.size + _LENGTH.unpack_from(rest)[0]
     content = parse_json(rest[_LENGTH.size : position])
     blobs = {}
@@ -116,7 +116,7 @@ def _unpacked(rest: bytes) -> Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write a record over the one before the last, and wait until it has reached the drive. Raises OSError."""
+    """Overwrite the second-last record with this one and wait until it has reached the drive. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         content = memoryview(record.packed())
@@ -143,7 +143,7 @@ def invalidate(path: Path, *, sync: bool) -> None:
 
 
 def _shortened(steps: list[int]) -> list[int]:
-    """Return [count, number] if all numbers are equal, which they mostly are, else [-1, *numbers]."""
+    """Return [count, number] if all numbers are equal, the usual case, else [-1, *numbers]."""
     return [len(steps), steps[0]] if steps and len(set(steps)) == 1 else [-1, *steps]
 
 

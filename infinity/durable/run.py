@@ -1,4 +1,4 @@
-"""A durable run that this process holds as one rank: which generation it writes, and which commit it may go on from."""
+"""A durable run that this process holds as one rank: the generation that it writes, and the commit that it resumes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Seen:
-    """A generation as one rank sees it: ranks of its run, rank → numbers of its intact records, whether the layout of
-    this rank's states is the present one, and the ranks that have committed and have no intact record.
+    """A generation as one rank sees it.
+
+    ranks: of its run. commits: rank → numbers of its intact records. is_same: True if the layout of this rank's states
+    is the present one. damaged: ranks that have committed and have no intact record.
     """
 
     ranks: int
@@ -55,18 +57,23 @@ class DurableRun:
         source: Source | None,
         record: Record | None,
         lock: files.Lock,
+        manifest: Manifest | None = None,
     ) -> None:
-        """runs: the run's folder in each folder of nvme_path. record: of the commit whose slots the files hold."""
+        """runs: the run's folder in each folder of nvme_path. record: of the commit whose slots the files hold.
+
+        manifest: replaces that of the generation with the first commit; None: the generation has it already.
+        """
         self.runs = list(runs)
         self.rank = rank
         self.generation = generation
         self.source = source
-        """The commit that the run goes on from; None: nothing is committed."""
+        """The commit to resume from; None: nothing is committed."""
         self.record = record
         """This rank's record of the last commit of `generation`; None: it has none."""
         self.is_loaded = False
         """True if the source has been loaded, so that the next commit may follow it."""
         self._lock = lock
+        self._manifest = manifest
 
     @property
     def path(self) -> Path:
@@ -96,7 +103,7 @@ class DurableRun:
         """Raise UsageError if a step would replace a commit that was not loaded."""
         if not self.may_commit:
             raise UsageError(
-                f"{self.path} holds a run that this one would replace. Go on from it with engine.resume(), name "
+                f"{self.path} holds a run that this one would replace. Resume it with engine.resume(), name "
                 "another run (infinity.run), or remove the folder."
             )
 
@@ -106,16 +113,19 @@ class DurableRun:
     def write(self, record: Record) -> None:
         """Write this rank's record of a commit. Raises OSError."""
         folder = self.folders[0]
+        if self._manifest is not None:  # not before: a process that only loads the run must not leave its command
+            _write_manifest(files.manifest_file(folder, self.rank), self._manifest)
+            self._manifest = None
         write_record(files.record_file(folder, self.rank, record.number), record)
         if record.number <= 2:
             files.sync_folder(folder)
         self.record = record
 
     def conclude(self) -> None:
-        """Note that all ranks have this one's last record: remove what it has replaced.
+        """Record that all ranks have the last commit, and remove what it has replaced.
 
-        The record before it is invalidated, since the next updates write its slots. Should the last one be damaged, no
-        older one may be found in its place. A power cut may undo this, so only a second fault would find it.
+        The previous record is invalidated, since the next updates write its slots: if the last record is damaged, the
+        previous one must not be read in its place. A power cut may undo this, so only a second fault is dangerous.
         """
         assert self.record is not None
         invalidate(files.record_file(self.folders[0], self.rank, self.record.number - 1), sync=False)
@@ -151,7 +161,7 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
         runs.append(folder / plan.io.durable.run)
         if len(runs) > 1 and files.is_run(runs[-1]):
             raise StorageError(
-                f"{runs[-1]} is the first folder of a run: name the folders of nvme_path that it was begun with, in "
+                f"{runs[-1]} is the first folder of a run: name the folders in nvme_path that it was begun with, in "
                 "the same order, or another run (infinity.run)"
             )
         files.make_private(runs[-1])
@@ -172,15 +182,18 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
             files.drop_records_after(folder, rank, source.number)
             record = read_record(files.record_file(folder, rank, source.number))
             if record is None or record.number != source.number:
-                raise StorageError(f"{folder} changed while it was opened: start again")
+                raise StorageError(
+                    f"{folder} changed while it was opened, so another process writes it: end that process and restart"
+                )
         else:
             generation = max(numbers, default=0) + 1
             files.check_empty([files.generation_folder(run, generation) for run in runs], rank)
         for run in runs:
             files.make_private(files.generation_folder(run, generation))
-        _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
+        if record is None:
+            _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
         ranks.barrier()  # a rank that fails after this removes the folder if it is empty
-        return DurableRun(runs, rank, generation, source, record, lock)
+        return DurableRun(runs, rank, generation, source, record, lock, None if record is None else manifest)
     except BaseException as error:
         lock.close()
         if isinstance(error, OSError):
@@ -216,14 +229,14 @@ def _check_begun(ranks: int, commits: Mapping[int, set[int]], damaged: set[int],
     if damaged:
         problem = f"the records of rank {', '.join(map(str, sorted(damaged)))} are damaged"
     elif newest and missing:
-        problem = f"the files of rank {', '.join(map(str, missing))} are not on this machine"
+        problem = f"the files of rank {', '.join(map(str, missing))} are missing, or their manifests are damaged"
     elif newest > 1:
         problem = "its ranks have records of different steps"
     else:
         return
     raise CheckpointError(
-        f"{run} holds a run that cannot be gone on from: {problem}. Put the files of all ranks in place, or name "
-        "another run (infinity.run) and load a checkpoint."
+        f"{run} holds a run that cannot be resumed: {problem}. Restore the files of all ranks, or name another run "
+        "(infinity.run) and load a checkpoint."
     )
 
 
@@ -252,7 +265,7 @@ def _ranks_of(generation: files.Generation) -> int:
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace a manifest, of which a kill at any moment leaves the former one or the new one."""
+    """Replace a manifest atomically: a kill at any moment leaves the former one or the new one."""
     part = path.with_suffix(files.PART)
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

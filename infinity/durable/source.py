@@ -1,7 +1,7 @@
-"""The last commit of a durable run as saved states, which any engine of the same model loads.
+"""Loads the last commit of a durable run into any engine of the same model.
 
-Units, tiers, tile size, number of ranks and formats may differ. Each parameter is read by itself, from the slots of all
-ranks that hold a part of it.
+Units, tiers, tile size, number of ranks and formats may differ. Parameters are read one by one, from the slots of all
+ranks that hold a part.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ T = TypeVar("T")
 
 
 class CommittedStates:
-    """The states of a commit. Parameters that are tiles of a tensor are saved by themselves.
+    """The states of a commit. Each tile of a tensor is a parameter of its own.
 
     Client state, buffers and RNG states are this rank's if the number of ranks is that of the commit. Otherwise client
     state and buffers are rank 0's.
     """
 
     def __init__(self, path: Path, folders: Sequence[Path], number: int, rank: int, ranks: int) -> None:
-        """path: of the run. folders: of the generation, in each folder of nvme_path. number: of the commit. rank: the
-        number of this one of `ranks`. Raises CheckpointError if a file of a rank is missing, cut short, or not of the
+        """path: of the run. folders: of the generation, in each folder of nvme_path. number: of the commit. rank: of
+        this process, of `ranks`. Raises CheckpointError if a file of a rank is missing, cut short, or not of the
         commit.
         """
         self.path = path
@@ -59,13 +59,16 @@ class CommittedStates:
         layout = self._manifest.layout
         if layout["model_parallel"] != 1:
             raise CheckpointError(
-                f"{self.path} was written by {layout['model_parallel']} tensor-parallel ranks: go on with the number "
+                f"{self.path} was written by {layout['model_parallel']} tensor-parallel ranks: resume with the number "
                 "of ranks and the settings that wrote it, and save a checkpoint to change them"
             )
         records = {writer: _record(folders[0], writer, number) for writer in range(layout["shards"])}
         self._shards = Shards([_rank_states(folders, writer, record) for writer, record in records.items()])
         if any(_steps(record) != _steps(records[0]) for record in records.values()):
-            raise CheckpointError(f"{folders[0]} has files of different runs: ranks differ in their units or steps")
+            raise CheckpointError(
+                f"{folders[0]} has files of different runs, since ranks differ in their units or steps: copy the files "
+                "of one run to it"
+            )
         own = rank if self._is_same else 0
         self._record = records.get(own) or _record(folders[0], own, number)
         self.index = self._index()
@@ -80,7 +83,7 @@ class CommittedStates:
         if ranks.model.size != 1:
             raise CheckpointError(
                 f"{self.path} was written without tensor parallelism, and this engine has {ranks.model.size} "
-                "tensor-parallel ranks: go on without it, and save a checkpoint to change that"
+                "tensor-parallel ranks: resume without tensor parallelism, and save a checkpoint to change that"
             )
         if verify:
             _together(ranks, lambda: self._verify(self._shards.ranks[ranks.rank :: ranks.size]))
@@ -97,7 +100,7 @@ class CommittedStates:
         try:
             return load_tensors(self._record.blobs[BUFFERS])
         except (SafetensorError, KeyError) as error:
-            raise CheckpointError(f"the buffers of {self.path} cannot be read ({error})") from None
+            raise CheckpointError(f"the buffers of {self.path} cannot be read ({error}): load a checkpoint") from None
 
     def client_state(self) -> dict[str, Any]:
         return rng.unpack(self._record.blobs[CLIENT_STATE], self.path)
@@ -137,7 +140,7 @@ def open_saved(
 ) -> Iterator[SavedStates]:
     """Open the checkpoint directory/tag, or the last commit of the run in `directory`. Collective.
 
-    run: the one that this process holds. Another one is locked until the end of the block. Raises RanksError if the
+    run: the run that this process holds. A different one is locked until the end of the block. Raises RanksError if the
     ranks name different ones, CheckpointError for what is missing or damaged, and StorageError if the run is in use.
     """
     if not any(ranks.gather(files.is_run(Path(directory)))):
@@ -166,7 +169,7 @@ def _manifest(folder: Path, rank: int) -> Manifest:
     if manifest is None:
         raise CheckpointError(
             f"{path} is missing or damaged: the files of all ranks are needed, also those on the drives of other "
-            "machines. Copy them to this folder, or go on with the number of ranks and the settings that wrote them"
+            "machines. Copy them to this folder, or resume with the number of ranks and the settings that wrote them"
         )
     return manifest
 
@@ -175,7 +178,10 @@ def _record(folder: Path, rank: int, number: int) -> Record:
     path = files.record_file(folder, rank, number)
     record = read_record(path)
     if record is None or record.number != number:
-        raise CheckpointError(f"{path} is missing or damaged: it has no record of commit {number}")
+        raise CheckpointError(
+            f"{path} is missing or damaged, so commit {number} cannot be read: restore the files of all ranks, or load "
+            "a checkpoint"
+        )
     return record
 
 
@@ -185,7 +191,7 @@ def _rank_states(folders: Sequence[Path], rank: int, record: Record) -> RankStat
 
 
 def _steps(record: Record) -> tuple[Any, Any]:
-    """Return what the records of all ranks have in common."""
+    """Return the part of a record that is equal on all ranks."""
     return record.progress, record.unit_steps
 
 

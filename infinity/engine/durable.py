@@ -1,4 +1,4 @@
-"""Durable steps of a training engine: commits each step, and goes on from the last commit."""
+"""Durable steps of a training engine: commits each step, and resumes from the last commit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DurableSteps:
         self._device = device
         self._commits = Commits(run, tier, self._memory, self._extents, SideChannel(ranks), device, refused)
         self._generations = [0] * len(store.units)
-        """That of each unit at the last commit; another one tells that an update was started since."""
+        """That of each unit at the last commit; another number means that an update was started since."""
         self._kept: list[Callable[[int], Transfer]] = []
         """Unit → transfer that copies its committed slots, which updates write after the next commit."""
         self._has_begun = False

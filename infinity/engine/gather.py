@@ -63,6 +63,8 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         try:
+            for engine in dict.fromkeys(engine for engine, _ in self._units):
+                _start_updates(engine)
             for engine, unit in self._units:
                 engine.parts.store.hold(unit)
                 self._held.append((engine, unit))
@@ -189,6 +191,12 @@ class _States:
 def _read(engine: BaseEngine, unit: Unit) -> _States:
     engine.settle()
     return _States(engine, unit)
+
+
+def _start_updates(engine: BaseEngine) -> None:
+    """Start the updates that a durable run's last commit waits for, since edits are written after that commit."""
+    if isinstance(engine, TrainingEngine) and engine.updates.durable is not None:
+        engine.parts.store.start_due_updates()
 
 
 def _find(param: Any) -> tuple[BaseEngine, Unit, int] | None:

@@ -1,1 +1,1 @@
-"""Compiled modules: asynchronous file I/O, optimizer steps on CPU and CUDA, and signs of life of a rank."""
+"""Compiled modules: asynchronous file I/O, optimizer steps on CPU and CUDA, and heartbeats of a rank."""

@@ -1,4 +1,4 @@
-"""The campaign: what it draws, that it finds wrong numbers and files left over, and some of its trainings."""
+"""The campaign: its draws, its detection of wrong numbers and left-over files, and some of its trainings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support import room
 
 BENCH = Path(__file__).parents[2] / "bench"
 FOUND = (20, 105, 106, 221, 605, 716, 973)
-"""Numbers of trainings that found faults of the engine, which are mended."""
+"""Numbers of trainings that found faults of the engine, which are fixed."""
 
 
 def first_of(kind: str, ranks: int) -> int:

@@ -155,16 +155,16 @@ def no_folder(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (writable_run, "others may write"),
-        (writable_generation, "others may write"),
-        (writable_manifest, "others may write"),
+        (writable_run, "other users may write"),
+        (writable_generation, "other users may write"),
+        (writable_manifest, "other users may write"),
         (linked_manifest, "is a link"),
         pytest.param(
             of_another_user,
             "belongs to another user",
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
         ),
-        (no_manifest, "no manifest"),
+        (no_manifest, "all manifests in"),
         (no_run, "is not the folder of a durable run"),
         (no_folder, "No such file or directory"),
     ],

@@ -44,8 +44,8 @@ def test_nothing_is_chosen_from_an_empty_folder() -> None:
 @pytest.mark.parametrize(
     ("generation", "problem"),
     [
-        (Seen(2, {0: (5,)}, True), "files of rank 1 are not on this machine"),
-        (Seen(2, {0: (1,)}, True), "files of rank 1 are not on this machine"),
+        (Seen(2, {0: (5,)}, True), "files of rank 1 are missing"),
+        (Seen(2, {0: (1,)}, True), "files of rank 1 are missing"),
         (Seen(2, {0: (5,), 1: (3,)}, True), "records of different steps"),
         (Seen(2, {0: (5,), 1: ()}, True, (1,)), "records of rank 1 are damaged"),
     ],

@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.config import Config
 from infinity.durable import run as durable_run
 from infinity.durable.commits import Commits
 from infinity.durable.folder import is_run
+from infinity.durable.manifest import read_manifest
 from infinity.durable.record import Record, read_record, write_record
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, ChecksumError, ConfigError, StorageError, UsageError
@@ -202,7 +204,7 @@ def test_a_failed_sync_ends_the_run_before_its_step_is_committed(
     engine = open_engine(model(), engine_config(folder=tmp_path, durable=True))
     torch.manual_seed(1)
     losses: list[float] = []
-    with pytest.raises(StorageError, match=r"step 3 could not be committed .* last committed step is step 2"):
+    with pytest.raises(StorageError, match=r"step 3 could not be committed .* last committed step is 2"):
         go_on(engine, 0, STEPS, lambda number: losses.append(number))
     with pytest.raises(UsageError, match="stopped"):
         engine(*batch(0))
@@ -361,6 +363,25 @@ def test_an_edit_that_a_commit_cannot_leave_out_is_refused(tmp_path: Path) -> No
                 parameter.mul_(0.5)
 
 
+def test_gathered_parameters_are_edited_while_updates_are_due(tmp_path: Path) -> None:
+    """The error of a direct edit names this fix."""
+
+    def halve(engine: TrainingEngine) -> None:
+        for parameter in engine.module.parameters():
+            with infinity.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                parameter.mul_(0.5)
+
+    losses = []
+    for durable in (False, True):
+        config = engine_config(folder=tmp_path, durable=durable, clip=0.5, prefetch_bytes=0)
+        with open_engine(model(), config) as engine:
+            torch.manual_seed(1)
+            losses.append(go_on(engine, 0, 3))
+            halve(engine)
+            losses[-1] += go_on(engine, 3, 5)
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("options", [{}, {"update": "after_backward"}], ids=str)
 def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str, Any]) -> None:
     """The loop makes them again when it goes on from the step."""
@@ -440,13 +461,60 @@ def test_a_kill_between_any_two_system_calls_of_the_start(
         shutil.rmtree(each)
 
 
+def commands(folder: Path) -> list[tuple[str, ...]]:
+    manifests = [read_manifest(path) for path in (folder / "run").rglob("*.json")]
+    return [manifest.command for manifest in manifests if manifest is not None]
+
+
+def test_the_command_of_a_run_is_that_of_its_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that only loads the run is not what `infinity resume` executes next."""
+    config = engine_config(folder=tmp_path, durable=True)
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/train", "--first"])
+    with open_engine(model(), config) as engine:
+        go_on(engine, 0, 2)
+    assert commands(tmp_path) == [("/bin/train", "--first")]
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/evaluate"])
+    with open_engine(model(), config) as engine:
+        engine.load_checkpoint(tmp_path / "run")
+    with open_engine(model(), config) as engine:
+        engine.backward(engine(*batch(0)))
+        with pytest.raises(UsageError, match=r"engine\.resume\(\)"):
+            engine.step()
+    assert commands(tmp_path) == [("/bin/train", "--first")]
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/train", "--second"])
+    with open_engine(model(), config) as engine:
+        assert engine.resume() == {"next": 2}
+        go_on(engine, 2, 3)
+    assert commands(tmp_path) == [("/bin/train", "--second")]
+
+
 def test_a_manifest_that_cannot_be_written_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
         go_on(engine, 0, 2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")}
+    rename = Path.rename
 
+    def failing(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/another"])
+    engine = open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    assert engine.resume() == {"next": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(StorageError, match=r"step 3 could not be committed .*Input/output error"), engine:
+            go_on(engine, 2, 4)
+    assert not list(tmp_path.rglob("*.part"))
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")} == before
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 2}
+
+
+def test_a_folder_that_cannot_be_synced_is_an_error_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -455,9 +523,6 @@ def test_a_manifest_that_cannot_be_written_leaves_the_former_one(
         with pytest.raises(StorageError, match=r"the durable run in .*/run cannot be opened: .*Input/output error"):
             open_engine(model(), engine_config(folder=tmp_path, durable=True))
     assert not list(tmp_path.rglob("*.part"))
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")} == before
-    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
-        assert engine.resume() == {"next": 2}
 
 
 def test_a_run_that_was_not_loaded_is_not_replaced(tmp_path: Path) -> None:
@@ -519,6 +584,19 @@ def test_damaged_records_are_refused(tmp_path: Path) -> None:
     last.write_bytes(content)
     with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
         assert engine.resume() == {"next": 3}
+
+
+def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        go_on(engine, 0, 2)
+    manifest = tmp_path / "run" / "0001" / "rank-00000.json"
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:300])
+    with pytest.raises(StorageError, match="0001 has files of a run, but no manifest that can be read"):
+        open_engine(model(), engine_config(folder=tmp_path, durable=True))
+    manifest.write_bytes(content)
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        assert engine.resume() == {"next": 2}
 
 
 def test_a_run_in_use_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from support.models import Stack, seeded, token_batches
 
 SAMPLES = 4
 TIMEOUT = 2
-"""Seconds after which a silent rank is lost. Generous for a busy machine, since signs of life need no GIL."""
+"""Seconds after which a silent rank is lost. Generous for a busy machine, since heartbeats need no GIL."""
 TOO_MUCH = 1 << 50
 """Bytes that no machine has."""
 

@@ -69,7 +69,7 @@ def begun_and_left_behind(rank: int, folder: str, stop: int, **options: Any) -> 
     except StorageError as error:
         assert (str(error).count("another rank") > 0) == (rank == 0), str(error)
         assert f"step {stop} could not be committed" in str(error)
-        assert f"last committed step is step {stop - 1}" in str(error), str(error)
+        assert f"last committed step is {stop - 1}" in str(error), str(error)
         return losses
     finally:
         module.write_record = kept

@@ -34,7 +34,7 @@ def test_every_rank_gets_the_cause(mortal: Group, which: int, how: int, cause: s
 
 
 def test_a_rank_that_holds_the_gil_is_not_lost(pair: Group) -> None:
-    """It sends signs of life without the GIL."""
+    """It sends heartbeats without the GIL."""
     assert pair.run(beat_cases.holds_the_gil) == ["", ""]
 
 
