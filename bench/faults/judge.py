@@ -47,7 +47,10 @@ CAUSES = {
     "cut file at rest": r"short|cut|damaged|has \d",
     "bit flip at rest": r"checksum|damaged",
     "failed sync": r"Input/output error",
-    "memory limit": r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread",
+    "memory limit": (
+        r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread|"
+        r"Resource temporarily unavailable"
+    ),
 }
 """Kind of fault → pattern of the expected error. The other kinds raise no error on the rank itself."""
 _ABORTED = 127
