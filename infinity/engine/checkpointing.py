@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from infinity.checkpoint.background import Saving
 from infinity.checkpoint.format import Index
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.parts import Run
+from infinity.checkpoint.plain import from_plain, to_plain
 from infinity.checkpoint.save import save
 from infinity.durable.record import Progress
 from infinity.durable.source import open_saved
@@ -204,7 +204,10 @@ class CheckpointingEngine(BaseEngine):
         return client_state_of(record, durable.run.path)
 
     def _run_state(self) -> Run:
-        """Return the settings and the progress that a checkpoint saves."""
+        """Return the settings and the progress that a checkpoint saves.
+
+        Raises CheckpointError for a hyper-parameter or a state of the scheduler that cannot be saved.
+        """
         config, scheduler = self.config, self.lr_scheduler
         groups = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
         schedule = None if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
@@ -215,8 +218,8 @@ class CheckpointingEngine(BaseEngine):
             seed=config.infinity.seed,
             global_steps=self.global_steps,
             skipped_steps=self.skipped_steps,
-            param_groups=copy.deepcopy(groups),
-            lr_scheduler=copy.deepcopy(schedule),
+            param_groups=to_plain(groups, "param_groups"),
+            lr_scheduler=to_plain(schedule, "lr_scheduler"),
             loss_scale=self.loss_scale.state_dict() if config.scales_loss else None,
         )
 
@@ -227,10 +230,11 @@ class CheckpointingEngine(BaseEngine):
         """
         self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
         if scheduler and self.lr_scheduler is not None and index.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **index.lr_scheduler})
+            present = self.lr_scheduler.state_dict()
+            self.lr_scheduler.load_state_dict({**present, **from_plain(index.lr_scheduler, present)})
         if not optimizer:
             return
         for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):
-            group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
+            group.update(from_plain(saved_group, {**group, "betas": ()}))
         if index.loss_scale is not None:
             self.loss_scale.load_state_dict(index.loss_scale)
