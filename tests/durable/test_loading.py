@@ -259,3 +259,15 @@ def test_a_striped_run_is_converted(tmp_path: Path) -> None:
 def striped(*folders: Path, **options: Any) -> TrainingEngine:
     chosen = engine_config(folder=folders, bf16=True, micro=BATCH, durable=True, **{"unit_size": 2048, **options})
     return TrainingEngine(seeded(Mixed).bfloat16(), chosen, device=CpuDevice())
+
+
+@pytest.mark.parametrize("layout", [{}, OTHER], ids=["same layout", "other layout"])
+def test_a_buffer_of_another_kind_is_refused(layout: dict[str, Any], run: Path) -> None:
+    """A copy to whole numbers would cut the fraction off."""
+    model = seeded(Mixed, 9).bfloat16()
+    model.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+    refused = pytest.raises(
+        CheckpointError, match=r"its buffer seen is torch\.bfloat16, and the model's is torch\.int64"
+    )
+    with TrainingEngine(model, config(str(run.parent), 1, **layout), device=CpuDevice()) as engine, refused:
+        engine.resume()
