@@ -110,10 +110,16 @@ def last_commit(ranks: int, commits: Mapping[int, Iterable[int]]) -> int:
 
 
 def check_empty(folders: Iterable[Path], rank: int) -> None:
-    """Raise StorageError if a folder of a new generation has this rank's states, of a run that was begun with more
-    folders.
+    """Raise StorageError if a folder of a new generation has this rank's states, of a run whose manifest is damaged or
+    that was begun with more folders.
     """
     for folder in folders:
+        manifest = manifest_file(folder, rank)
+        if manifest.exists():
+            raise StorageError(
+                f"{manifest} is damaged, and the states beside it cannot be read without it: put the whole file in its "
+                "place, or name another run (infinity.run) and load a checkpoint"
+            )
         if any(path.suffix != PART for path in folder.glob(f"rank-{rank:05d}.*")):
             raise StorageError(
                 f"{folder} has files of a run that was begun with other folders: name those in nvme_path, in the same "

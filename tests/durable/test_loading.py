@@ -271,3 +271,10 @@ def test_a_buffer_of_another_kind_is_refused(layout: dict[str, Any], run: Path) 
     )
     with TrainingEngine(model, config(str(run.parent), 1, **layout), device=CpuDevice()) as engine, refused:
         engine.resume()
+
+
+def test_a_damaged_manifest_is_named(run: Path) -> None:
+    (run / "0001" / "rank-00000.json").write_text("{}")
+    for _ in range(2):  # the first attempt changes nothing
+        with pytest.raises(StorageError, match=r"0001/rank-00000\.json is damaged"):
+            opened(str(run.parent), 1)
