@@ -13,7 +13,7 @@ from infinity.checkpoint.parts import Run
 from infinity.checkpoint.plain import from_plain, to_plain
 from infinity.checkpoint.save import save
 from infinity.durable.record import Progress
-from infinity.durable.source import open_saved
+from infinity.durable.source import check_no_run, check_no_tag, open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.durable import DurableSteps, client_state_of, restore_generators
@@ -79,6 +79,7 @@ class CheckpointingEngine(BaseEngine):
         self._check_open()
         self._finish_saving()
         self.settle()
+        check_no_run(self.ranks, directory)
         run, state, durable = self._run_state(), client_state or {}, self.updates.durable
         return save(
             self.parts,
@@ -141,8 +142,8 @@ class CheckpointingEngine(BaseEngine):
         load_lr_scheduler_states: False: keep the present state of the scheduler. load_module_only: load only values of
         parameters and buffers, which begins a new run. Values are those of the fp32 masters.
 
-        The folder of a durable run (infinity.durable) loads its last commit, also in an engine of another run; `tag`
-        is ignored. The loaded states are the first commit of a durable engine, which removes those that another number
+        The folder of a durable run (infinity.durable) loads its last commit, also in an engine of another run, and has
+        no tags. The loaded states are the first commit of a durable engine, which removes those that another number
         of ranks or other units wrote to its own folder. See `resume`.
 
         Raises CheckpointError, before any change, if the checkpoint is missing, damaged or of another model.
@@ -156,6 +157,7 @@ class CheckpointingEngine(BaseEngine):
         if durable is not None:
             durable.wait()
             if optimizer and durable.can_adopt(Path(directory)):
+                check_no_tag(self.ranks, Path(directory), tag)
                 return Path(directory), self._adopt(durable, scheduler=load_lr_scheduler_states, load_rng=load_rng)
         with open_saved(self.ranks, directory, tag, None if durable is None else durable.run) as saved:
             loading = Loading(

@@ -261,6 +261,17 @@ def striped(*folders: Path, **options: Any) -> TrainingEngine:
     return TrainingEngine(seeded(Mixed).bfloat16(), chosen, device=CpuDevice())
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["its own engine", "another engine"])
+def test_a_tag_in_the_folder_of_a_run_is_refused(own: bool, run: Path) -> None:
+    """The last commit is not the checkpoint that the tag asks for."""
+    with opened(str(run.parent), 1, seed=9, durable=own) as engine:
+        with pytest.raises(CheckpointError, match="last commit and no checkpoint 'global_step1': leave out the tag"):
+            engine.load_checkpoint(run, tag="global_step1")
+        assert engine.global_steps == 0
+        engine.load_checkpoint(run)
+        assert engine.global_steps == STEPS
+
+
 @pytest.mark.parametrize("layout", [{}, OTHER], ids=["same layout", "other layout"])
 def test_a_buffer_of_another_kind_is_refused(layout: dict[str, Any], run: Path) -> None:
     """A copy to whole numbers would cut the fraction off."""

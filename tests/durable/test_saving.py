@@ -210,6 +210,34 @@ def test_a_run_that_is_not_loaded_is_not_saved(tmp_path: Path) -> None:
         assert read_index(path).global_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("directory", "tag"), [("", "run"), ("run", "0001"), ("run", None), ("0", "data"), ("0", "file")]
+)
+def test_a_save_replaces_no_run_and_no_data(directory: str, tag: str | None, tmp_path: Path) -> None:
+    (tmp_path / "0" / "data").mkdir(parents=True)
+    (tmp_path / "0" / "data" / "text").write_text("kept")
+    (tmp_path / "0" / "file").write_text("kept")
+    with opened(str(tmp_path), 1) as engine:
+        train(engine, range(STEPS))
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CheckpointError, match=r"is no checkpoint, which the save would delete|of a durable run"):
+            engine.save_checkpoint(tmp_path / directory, tag=tag)
+        assert sorted(tmp_path.rglob("*")) == before
+        losses = train(engine, range(STEPS, STEPS + 2))
+        assert all(loss == loss for loss in losses)
+    with opened(str(tmp_path), 1, seed=9) as engine:
+        assert engine.resume() == {"next": STEPS + 2}
+
+
+def test_a_save_replaces_a_checkpoint_and_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "tag").mkdir(parents=True)
+    with opened(str(tmp_path), 1) as engine:
+        for step in range(2):
+            train(engine, range(step, step + 1))
+            path = engine.save_checkpoint(tmp_path / "saved", tag="tag")
+            assert read_index(path).global_steps == step + 1
+
+
 @pytest.mark.parametrize("device", ["nvme", "cpu"])
 def test_a_resumed_run_is_copied_before_its_first_step(device: str, tmp_path: Path) -> None:
     with opened(str(tmp_path), 1, device=device) as engine:
