@@ -24,6 +24,7 @@ class Writer:
     """Writes directory/tag. `finish` publishes it; until then, `remove` deletes all of it."""
 
     def __init__(self, directory: Path, tag: str) -> None:
+        directory = directory.absolute()  # since the script may change its working directory during a save
         self.whole = False
         self._files: dict[str, FileRecord] = {}
         self._piecewise: dict[str, PiecewiseFile] = {}

@@ -238,6 +238,32 @@ def test_a_save_replaces_a_checkpoint_and_an_empty_folder(tmp_path: Path) -> Non
             assert read_index(path).global_steps == step + 1
 
 
+def test_paths_stay_when_the_working_directory_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of later commits, and the files of a save in the background, belong to the paths as they were given."""
+    for folder in ("nvme", "elsewhere/nvme/run/0001", "elsewhere/saved"):
+        (tmp_path / folder).mkdir(parents=True)
+    moved, clone = threading.Event(), committed.clone_range
+
+    def late(*arguments: int) -> None:
+        assert moved.wait(60)
+        clone(*arguments)
+
+    monkeypatch.setattr(committed, "clone_range", late)
+    monkeypatch.chdir(tmp_path)
+    with opened("nvme", 1) as engine:
+        train(engine, range(STEPS))
+        engine.save_checkpoint("saved", background=True)
+        os.chdir("elsewhere")
+        moved.set()
+        assert engine.saving is not None
+        engine.saving.wait()
+        train(engine, range(STEPS, STEPS + 3))
+    assert not [path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()]
+    assert is_copied(tmp_path / "saved" / f"global_step{STEPS}")
+    with opened(str(tmp_path / "nvme"), 1, seed=9) as engine:
+        assert engine.resume() == {"next": STEPS + 3}
+
+
 @pytest.mark.parametrize("device", ["nvme", "cpu"])
 def test_a_resumed_run_is_copied_before_its_first_step(device: str, tmp_path: Path) -> None:
     with opened(str(tmp_path), 1, device=device) as engine:
