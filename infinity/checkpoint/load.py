@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +96,32 @@ class Loading:
             rng.restore_states(self._generators, self._parts.device.torch_device)
 
 
-def load_parameters(parts: ModelParts, model: nn.Module, saved: SavedStates, *, verify: bool) -> dict[str, Any]:
+def load_parameters(
+    parts: ModelParts,
+    model: nn.Module,
+    saved: SavedStates,
+    replacing: AbstractContextManager[None],
+    *,
+    verify: bool,
+) -> dict[str, Any]:
     """Load parameters and buffers only, cast to the dtypes of the units. Return the client_state.
 
-    verify: first compare all files with their checksums. Raises CheckpointError before any change.
+    replacing: entered before the first change. verify: first compare all files with their checksums. Raises
+    CheckpointError before any change.
     """
     pieces = saved.pieces(parts.units, model)
     _check_parameters(parts.units, pieces, saved.index, saved.path, trained=False)
     saved.check(parts.ranks, verify=verify)
     buffers = match_buffers(model, saved.buffers(), saved.path)
     client_state = saved.client_state()
-    for unit in parts.units:
-        parts.states.write(unit.layout, {"param": _read_parameters(parts, saved, pieces, unit)})
-        return_freed_memory()
-        parts.store.rewritten(unit)
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    parts.ranks.barrier()
+    with replacing:
+        for unit in parts.units:
+            parts.states.write(unit.layout, {"param": _read_parameters(parts, saved, pieces, unit)})
+            return_freed_memory()
+            parts.store.rewritten(unit)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        parts.ranks.barrier()
     return client_state
 
 

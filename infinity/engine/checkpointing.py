@@ -171,10 +171,11 @@ class CheckpointingEngine(BaseEngine):
                 strict=load_module_strict,
             )
             self._abandon_step()
-            loading.apply()
-        if not load_module_only:
-            self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
-        loading.restore_rng()
+            with self._replacing(saved.path):
+                loading.apply()
+                if not load_module_only:
+                    self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
+                loading.restore_rng()
         if durable is not None:
             with self._failing():
                 durable.commit_loaded(saved.path, self._run_state(), self.module, loading.client_state)

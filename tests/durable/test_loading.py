@@ -10,6 +10,7 @@ import torch
 
 import infinity.nn
 from durable.conversion_cases import BATCH, WIDTH, Mixed, config, everything, opened, train
+from infinity.checkpoint.rank_states import Shards
 from infinity.durable.folder import manifest_file, read_generations, record_file
 from infinity.durable.manifest import read_manifest
 from infinity.durable.record import read_record
@@ -289,3 +290,45 @@ def test_a_damaged_manifest_is_named(run: Path) -> None:
     for _ in range(2):  # the first attempt changes nothing
         with pytest.raises(StorageError, match=r"0001/rank-00000\.json is damaged"):
             opened(str(run.parent), 1)
+
+
+@pytest.mark.parametrize("source", ["run", "saved"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), CheckpointError("it was cut short")], ids=str)
+def test_a_load_that_fails_midway_leaves_no_mixed_states(
+    error: Exception, source: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine stops, and commits none of them."""
+    read, calls = Shards.read, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 8:
+            raise error
+        return read(*arguments)
+
+    (tmp_path / "other").mkdir()
+    with opened(str(tmp_path / "other"), 1, seed=7) as engine:
+        train(engine, range(2))
+        before = everything(engine)
+        monkeypatch.setattr(Shards, "read", failing)
+        with pytest.raises(type(error)):
+            engine.load_checkpoint(tmp_path / source, verify=False)
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match=r"the engine stopped \(a load of .* failed when some states had been"):
+            train(engine, range(2, 3))
+    with opened(str(tmp_path / "other"), 1, seed=9) as engine:
+        engine.resume()
+        assert_same(everything(engine), before)
+
+
+def test_parameters_of_a_load_that_fails_midway_are_not_used(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> None:
+        raise CheckpointError("it was cut short")
+
+    monkeypatch.setattr(Shards, "read", failing)
+    model = seeded(Mixed, 9).bfloat16()
+    with InferenceEngine(model, config(str(run.parent), 1, durable=False), device=CpuDevice()) as engine:
+        with pytest.raises(CheckpointError, match="cut short"):
+            engine.load_checkpoint(run.parent / "saved")
+        with pytest.raises(UsageError, match="the engine stopped"):
+            engine(torch.ones(2, WIDTH, dtype=torch.bfloat16))
