@@ -581,3 +581,16 @@ def test_a_checkpoint_shares_the_bytes_of_the_run(sharing: Path) -> None:
         assert used(sharing) - before > nbytes // 2
         engine.load_checkpoint(sharing / "saved")
         assert_same(everything(engine), expected)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_zero_to_fp32_finds_an_altered_byte(durable: bool, tmp_path: Path) -> None:
+    with opened(str(tmp_path), 1, durable=durable) as engine:
+        train(engine, range(STEPS))
+        path = engine.save_checkpoint(tmp_path / "saved")
+    states = path / ("states-00000.bin" if durable else "unit-00001.safetensors")
+    content = bytearray(states.read_bytes())
+    content[-5000] ^= 1
+    states.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{states.name} was altered since it was written"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
