@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Loading:
             _check_blocks(self._pieces, self.index, folder)
         self._optimizer = optimizer
         saved.check(parts.ranks, verify=verify)
-        self._buffers = _buffers(model, saved)
+        self._buffers = match_buffers(model, saved.buffers(), saved.path)
         self.client_state = saved.client_state()
         self._generators = saved.generators(parts.ranks) if load_rng else None
         self._parts, self._run = parts, run
@@ -95,23 +96,32 @@ class Loading:
             rng.restore_states(self._generators, self._parts.device.torch_device)
 
 
-def load_parameters(parts: ModelParts, model: nn.Module, saved: SavedStates, *, verify: bool) -> dict[str, Any]:
+def load_parameters(
+    parts: ModelParts,
+    model: nn.Module,
+    saved: SavedStates,
+    replacing: AbstractContextManager[None],
+    *,
+    verify: bool,
+) -> dict[str, Any]:
     """Load parameters and buffers only, cast to the dtypes of the units. Return the client_state.
 
-    verify: first compare all files with their checksums. Raises CheckpointError before any change.
+    replacing: entered before the first change. verify: first compare all files with their checksums. Raises
+    CheckpointError before any change.
     """
     pieces = saved.pieces(parts.units, model)
     _check_parameters(parts.units, pieces, saved.index, saved.path, trained=False)
     saved.check(parts.ranks, verify=verify)
-    buffers = _buffers(model, saved)
+    buffers = match_buffers(model, saved.buffers(), saved.path)
     client_state = saved.client_state()
-    for unit in parts.units:
-        parts.states.write(unit.layout, {"param": _read_parameters(parts, saved, pieces, unit)})
-        return_freed_memory()
-        parts.store.rewritten(unit)
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    parts.ranks.barrier()
+    with replacing:
+        for unit in parts.units:
+            parts.states.write(unit.layout, {"param": _read_parameters(parts, saved, pieces, unit)})
+            return_freed_memory()
+            parts.store.rewritten(unit)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        parts.ranks.barrier()
     return client_state
 
 
@@ -181,16 +191,21 @@ def _check_blocks(pieces: PieceOf, index: Index, folder: Path) -> None:
                 )
 
 
-def _buffers(model: nn.Module, saved: SavedStates) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs (buffer of the model, saved value). Raises CheckpointError if names or shapes differ."""
-    values, buffers = saved.buffers(), persistent_buffers(model)
+def match_buffers(
+    model: nn.Module, values: Mapping[str, torch.Tensor], path: Path
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs (buffer of the model, saved value). path: of the saved states, for messages.
+
+    Raises CheckpointError if names or shapes differ, or if only one of both is of floating point.
+    """
+    buffers = persistent_buffers(model)
     if {name: value.shape for name, value in values.items()} != {name: value.shape for name, value in buffers.items()}:
-        raise CheckpointError(f"{saved.path} is a checkpoint of another model: its buffers have other names or shapes")
+        raise CheckpointError(f"{path} was saved from another model: its buffers have other names or shapes")
     for name, value in values.items():
         if value.is_floating_point() != buffers[name].is_floating_point():
             raise CheckpointError(
-                f"{saved.path} is a checkpoint of another model: its buffer {name} is {value.dtype}, and the model's "
-                f"is {buffers[name].dtype}"
+                f"{path} was saved from another model: its buffer {name} is {value.dtype}, and the model's is "
+                f"{buffers[name].dtype}"
             )
     return [(buffers[name], value) for name, value in values.items()]
 

@@ -14,6 +14,8 @@ from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError
 from infinity.inputs import open_input
 
+_FIX = "Use another checkpoint, or pass verify=False to load it at your own risk."
+
 
 def check_files(index: Index, folder: Path) -> None:
     """Raise CheckpointError if a file is missing, lies elsewhere, has another size, or lacks tensors of the index."""
@@ -55,8 +57,8 @@ def check_files(index: Index, folder: Path) -> None:
             ) from None
 
 
-def check_contents(index: Index, folder: Path, ranks: Communicator | None = None) -> None:
-    """Raise CheckpointError if a file's content differs from its checksum.
+def check_contents(index: Index, folder: Path, ranks: Communicator | None = None, *, fix: str = _FIX) -> None:
+    """Raise CheckpointError, which ends with `fix`, if a file's content differs from its checksum.
 
     ranks: share the work; the call is collective then, and all ranks raise. Checkpoints before version 3 have no
     checksums.
@@ -68,7 +70,7 @@ def check_contents(index: Index, folder: Path, ranks: Communicator | None = None
     if ranks is not None and ranks.sum(float(bool(problem))):
         problem = problem or f"files of {folder} are damaged: see the error of another rank"
     if problem:
-        raise CheckpointError(f"{problem}. Use another checkpoint, or pass verify=False to load it at your own risk.")
+        raise CheckpointError(f"{problem}. {fix}")
 
 
 def _problem(index: Index, folder: Path, file: str) -> str:

@@ -24,6 +24,7 @@ class Writer:
     """Writes directory/tag. `finish` publishes it; until then, `remove` deletes all of it."""
 
     def __init__(self, directory: Path, tag: str) -> None:
+        directory = directory.absolute()  # since the script may change its working directory during a save
         self.whole = False
         self._files: dict[str, FileRecord] = {}
         self._piecewise: dict[str, PiecewiseFile] = {}
@@ -37,7 +38,11 @@ class Writer:
         return self._partial
 
     def open(self) -> None:
-        """Create the hidden folder, and remove leftovers of killed saves."""
+        """Create the hidden folder, and remove leftovers of killed saves.
+
+        Raises CheckpointError if the checkpoint would replace something else, such as a folder of data.
+        """
+        _check_replaced(self._target)
         _remove_stale(self._target.parent)
         self.remove()
         parent = self._partial.parent
@@ -113,6 +118,18 @@ class Writer:
         if self._replaced.is_symlink():
             self._replaced.unlink()
         shutil.rmtree(self._replaced, ignore_errors=True)
+
+
+def _check_replaced(target: Path) -> None:
+    """Raise CheckpointError if `target` has another content than a checkpoint, which a save would delete."""
+    if target.is_symlink() or not target.exists():
+        return
+    if not target.is_dir() or (any(target.iterdir()) and not (target / INDEX).exists()):
+        kind = "folder" if target.is_dir() else "file"
+        raise CheckpointError(
+            f"{target} is a {kind} that is no checkpoint, which the save would delete: pass another directory or tag, "
+            "or remove it"
+        )
 
 
 def _remove_stale(directory: Path) -> None:

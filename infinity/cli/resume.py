@@ -32,6 +32,7 @@ def run(folder: Path, check: bool, as_json: bool) -> None:
         _show(found, as_json=as_json)
         raise typer.Exit(0 if found.is_intact else FAILED)
     with one_line_errors():
+        _check_place(found, folder)
         _execute(found)
 
 
@@ -53,6 +54,21 @@ def _show(found: Condition, *, as_json: bool) -> None:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _check_place(found: Condition, folder: Path) -> None:
+    """Fail for a copy of a run, since the command trains the folder that was copied."""
+    try:
+        is_copy = bool(found.written_in) and not os.path.samefile(found.written_in, folder)
+    except OSError:
+        is_copy = True
+    if is_copy:
+        where = printable(found.written_in)
+        fail(
+            f"{folder} is a copy of a run in {where}, which its command trains: move it there, or start the command "
+            "with a config that names the copy (nvme_path, infinity.run)",
+            USAGE,
+        )
 
 
 def _execute(found: Condition) -> None:

@@ -37,6 +37,8 @@ class Condition:
     """The command line of the process that made the last commit."""
     folder: str
     """Its working directory."""
+    written_in: str
+    """Path of the run's folder when it was trained, which the command trains again; empty if it is not recorded."""
 
     @property
     def is_intact(self) -> bool:
@@ -98,7 +100,16 @@ def condition(held: Path, run: Path) -> Condition:
             own = generation.manifests[rank]
             faults += [f"rank {rank}: {fault}" for fault in _faults(held, own, generation.number, rank, number, record)]
     absent = tuple(rank for rank in range(manifest.ranks) if rank not in there)
-    return Condition(run.name, step, manifest.ranks, absent, tuple(faults), manifest.command, manifest.folder)
+    return Condition(
+        run=run.name,
+        step=step,
+        ranks=manifest.ranks,
+        absent=absent,
+        faults=tuple(faults),
+        command=manifest.command,
+        folder=manifest.folder,
+        written_in=next(iter(manifest.runs), ""),
+    )
 
 
 def _last_commit(generation: files.Generation) -> int:

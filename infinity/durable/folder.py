@@ -110,15 +110,20 @@ def last_commit(ranks: int, commits: Mapping[int, Iterable[int]]) -> int:
 
 
 def check_empty(folders: Iterable[Path], rank: int) -> None:
-    """Raise StorageError if a folder of a new generation has files of this rank: the run was begun with other
-    folders, or its manifest is damaged.
+    """Raise StorageError if a folder of a new generation has files of this rank: its manifest is damaged, or the run
+    was begun with other folders.
     """
     for folder in folders:
+        manifest = manifest_file(folder, rank)
+        if manifest.exists():
+            raise StorageError(
+                f"{manifest} is damaged, and the states beside it cannot be read without it: put the whole file in its "
+                "place, or name another run (infinity.run) and load a checkpoint"
+            )
         if any(path.suffix != PART for path in folder.glob(f"rank-{rank:05d}.*")):
             raise StorageError(
-                f"{folder} has files of a run, but no manifest that can be read. Name the folders in nvme_path that "
-                "the run was begun with, in the same order. If the manifest is damaged, name another run "
-                "(infinity.run)."
+                f"{folder} has files of a run, but no manifest. Name the folders in nvme_path that the run was begun "
+                "with, in the same order, or another run (infinity.run)."
             )
 
 

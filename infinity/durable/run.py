@@ -158,7 +158,7 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
     runs = []
     for folder in plan.io.folders:
         check_folder(folder)
-        runs.append(folder / plan.io.durable.run)
+        runs.append(folder.absolute() / plan.io.durable.run)  # since the script may change its working directory
         if len(runs) > 1 and files.is_run(runs[-1]):
             raise StorageError(
                 f"{runs[-1]} is the first folder of a run: name the folders in nvme_path that it was begun with, in "

@@ -141,12 +141,14 @@ def open_saved(
     """Open the checkpoint directory/tag, or the last commit of the run in `directory`. Collective.
 
     run: the run that this process holds. A different one is locked until the end of the block. Raises RanksError if the
-    ranks name different ones, CheckpointError for what is missing or damaged, and StorageError if the run is in use.
+    ranks name different ones, CheckpointError for what is missing or damaged and for a tag in the folder of a run, and
+    StorageError if the run is in use.
     """
-    if not any(ranks.gather(files.is_run(Path(directory)))):
+    if not _is_run(ranks, directory):
         yield CheckpointFolder(folder_of(ranks, directory, tag))
         return
     path = run_of(ranks, directory)
+    check_no_tag(ranks, path, tag)
     with ExitStack() as stack:
         source: Source | None = None
         if run is not None and run.holds(path):
@@ -161,6 +163,29 @@ def open_saved(
         folders = [files.generation_folder(each, generation) for each in runs]
         rank, size = ranks.model.number * ranks.size + ranks.rank, ranks.size * ranks.model.size
         yield _together(ranks, lambda: CommittedStates(path, folders, number, rank, size))
+
+
+def check_no_tag(ranks: Communicator, run: Path, tag: str | None) -> None:
+    """Raise CheckpointError if a rank asks for a checkpoint `tag` in the folder of a run. Collective."""
+    tags = sorted({each for each in ranks.gather(tag) if each is not None})
+    if tags:
+        raise CheckpointError(
+            f"{run} is the folder of a durable run, which has its last commit and no checkpoint {tags[0]!r}: leave out "
+            "the tag to load the commit, or pass the directory of the checkpoint"
+        )
+
+
+def check_no_run(ranks: Communicator, directory: str | Path) -> None:
+    """Raise CheckpointError if `directory`, of checkpoints to write, is the folder of a run. Collective."""
+    if _is_run(ranks, directory):
+        raise CheckpointError(
+            f"{directory} is the folder of a durable run, which load_checkpoint() takes for its last commit: save "
+            "checkpoints to another directory"
+        )
+
+
+def _is_run(ranks: Communicator, directory: str | Path) -> bool:
+    return any(ranks.gather(files.is_run(Path(directory))))
 
 
 def _manifest(folder: Path, rank: int) -> Manifest:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -251,6 +252,16 @@ class BaseEngine(ABC):
             yield
         except (OSError, ForcedInterrupt, RanksError, StorageError) as error:
             self._broken = str(error)
+            raise
+
+    @contextmanager
+    def _replacing(self, path: Path) -> Iterator[None]:
+        """Stop the engine if the block, which loads states from `path`, ends early: some may be replaced then."""
+        try:
+            yield
+        except BaseException as error:
+            reason = str(error) or type(error).__name__
+            self._broken = f"a load of {path} failed when some states had been replaced: {reason}"
             raise
 
     @eager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from infinity.checkpoint.background import Saving
 from infinity.checkpoint.format import Index
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.parts import Run
+from infinity.checkpoint.plain import from_plain, to_plain
 from infinity.checkpoint.save import save
 from infinity.durable.record import Progress
-from infinity.durable.source import open_saved
+from infinity.durable.source import check_no_run, check_no_tag, open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.durable import DurableSteps, client_state_of, restore_generators
@@ -79,6 +79,7 @@ class CheckpointingEngine(BaseEngine):
         self._check_open()
         self._finish_saving()
         self.settle()
+        check_no_run(self.ranks, directory)
         run, state, durable = self._run_state(), client_state or {}, self.updates.durable
         return save(
             self.parts,
@@ -141,8 +142,8 @@ class CheckpointingEngine(BaseEngine):
         load_lr_scheduler_states: False: keep the present state of the scheduler. load_module_only: load only values of
         parameters and buffers, which begins a new run. Values are those of the fp32 masters.
 
-        The folder of a durable run (infinity.durable) loads its last commit, also in an engine of another run; `tag`
-        is ignored. The loaded states are the first commit of a durable engine, which removes those that another number
+        The folder of a durable run (infinity.durable) loads its last commit, also in an engine of another run, and has
+        no tags. The loaded states are the first commit of a durable engine, which removes those that another number
         of ranks or other units wrote to its own folder. See `resume`.
 
         Raises CheckpointError, before any change, if the checkpoint is missing, damaged or of another model.
@@ -156,6 +157,7 @@ class CheckpointingEngine(BaseEngine):
         if durable is not None:
             durable.wait()
             if optimizer and durable.can_adopt(Path(directory)):
+                check_no_tag(self.ranks, Path(directory), tag)
                 return Path(directory), self._adopt(durable, scheduler=load_lr_scheduler_states, load_rng=load_rng)
         with open_saved(self.ranks, directory, tag, None if durable is None else durable.run) as saved:
             loading = Loading(
@@ -169,10 +171,11 @@ class CheckpointingEngine(BaseEngine):
                 strict=load_module_strict,
             )
             self._abandon_step()
-            loading.apply()
-        if not load_module_only:
-            self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
-        loading.restore_rng()
+            with self._replacing(saved.path):
+                loading.apply()
+                if not load_module_only:
+                    self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
+                loading.restore_rng()
         if durable is not None:
             with self._failing():
                 durable.commit_loaded(saved.path, self._run_state(), self.module, loading.client_state)
@@ -204,7 +207,10 @@ class CheckpointingEngine(BaseEngine):
         return client_state_of(record, durable.run.path)
 
     def _run_state(self) -> Run:
-        """Return the settings and the progress that a checkpoint saves."""
+        """Return the settings and the progress that a checkpoint saves.
+
+        Raises CheckpointError for a hyper-parameter or a state of the scheduler that cannot be saved.
+        """
         config, scheduler = self.config, self.lr_scheduler
         groups = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
         schedule = None if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
@@ -215,8 +221,8 @@ class CheckpointingEngine(BaseEngine):
             seed=config.infinity.seed,
             global_steps=self.global_steps,
             skipped_steps=self.skipped_steps,
-            param_groups=copy.deepcopy(groups),
-            lr_scheduler=copy.deepcopy(schedule),
+            param_groups=to_plain(groups, "param_groups"),
+            lr_scheduler=to_plain(schedule, "lr_scheduler"),
             loss_scale=self.loss_scale.state_dict() if config.scales_loss else None,
         )
 
@@ -227,10 +233,11 @@ class CheckpointingEngine(BaseEngine):
         """
         self.global_steps, self.skipped_steps = index.global_steps, index.skipped_steps
         if scheduler and self.lr_scheduler is not None and index.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **index.lr_scheduler})
+            present = self.lr_scheduler.state_dict()
+            self.lr_scheduler.load_state_dict({**present, **from_plain(index.lr_scheduler, present)})
         if not optimizer:
             return
         for group, saved_group in zip(self.optimizer.param_groups, index.param_groups, strict=False):
-            group.update({name: tuple(v) if name == "betas" else v for name, v in saved_group.items()})
+            group.update(from_plain(saved_group, {**group, "betas": ()}))
         if index.loss_scale is not None:
             self.loss_scale.load_state_dict(index.loss_scale)

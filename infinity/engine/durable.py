@@ -16,6 +16,7 @@ from torch import nn
 from infinity.checkpoint import rng
 from infinity.checkpoint.committed import Committed
 from infinity.checkpoint.format import persistent_buffers
+from infinity.checkpoint.load import match_buffers
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.rank_states import RankStates
 from infinity.checkpoint.save import pack_client_state
@@ -184,9 +185,7 @@ class DurableSteps:
         """
         record = self.run.record
         assert record is not None
-        saved, buffers = load_tensors(record.blobs[BUFFERS]), persistent_buffers(model)
-        if {name: value.shape for name, value in saved.items()} != {name: b.shape for name, b in buffers.items()}:
-            raise CheckpointError(f"{self.run.path} is a run of another model: its buffers have other names or shapes")
+        buffers = match_buffers(model, load_tensors(record.blobs[BUFFERS]), self.run.path)
         self._tier.adopt(record.slots, [each.first for each in self._extents])
         reading = [
             self._tier.read(each.first, self._memory[each.working.tier].memory(each.working))
@@ -202,8 +201,8 @@ class DurableSteps:
             unit.steps = list(steps)
             unit.snapshot_read = DONE
             self._store.rewritten(unit)
-        for name, value in saved.items():
-            buffers[name].copy_(value)
+        for buffer, value in buffers:
+            buffer.copy_(value)
         return record
 
     def closers(self) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -83,7 +83,8 @@ class InferenceEngine(BaseEngine):
         """
         self.settle()
         with open_saved(self.ranks, directory, tag) as saved, self._failing():
-            return saved.path, load_parameters(self.parts, self.module, saved, verify=verify)
+            replacing = self._replacing(saved.path)
+            return saved.path, load_parameters(self.parts, self.module, saved, replacing, verify=verify)
 
     # -- calls of training engines -------------------------------------------------------------------------------------
 

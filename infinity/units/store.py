@@ -347,15 +347,17 @@ class UnitStore:
             return  # the update starts from the buffer, and there is no other copy of the values
         layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
         edited = self._edits.start(unit)
+        later = later and not in_tier and not self._device.host_addressable
 
         def take() -> None:
             if edited():
-                self._await_snapshot(unit)
+                if not later:  # the job has waited for its gate; the present snapshot may be a commit that waits for it
+                    self._await_snapshot(unit)
                 self._states.sync_masters_from_edit(layout, shard)
                 if in_tier:
                     self._states.write_back(layout, shard).wait()
 
-        if later and not in_tier and not self._device.host_addressable:
+        if later:
             job.prepare, job.checked = take, edited.copied
         else:
             take()

@@ -189,7 +189,7 @@ def test_a_run_in_use_is_refused(run: Path) -> None:
 def recorded(run: Path, **changes: Any) -> None:
     manifest = read_manifest(run / MANIFEST)
     assert manifest is not None
-    (run / MANIFEST).write_text(replace(manifest, **changes).to_json())
+    (run / MANIFEST).write_text(replace(manifest, **{"runs": (str(run),), **changes}).to_json())
 
 
 def test_the_command_is_printed_and_executed_in_its_folder(
@@ -204,6 +204,30 @@ def test_the_command_is_printed_and_executed_in_its_folder(
     result = invoke(run)
     assert executed == [(sys.executable, command, "/")]
     assert "note: in /: " in result.stderr and "'two words'" in result.stderr and "\x1b" not in result.stderr
+
+
+@pytest.mark.parametrize("original", ["", "nowhere"], ids=["a copy", "moved"])
+def test_a_copy_is_not_resumed_in_place_of_its_original(
+    original: str, run: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command would train the original, or start anew if that is gone."""
+    monkeypatch.setattr(resume.os, "execv", lambda *_: pytest.fail("a command was executed"))
+    recorded(run, runs=(str(trained / original),))
+    result = invoke(run)
+    assert result.exit_code == 2
+    assert f"{run} is a copy of a run in {trained / original}" in " ".join(result.stderr.split())
+    assert checked(run)[0] == 0
+
+
+def test_a_run_is_resumed_by_another_path(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setattr(resume.os, "execv", lambda *command: executed.append(command))
+    (tmp_path / "drive").symlink_to(tmp_path)
+    recorded(run, runs=(str(tmp_path / "drive" / "small"),))
+    invoke(run)
+    assert len(executed) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 import infinity.nn
 from durable.conversion_cases import BATCH, WIDTH, Mixed, config, everything, opened, train
+from infinity.checkpoint.rank_states import Shards
 from infinity.durable.folder import manifest_file, read_generations, record_file
 from infinity.durable.manifest import read_manifest
 from infinity.durable.record import read_record
@@ -259,3 +260,75 @@ def test_a_striped_run_is_converted(tmp_path: Path) -> None:
 def striped(*folders: Path, **options: Any) -> TrainingEngine:
     chosen = engine_config(folder=folders, bf16=True, micro=BATCH, durable=True, **{"unit_size": 2048, **options})
     return TrainingEngine(seeded(Mixed).bfloat16(), chosen, device=CpuDevice())
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own engine", "another engine"])
+def test_a_tag_in_the_folder_of_a_run_is_refused(own: bool, run: Path) -> None:
+    """The last commit is not the checkpoint that the tag asks for."""
+    with opened(str(run.parent), 1, seed=9, durable=own) as engine:
+        with pytest.raises(CheckpointError, match="last commit and no checkpoint 'global_step1': leave out the tag"):
+            engine.load_checkpoint(run, tag="global_step1")
+        assert engine.global_steps == 0
+        engine.load_checkpoint(run)
+        assert engine.global_steps == STEPS
+
+
+@pytest.mark.parametrize("layout", [{}, OTHER], ids=["same layout", "other layout"])
+def test_a_buffer_of_another_kind_is_refused(layout: dict[str, Any], run: Path) -> None:
+    """A copy to whole numbers would cut the fraction off."""
+    model = seeded(Mixed, 9).bfloat16()
+    model.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+    refused = pytest.raises(
+        CheckpointError, match=r"its buffer seen is torch\.bfloat16, and the model's is torch\.int64"
+    )
+    with TrainingEngine(model, config(str(run.parent), 1, **layout), device=CpuDevice()) as engine, refused:
+        engine.resume()
+
+
+def test_a_damaged_manifest_is_named(run: Path) -> None:
+    (run / "0001" / "rank-00000.json").write_text("{}")
+    for _ in range(2):  # the first attempt changes nothing
+        with pytest.raises(StorageError, match=r"0001/rank-00000\.json is damaged"):
+            opened(str(run.parent), 1)
+
+
+@pytest.mark.parametrize("source", ["run", "saved"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), CheckpointError("it was cut short")], ids=str)
+def test_a_load_that_fails_midway_leaves_no_mixed_states(
+    error: Exception, source: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine stops, and commits none of them."""
+    read, calls = Shards.read, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 8:
+            raise error
+        return read(*arguments)
+
+    (tmp_path / "other").mkdir()
+    with opened(str(tmp_path / "other"), 1, seed=7) as engine:
+        train(engine, range(2))
+        before = everything(engine)
+        monkeypatch.setattr(Shards, "read", failing)
+        with pytest.raises(type(error)):
+            engine.load_checkpoint(tmp_path / source, verify=False)
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match=r"the engine stopped \(a load of .* failed when some states had been"):
+            train(engine, range(2, 3))
+    with opened(str(tmp_path / "other"), 1, seed=9) as engine:
+        engine.resume()
+        assert_same(everything(engine), before)
+
+
+def test_parameters_of_a_load_that_fails_midway_are_not_used(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> None:
+        raise CheckpointError("it was cut short")
+
+    monkeypatch.setattr(Shards, "read", failing)
+    model = seeded(Mixed, 9).bfloat16()
+    with InferenceEngine(model, config(str(run.parent), 1, durable=False), device=CpuDevice()) as engine:
+        with pytest.raises(CheckpointError, match="cut short"):
+            engine.load_checkpoint(run.parent / "saved")
+        with pytest.raises(UsageError, match="the engine stopped"):
+            engine(torch.ones(2, WIDTH, dtype=torch.bfloat16))

@@ -210,6 +210,60 @@ def test_a_run_that_is_not_loaded_is_not_saved(tmp_path: Path) -> None:
         assert read_index(path).global_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("directory", "tag"), [("", "run"), ("run", "0001"), ("run", None), ("0", "data"), ("0", "file")]
+)
+def test_a_save_replaces_no_run_and_no_data(directory: str, tag: str | None, tmp_path: Path) -> None:
+    (tmp_path / "0" / "data").mkdir(parents=True)
+    (tmp_path / "0" / "data" / "text").write_text("kept")
+    (tmp_path / "0" / "file").write_text("kept")
+    with opened(str(tmp_path), 1) as engine:
+        train(engine, range(STEPS))
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CheckpointError, match=r"is no checkpoint, which the save would delete|of a durable run"):
+            engine.save_checkpoint(tmp_path / directory, tag=tag)
+        assert sorted(tmp_path.rglob("*")) == before
+        losses = train(engine, range(STEPS, STEPS + 2))
+        assert all(loss == loss for loss in losses)
+    with opened(str(tmp_path), 1, seed=9) as engine:
+        assert engine.resume() == {"next": STEPS + 2}
+
+
+def test_a_save_replaces_a_checkpoint_and_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "tag").mkdir(parents=True)
+    with opened(str(tmp_path), 1) as engine:
+        for step in range(2):
+            train(engine, range(step, step + 1))
+            path = engine.save_checkpoint(tmp_path / "saved", tag="tag")
+            assert read_index(path).global_steps == step + 1
+
+
+def test_paths_stay_when_the_working_directory_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of later commits, and the files of a save in the background, belong to the paths as they were given."""
+    for folder in ("nvme", "elsewhere/nvme/run/0001", "elsewhere/saved"):
+        (tmp_path / folder).mkdir(parents=True)
+    moved, clone = threading.Event(), committed.clone_range
+
+    def late(*arguments: int) -> None:
+        assert moved.wait(60)
+        clone(*arguments)
+
+    monkeypatch.setattr(committed, "clone_range", late)
+    monkeypatch.chdir(tmp_path)
+    with opened("nvme", 1) as engine:
+        train(engine, range(STEPS))
+        engine.save_checkpoint("saved", background=True)
+        os.chdir("elsewhere")
+        moved.set()
+        assert engine.saving is not None
+        engine.saving.wait()
+        train(engine, range(STEPS, STEPS + 3))
+    assert not [path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()]
+    assert is_copied(tmp_path / "saved" / f"global_step{STEPS}")
+    with opened(str(tmp_path / "nvme"), 1, seed=9) as engine:
+        assert engine.resume() == {"next": STEPS + 3}
+
+
 @pytest.mark.parametrize("device", ["nvme", "cpu"])
 def test_a_resumed_run_is_copied_before_its_first_step(device: str, tmp_path: Path) -> None:
     with opened(str(tmp_path), 1, device=device) as engine:
@@ -527,3 +581,16 @@ def test_a_checkpoint_shares_the_bytes_of_the_run(sharing: Path) -> None:
         assert used(sharing) - before > nbytes // 2
         engine.load_checkpoint(sharing / "saved")
         assert_same(everything(engine), expected)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_zero_to_fp32_finds_an_altered_byte(durable: bool, tmp_path: Path) -> None:
+    with opened(str(tmp_path), 1, durable=durable) as engine:
+        train(engine, range(STEPS))
+        path = engine.save_checkpoint(tmp_path / "saved")
+    states = path / ("states-00000.bin" if durable else "unit-00001.safetensors")
+    content = bytearray(states.read_bytes())
+    content[-5000] ^= 1
+    states.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{states.name} was altered since it was written"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")

@@ -19,7 +19,7 @@ from torch import nn
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import BUFFERS, LATEST, find, read_tag
 from infinity.checkpoint.saved import CheckpointFolder
-from infinity.checkpoint.verify import check_files
+from infinity.checkpoint.verify import check_contents, check_files
 from infinity.errors import UsageError
 from infinity.integrations import zero_to_fp32 as theirs
 from infinity.nn.pieces import Piece, Pieces
@@ -32,7 +32,7 @@ WEIGHTS = "pytorch_model.bin"
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the masters and buffers of a checkpoint: fp32, unsharded, in host memory.
+    """Return the masters and buffers of a checkpoint, compared with its checksums: fp32, unsharded, in host memory.
 
     tag: by default the last. A shared parameter has one entry, under its first name. Raises UsageError for
     lazy_mode; `convert_zero_checkpoint_to_fp32_state_dict` converts checkpoints larger than memory.
@@ -48,6 +48,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     saved = CheckpointFolder(folder)
     index = saved.index
     check_files(index, folder)
+    check_contents(index, folder, fix="Use another checkpoint.")
     states: dict[str, torch.Tensor] = {}
     for name, entry in index.parameters.items():
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
