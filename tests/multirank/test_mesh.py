@@ -86,7 +86,7 @@ def test_groups_that_do_not_go_with_the_model(four: Group, tmp_path: Path) -> No
         assert "UsageError: process_group is a mesh of 2 dimensions ('dp', 'tp')" in said["the whole mesh"]
         assert 'mesh["dp"]' in said["the whole mesh"]
         if rank > 1:
-            assert said["a group of others"].startswith(f"UsageError: rank {rank} is not in the process_group")
+            assert said["a group of others"].startswith(f"UsageError: rank {rank} is not in its process_group")
         assert "ModelError: parameter blocks.0.up.weight" in said["no group"]
         assert 'process_group=mesh["dp"]' in said["no group"] and said["the wrong group"] == said["no group"]
 
