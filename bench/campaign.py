@@ -1,6 +1,6 @@
 """Trains tiny models under random faults: each matches an undisturbed training bit for bit, or raises a clear error.
 
-    python bench/campaign.py                      # 10,000 trainings; about 2 hours on 2 cores
+    python bench/campaign.py                      # 10,000 trainings; about 80 minutes on 2 cores
     python bench/campaign.py --runs 300           # minutes
     python bench/campaign.py --show 4711          # one training, with its setting and fault
 

@@ -27,7 +27,8 @@ def middle(result: Result) -> float:
 
 
 def title(result: Result) -> str:
-    return f"{total(result, 'runs'):,} trainings under random faults"
+    """Without a number: an existing page keeps its title."""
+    return "Trainings under random faults"
 
 
 def fragments(result: Result) -> dict[str, str]:
@@ -77,7 +78,8 @@ def figures(result: Result) -> dict[str, float]:
 def plot(result: Result, path: Path) -> None:
     kinds = sorted(result["kinds"], key=lambda kind: result["kinds"][kind]["runs"])
     subtitle = "trainings by the fault that was injected, and what they ended with"
-    figure = style.new_figure(9, 1.6 + 0.28 * len(kinds), title=title(result), subtitle=subtitle)
+    heading = f"{total(result, 'runs'):,} trainings under random faults"
+    figure = style.new_figure(9, 1.6 + 0.28 * len(kinds), title=heading, subtitle=subtitle)
     axes = figure.add_axes((0.24, 0.1, 0.72, 0.74))
     left = [0] * len(kinds)
     for name, colour in COLOURS.items():

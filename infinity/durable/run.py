@@ -192,8 +192,13 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
             files.make_private(files.generation_folder(run, generation))
         if record is None:
             _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
-        ranks.barrier()  # a rank that fails after this removes the folder if it is empty
-        return DurableRun(runs, rank, generation, source, record, lock, None if record is None else manifest)
+        held = DurableRun(runs, rank, generation, source, record, lock, None if record is None else manifest)
+        try:
+            ranks.barrier()  # a rank that fails after this removes the folder if it is empty
+        except BaseException:
+            held.close()
+            raise
+        return held
     except BaseException as error:
         lock.close()
         if isinstance(error, OSError):

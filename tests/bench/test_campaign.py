@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import cases, judge
+from faults import judge
 from faults.cases import KILLS, NEED_CHECKSUMS, NEED_DURABLE, NEED_RANKS, WEIGHTS, draw
 from faults.judge import Judge, Reference, Wrong, check_same
 from support import room
@@ -96,4 +96,4 @@ def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
     assert [json.loads(line)["seed"] for line in journal.read_text().splitlines()] == [0, 1, 2, 3]
     found = json.loads((tmp_path / "campaign.json").read_text())
     assert sum(row["runs"] for row in found["kinds"].values()) == 4
-    assert (tmp_path / "campaign.md").exists() and cases.WEIGHTS
+    assert (tmp_path / "campaign.md").read_text().count("| all | 4 |") == 1

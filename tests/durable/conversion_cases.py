@@ -172,3 +172,10 @@ def refused(rank: int, *, folder: str, ranks: int, lacks: int = -1, directory: s
         finally:
             source._manifest = kept
     return ""
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name

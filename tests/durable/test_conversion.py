@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,8 @@ import pytest
 import torch
 
 from durable import conversion_cases as cases
+from durable.conversion_cases import assert_same
 from support.ranks import Group, RankFailed
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, Group]]:
-    found = {size: Group(size) for size in (1, 2, 4)}
-    yield found
-    for group in found.values():
-        group.stop()
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
-        assert same, name
 
 
 def run(groups: dict[int, Group], case: Any, ranks: int, folder: Path, **options: Any) -> Any:

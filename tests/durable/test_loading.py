@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity.nn
-from durable.conversion_cases import BATCH, WIDTH, Mixed, config, everything, opened, train
+from durable.conversion_cases import BATCH, WIDTH, Mixed, assert_same, config, everything, opened, train
 from infinity.checkpoint.rank_states import Shards
 from infinity.durable.folder import manifest_file, read_generations, record_file
 from infinity.durable.manifest import read_manifest
@@ -38,12 +38,6 @@ def run(tmp_path: Path) -> Path:
 def commits(run: Path) -> dict[int, int]:
     """Return generation → number of its last commit."""
     return {each.number: max(each.commits[0], default=0) for each in read_generations(run)}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
 
 
 def loaded(engine: TrainingEngine, folder: Path, **arguments: Any) -> dict[str, Any]:

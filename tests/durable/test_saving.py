@@ -16,7 +16,7 @@ import torch
 
 import infinity
 from durable import saving_cases as cases
-from durable.conversion_cases import WIDTH, Mixed, config, everything, opened, train
+from durable.conversion_cases import WIDTH, Mixed, assert_same, config, everything, opened, train
 from infinity.checkpoint import committed
 from infinity.checkpoint.background import Saving
 from infinity.checkpoint.clone import clone_range
@@ -45,21 +45,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp16": {"bf16": False, "fp16": {"initial_scale_power": 8}},
     "SGD": {"optimizer": "SGD"},
 }
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, Group]]:
-    found = {size: Group(size) for size in (1, 2, 4)}
-    yield found
-    for group in found.values():
-        group.stop()
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
-        assert same, name
 
 
 def is_copied(checkpoint: Path) -> bool:
