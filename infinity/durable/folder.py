@@ -16,6 +16,7 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,10 +25,13 @@ from pathlib import Path
 from infinity.durable.manifest import Manifest, read_manifest
 from infinity.durable.record import invalidate, read_record
 from infinity.errors import StorageError
+from infinity.observe.log import logger
 
 MANIFEST = ".json"
 PART = ".part"
 """Suffix of a manifest that is being written. A start overwrites the one that a killed process left."""
+_POLL = 0.1
+"""Seconds between two attempts to lock a run that another process reads."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +167,18 @@ class Lock:
     """A lock on a run, held by this process as `rank` until `close` or the end of the process."""
 
     def __init__(self, run: Path, rank: int) -> None:
-        """Raises StorageError if another process holds it."""
-        self._fd = _locked(run / f"rank-{rank:05d}.lock", os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+        """Wait while other processes read the run. Raises StorageError if one trains it."""
+        self._path = run / f"rank-{rank:05d}.lock"
+        self._fd = _exclusive(self._path)
 
-    def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def close(self, *, remove: bool = False) -> None:
+        """Unlock. remove: also delete the file, if this process still holds the lock. Idempotent."""
+        if self._fd < 0:
+            return
+        if remove:
+            self._path.unlink(missing_ok=True)  # first, so that no process locks a file that is about to be removed
+        os.close(self._fd)
+        self._fd = -1
 
 
 def check_unheld(run: Path, ranks: int) -> None:
@@ -194,24 +202,70 @@ def _unheld(run: Path, first: int) -> Iterator[None]:
             number = path.name.removeprefix("rank-").removesuffix(".lock")
             if number.isdigit() and int(number) >= first:
                 with suppress(FileNotFoundError):  # its process ended without a commit and removed it
-                    stack.callback(os.close, _locked(path, os.O_RDONLY, fcntl.LOCK_SH))
+                    stack.callback(os.close, _shared(path))
         yield
 
 
-def _locked(path: Path, flags: int, kind: int) -> int:
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+def _exclusive(path: Path) -> int:
+    """Lock a file, which is created if absent. Waits while only readers hold it."""
+    waits = False
+    while True:
+        fd = _open(path, os.O_RDWR | os.O_CREAT)
+        with _closed_on_error(fd):
+            if _try_lock(fd, fcntl.LOCK_EX):
+                if _is_at(fd, path):
+                    return fd
+            elif not _try_lock(fd, fcntl.LOCK_SH):
+                raise _in_use(path)
+            elif not waits:
+                waits = True
+                logger.warning("Waiting for a process that reads the durable run %s", path.parent)
         os.close(fd)
-        raise StorageError(
-            f"{path.parent} is in use by another process, which trains this run: wait until it ends, or name another "
-            "run (infinity.run)"
-        ) from None
+        time.sleep(_POLL)
+
+
+def _shared(path: Path) -> int:
+    fd = _open(path, os.O_RDONLY)
+    with _closed_on_error(fd):
+        if not _try_lock(fd, fcntl.LOCK_SH):
+            raise _in_use(path)
+    return fd
+
+
+def _open(path: Path, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+@contextmanager
+def _closed_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         os.close(fd)
         raise
-    return fd
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether `path` is the open file: its former holder may have removed it before it was locked."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(path: Path) -> StorageError:
+    return StorageError(
+        f"{path.parent} is in use by another process, which trains this run: wait until it ends, or name another "
+        "run (infinity.run)"
+    )
 
 
 def _generations(run: Path) -> list[Path]:

@@ -140,9 +140,9 @@ class DurableRun:
             for folder in reversed(self.folders):
                 files.remove_files(folder, f"rank-{self.rank:05d}.*")
                 _remove_empty(folder)
-        self._lock.close()
-        if self.record is None and self.source is None:
-            self.path.joinpath(f"rank-{self.rank:05d}.lock").unlink(missing_ok=True)
+        is_empty = self.record is None and self.source is None
+        self._lock.close(remove=is_empty)
+        if is_empty:
             for run in self.runs:
                 _remove_empty(run)
 
