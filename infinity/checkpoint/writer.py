@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Writer:
         self.whole = False
         self._files: dict[str, FileRecord] = {}
         self._piecewise: dict[str, PiecewiseFile] = {}
+        self._created: list[Path] = []
+        """Folders that `open` created above the checkpoint, innermost first."""
         self._target = directory / tag
         self._partial = directory / f".{tag}.partial-{os.getpid()}"
         self._replaced = directory / f".{tag}.replaced-{os.getpid()}"
@@ -46,6 +49,7 @@ class Writer:
         _remove_stale(self._target.parent)
         self.remove()
         parent = self._partial.parent
+        self._created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         try:
             parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -78,10 +82,13 @@ class Writer:
         self._files |= files
 
     def remove(self) -> None:
-        """Delete an incomplete checkpoint."""
+        """Delete an incomplete checkpoint, and the folders that `open` created for it."""
         for file in self._piecewise.values():
             file.close()
         shutil.rmtree(self._partial, ignore_errors=True)
+        with suppress(OSError):  # others have files there
+            for folder in self._created:
+                folder.rmdir()
 
     def finish(self, index: Index, *, latest: bool = True) -> None:
         """Add the files to the index, and rename the folder to its final name. latest: then update `latest`."""

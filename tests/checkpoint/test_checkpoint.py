@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import json
 import os
@@ -287,6 +288,26 @@ def test_a_save_that_fails_leaves_the_former_one_and_nothing_else(
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
         engine.load_checkpoint(tmp_path)
         assert engine.global_steps == 1
+
+
+def test_a_first_save_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of() as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", _fail)
+            with pytest.raises(CheckpointError, match="could not be written"):
+                engine.save_checkpoint(tmp_path / "new" / "runs")
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "new").mkdir()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", _fail)
+            with pytest.raises(CheckpointError, match="could not be written"):
+                engine.save_checkpoint(tmp_path / "new" / "runs")
+        assert [path.name for path in tmp_path.iterdir()] == ["new"]
+        assert engine.save_checkpoint(tmp_path / "new" / "runs").is_dir()
+
+
+def _fail(fd: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_a_save_killed_between_its_renames_is_found(tmp_path: Path) -> None:
