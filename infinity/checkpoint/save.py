@@ -73,7 +73,7 @@ def save(
                     copying.committed.keep(saving.snapshot_read)
                 else:
                     for unit in parts.units:
-                        unit.snapshot_read = saving.snapshot_read(unit.index)
+                        unit.write_after(saving.snapshot_read(unit.index))
                 saver.start(saving, partial(_write_beside, write, states.device, writer))
                 started = True
         else:

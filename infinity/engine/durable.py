@@ -34,7 +34,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.open_tiers import states_of
 from infinity.tiers.slab import SlabTier
-from infinity.tiers.transfer import DONE, Together, Transfer
+from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.store import UnitStore
 
 
@@ -117,9 +117,9 @@ class DurableSteps:
         self._generations = [unit.generation for unit in units]
         committing = self._commits.start(step)
         for unit in units:
-            before = unit.snapshot_read
-            waits = [each for each in (before, *(keep(unit.index) for keep in self._kept)) if not each.done()]
-            unit.snapshot_read = Together(*waits, committing) if waits else committing
+            for keep in self._kept:
+                unit.write_after(keep(unit.index))
+            unit.write_after(committing)
         self._kept.clear()
 
     @property

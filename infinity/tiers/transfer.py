@@ -66,6 +66,17 @@ class Together:
         return all(transfer.done() for transfer in self._transfers)
 
 
+def also(before: Transfer, more: Transfer) -> Transfer:
+    """Return a transfer that completes with both, and raises an error of either. Omits `before` if it has succeeded."""
+    if before.done():
+        try:
+            before.wait()
+        except Exception:  # noqa: BLE001 - raised by every wait for the result
+            return Together(before, more)
+        return more
+    return Together(before, more)
+
+
 class Promised:
     """A transfer that a background thread executes. Its work returns the transfer that continues it on a stream, or
     None.

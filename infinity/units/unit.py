@@ -15,7 +15,7 @@ from infinity.errors import ResidencyError, UsageError
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Transfer, also
 
 if TYPE_CHECKING:
     from infinity.update.job import UpdateJob
@@ -95,7 +95,9 @@ class Unit:
         self.bound = 0
         """Number of parameters that view the unit's buffer, or the buffer that it was released from with live views."""
         self.snapshot_read: Transfer = DONE
-        """Done when a background save has read the unit's states. Writes to its tiers must wait for it."""
+        """Done when saves have read the unit's states and its last commit is complete. Writes to its tiers must wait
+        for it, and not happen if it fails. `write_after` adds to it.
+        """
         self.collected: set[int] = set()
         """Slots whose `.grad` the engine has taken in the present step."""
         self.assignments = [0] * len(parameters)
@@ -143,6 +145,10 @@ class Unit:
         assert self.lease is not None
         nbytes = self.layout.shard_nbytes
         return self.lease.tensor[rank * nbytes : (rank + 1) * nbytes]
+
+    def write_after(self, transfer: Transfer) -> None:
+        """Let writes to the unit's tiers wait for `transfer` as well, and not happen if it fails."""
+        self.snapshot_read = also(self.snapshot_read, transfer)
 
     def check_frozen(self) -> None:
         """Raise UsageError if a parameter that was frozen at the construction of the engine now requires a gradient."""

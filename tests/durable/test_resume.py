@@ -243,6 +243,36 @@ def test_no_update_follows_a_commit_that_failed(
     assert assert_resumes(tmp_path, expected.losses, 3, expected, **options) == 3
 
 
+@pytest.mark.parametrize("update", ["auto", "after_backward"])
+def test_no_update_follows_a_commit_that_failed_during_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    """A save in the background reads the tiers then, and its end permits no updates."""
+    expected = uninterrupted(engine_config(folder=tmp_path, update=update))
+
+    def failing(path: Path, record: Record) -> None:
+        write_record(path, record)
+        if record.progress.global_steps == 3:
+            raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(durable_run, "write_record", failing)
+    engine = open_engine(model(), engine_config(folder=tmp_path, durable=True, update=update))
+    torch.manual_seed(1)
+    go_on(engine, 0, 3)
+    engine.save_checkpoint(tmp_path / "saved", background=True)
+    saving = engine.saving
+    assert saving is not None
+    saving.wait()
+    with pytest.raises(StorageError, match="step 3 could not be committed"):
+        go_on(engine, 3, STEPS)
+    engine.close()
+    monkeypatch.undo()
+    assert assert_resumes(tmp_path, expected.losses, 3, expected, update=update) == 3
+    with open_engine(model(), engine_config(folder=tmp_path)) as engine:
+        _, state = engine.load_checkpoint(tmp_path / "saved")
+        assert state == {} and go_on(engine, 3, STEPS) == expected.losses[3:STEPS]
+
+
 def test_states_that_were_cut_short_are_refused(tmp_path: Path) -> None:
     """Missing bytes would be read as zeros."""
     with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
