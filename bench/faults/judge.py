@@ -48,8 +48,8 @@ CAUSES = {
     "bit flip at rest": r"checksum|damaged",
     "failed sync": r"Input/output error",
     "memory limit": (
-        r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread|"
-        r"Resource temporarily unavailable"
+        r"MemoryError|too little memory|[Cc]annot allocate memory|can't allocate memory|bad_alloc|"
+        r"can't start new thread|Resource temporarily unavailable"
     ),
 }
 """Kind of fault → pattern of the expected error. The other kinds raise no error on the rank itself."""

@@ -106,6 +106,7 @@ def train(
     faulthandler.dump_traceback_later(STACKS_AFTER)
     said: dict[str, Any] = {"begun": time.time()}
     torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(_enabled=False)  # oneDNN crashes without memory, in GELU's backward in bf16
     try:
         run(setting, fault, counts, rank, work, f"{work}/meeting-{attempt}", loads, said)
     except BaseException as error:  # noqa: BLE001 - judged by the parent
