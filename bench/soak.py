@@ -1,6 +1,6 @@
 """Hours of steps with states on NVMe: memory, descriptors, threads, pinned bytes and disk stay flat.
 
-    python bench/soak.py --minutes 120                  # 30 minutes of each of the four configurations
+    python bench/soak.py --minutes 120                  # 24 minutes of each of the five configurations
     python bench/soak.py --steps 2000 --hidden 64       # as many steps of each
     python bench/soak.py --minutes 10 --kinds fp32
 
@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16, 8bit moments, clipping": {"moments": "8bit"},
     "bf16, update in the next forward": {"update": "next_forward", "moments": "bf16", "gradient_clipping": 0.0},
     "bf16, activations on nvme": {"activations": ACTIVATIONS},
+    "bf16, durable": {"durable": True},
 }
 """Keys of the config, and of its section `infinity`. Clipping to 1 unless it says otherwise."""
 EVALUATIONS = 4
@@ -90,7 +91,7 @@ def heap_reader() -> Callable[[], int]:
 
 
 def resources(folder: str, heap: Callable[[], int]) -> dict[str, int]:
-    """Bytes unless the name says otherwise. folder: on the disk of the states' files, which have no name."""
+    """Bytes unless the name says otherwise. folder: of the states' files, which have no name except in durable runs."""
     gc.collect()
     time.sleep(0.05)  # the thread that saved ends
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -99,9 +100,10 @@ def resources(folder: str, heap: Callable[[], int]) -> dict[str, int]:
     for number in numbers:
         try:
             file = os.stat(f"/proc/self/fd/{number}")
+            is_state = file.st_nlink == 0 or os.readlink(f"/proc/self/fd/{number}").startswith(folder)
         except FileNotFoundError:  # the listing's own
             continue
-        if stat.S_ISREG(file.st_mode) and file.st_nlink == 0 and file.st_dev == disk:
+        if stat.S_ISREG(file.st_mode) and is_state and file.st_dev == disk:
             blocks[file.st_ino] = 512 * file.st_blocks
     return {
         "rss": 1024 * int(status["VmRSS"].split()[0]),

@@ -1,4 +1,4 @@
-"""The soak finds what grows, and a training of 2,000 steps grows nothing."""
+"""The soak finds what grows, and trainings of 2,500 steps grow nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_one_outlier_is_no_slope() -> None:
 
 @pytest.mark.campaign  # a minute
 @pytest.mark.timeout(600)
-def test_two_thousand_steps_grow_nothing(tmp_path: Path) -> None:
+def test_thousands_of_steps_grow_nothing(tmp_path: Path) -> None:
     """States on nvme with checkpoints in the background and evaluations: 500 steps of each configuration."""
     flags = [
         "--steps",
@@ -71,6 +71,6 @@ def test_two_thousand_steps_grow_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(BENCH / "soak.py"), *TINY, *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "soak.json").read_text())
-    assert [run["samples"][-1]["step"] for run in found["runs"].values()] == [500] * 4
+    assert [run["samples"][-1]["step"] for run in found["runs"].values()] == [500] * 5
     assert all(run["samples"][-1]["disk"] > 0 for run in found["runs"].values())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("infinity-soak")] == []
