@@ -73,7 +73,17 @@ class Native:
         return threading.Condition(lock)
 
     def one_thread(self, name: str, initializer: Callable[[], None]) -> Executor:
-        return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=initializer)
+        executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=initializer)
+        try:
+            executor.submit(_start).result()  # an executor that cannot start its thread later keeps the work forever
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        return executor
+
+
+def _start() -> None:
+    """Return at once."""
 
 
 class _Present(threading.local):
@@ -120,7 +130,10 @@ def future() -> Future[Any]:
 
 
 def one_thread(name: str, initializer: Callable[[], None] = lambda: None) -> Executor:
-    """Return an executor of one thread, which calls `initializer` first."""
+    """Return an executor of one thread, which has started and called `initializer`.
+
+    Raises RuntimeError if the thread cannot start or `initializer` fails.
+    """
     return _present.primitives.one_thread(name, initializer)
 
 

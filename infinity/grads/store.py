@@ -131,13 +131,17 @@ class GradStore:
         except BaseException as error:
             squares.set_exception(error)
             raise
-        squares.set_result(gradient.squares)
-        if stored.done():
+        try:
+            squares.set_result(gradient.squares)
+            # Another thread waits, so that this one moves the next gradient meanwhile.
+            written = None if stored.done() else self._writer.submit(_finish, stored, gradient)
+        except BaseException:  # too little memory; the model's thread may wait for this gradient's buffer
             _finish(stored, gradient)
-            return None
-        # Another thread waits, so that this one moves the next gradient meanwhile.
-        written = self._writer.submit(_finish, stored, gradient)
-        self._landing.note_writing(sent.unit, written)
+            raise
+        if written is None:
+            _finish(stored, gradient)
+        else:
+            self._landing.note_writing(sent.unit, written)
         return written
 
     def _reduce(self, sent: Sent, slots: dict[int, set[int]]) -> None:

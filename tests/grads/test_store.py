@@ -240,6 +240,17 @@ def test_settling_and_discarding_wait_for_writes(bench: Bench, how: str, monkeyp
     assert written.waited
 
 
+def test_a_write_that_no_thread_can_wait_for_gives_its_buffer_back(bench: Bench) -> None:
+    """Otherwise the model's thread would wait forever for a buffer of the next gradient."""
+    bench.store._writer.shutdown()
+    for gradient in GRADIENTS:  # more than there are buffers
+        bench.store.keep(bench.sent(gradient))
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        bench.store.settle()
+    bench.store.discard()
+    bench.assert_all_given_back()
+
+
 def test_closing_waits_for_what_is_under_way(bench: Bench) -> None:
     """`close` waits for stores under way, because the tier is closed next."""
     bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))
