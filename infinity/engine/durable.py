@@ -203,6 +203,7 @@ class DurableSteps:
             self._store.rewritten(unit)
         for buffer, value in buffers:
             buffer.copy_(value)
+        self._store.refresh_viewed()
         return record
 
     def closers(self) -> tuple[Callable[[], None], Callable[[], None]]:

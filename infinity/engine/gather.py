@@ -186,6 +186,7 @@ class _States:
         self._unit.snapshot_read.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
         self._engine.parts.store.rewritten(self._unit)
+        self._engine.parts.store.refresh_viewed()
 
 
 def _read(engine: BaseEngine, unit: Unit) -> _States:

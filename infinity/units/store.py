@@ -447,7 +447,7 @@ class UnitStore:
     def refresh_viewed(self) -> None:
         """Fetch units whose live views show old values, on all ranks. Collective.
 
-        In a plain loop, views show the new parameters as soon as a step has ended.
+        In a plain loop, views show new parameters as soon as a step, a load or an edit has ended.
         """
         past = {unit.index for unit in self.units if self.kept.shows_past(unit)}
         self.kept.forget_overwritten()

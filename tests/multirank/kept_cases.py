@@ -285,6 +285,22 @@ def edits_before_the_step(rank: int, *, folder: str) -> str:
         warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
 
 
+def shown_after_a_load(rank: int, *, folder: str, viewers: list[int], **options: Any) -> bool:
+    """Return whether views of the ranks `viewers` show the values of a checkpoint once it is loaded."""
+    config = engine_config(folder=folder, micro=SAMPLES, unit_size=4096, **options)
+    with open_engine(seeded(Net), config) as engine:
+        engine.save_checkpoint(f"{folder}/saved")
+        expected = parameters_of(engine)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "something still refers")
+        with open_engine(seeded(Net, seed=2), config) as engine:
+            views = {name: p.view(-1) for name, p in engine.module.named_parameters()}
+            if rank not in viewers:
+                views.clear()
+            engine.load_checkpoint(f"{folder}/saved")
+            return all(torch.equal(view, expected[name].view(-1)) for name, view in views.items())
+
+
 def plain(
     ranks: int,
     *,

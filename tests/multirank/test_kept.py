@@ -103,3 +103,10 @@ def test_hooks_around_an_operation(pair: Group, update: str, stage: int, tmp_pat
 @SCHEDULES
 def test_freezing(pair: Group, update: str, stage: int, tmp_path: Path) -> None:
     assert_like_plain(pair, "freezing", stage, tmp_path, update=update, leaks=False)
+
+
+@STAGES
+@pytest.mark.parametrize("viewers", [[0, 1], [1]], ids=["of all ranks", "of one rank"])
+def test_views_show_what_is_loaded(pair: Group, viewers: list[int], stage: int, tmp_path: Path) -> None:
+    places = {} if stage == 3 else {"param": "none", "optim": "cpu"}
+    assert all(pair.run(kept_cases.shown_after_a_load, folder=str(tmp_path), viewers=viewers, stage=stage, **places))
