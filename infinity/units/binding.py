@@ -39,8 +39,8 @@ def unbind(unit: Unit) -> None:
 def adopt_assigned(unit: Unit) -> None:
     """Copy data that a user assigned (`parameter.data = …`) into the buffer, and make the parameter view it again.
 
-    Drops the data and raises LifetimeError if its shape differs, or UsageError if other tensors view the buffer:
-    in a plain loop they would keep the previous values.
+    Drops the data and raises LifetimeError if its shape differs, or UsageError if its dtype differs, which the
+    parameter would have in a plain loop, or if other tensors view the buffer, which would keep the previous values.
     """
     present = _present_views(unit)
     if present != unit.views:
@@ -70,6 +70,11 @@ def _adopt(unit: Unit, number: int, flat: torch.Tensor, *, viewed: bool) -> None
     set_local(parameter, view)
     if assigned.shape != view.shape:
         raise released.wrong_shape(slot.name, assigned.shape, view.shape)
+    if assigned.dtype != view.dtype:
+        raise UsageError(
+            f"{slot.name}.data was assigned a tensor in {assigned.dtype}, and the engine keeps the parameter in "
+            f"{view.dtype}. The data was dropped. Assign it in the parameter's dtype: value.to({slot.name}.dtype)."
+        )
     released.refuse_shared(unit, number, assigned)
     if viewed:
         raise UsageError(

@@ -104,6 +104,21 @@ def test_data_that_is_refused_leaves_the_parameter_guarded(make_engine: OpenEngi
     assert torch.equal(weight.detach(), before)
 
 
+@pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_data_of_another_dtype_is_refused(bf16: bool, dtype: torch.dtype, make_engine: OpenEngine) -> None:
+    """A plain loop would go on with a parameter of that dtype, and compute other numbers."""
+    engine = make_engine(seeded(Linears), param="none", optim="none", unit_size=4096, bf16=bf16)
+    batches = [tuple(each.bfloat16() if bf16 else each for each in batch) for batch in BATCHES]
+    train(engine, batches[:2])
+    weight = engine.module.layers[5].weight
+    before = weight.detach().clone()
+    weight.data = torch.zeros(32, 32, dtype=dtype)
+    with pytest.raises(UsageError, match=rf"layers\.5\.weight\.data was assigned a tensor in {dtype}.*value\.to\("):
+        engine.settle()
+    assert torch.equal(weight.detach(), before)
+    train(engine, batches[2:])
+
+
 @pytest.mark.filterwarnings("ignore:something still refers")
 def test_data_is_refused_while_something_views_the_parameter(make_engine: OpenEngine) -> None:
     """In a plain loop the view would keep the values of before, here it shows those of now."""
