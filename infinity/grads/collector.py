@@ -185,6 +185,9 @@ class GradCollector:
                 "the parameter's grad_dtype as it is."
             )
         squares = collecting.squares
+        if slot in squares and self._held is not None:
+            # It belongs to another micro-batch. The ordinary order rounds it to the dtype collected before it is added.
+            gradient = gradient.to(collecting.flat.dtype)
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         unit.collected.add(slot)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1

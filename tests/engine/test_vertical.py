@@ -159,6 +159,30 @@ def test_the_bits_in_every_configuration(name: str, options: dict[str, Any]) -> 
     check(MODELS[name], config_of(**options))
 
 
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": {"initial_scale_power": 8, "hysteresis": 1}},
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("optim", ["cpu", "nvme"])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 untied", "stack"])
+@pytest.mark.parametrize(
+    "model, accumulated_in",
+    [(model, dtype) for model in FORMATS for dtype in FORMATS if dtype != "fp16" or model == "fp16"],
+)
+def test_the_bits_in_every_dtype_of_gradients(
+    model: str, accumulated_in: str, name: str, accumulation: int, clip: float, optim: str
+) -> None:
+    """Gradients are rounded as often as in the ordinary order, where their sum has fewer bits than they have, too."""
+    config = config_of(accumulation, accumulated_in=accumulated_in, clip=clip, optim=optim, **FORMATS[model])
+    check(MODELS[name], config, vertical=accumulation > 1)
+
+
 def test_steps_that_overflow_are_skipped_alike() -> None:
     config = config_of(fp16={"initial_scale_power": 24, "hysteresis": 1})
     with open_engine(seeded(gpt2), config) as engine:

@@ -23,7 +23,13 @@ def tied() -> Stack:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bf16": True, "clip": 0.5}, {"activations": {"device": "cpu", "min_bytes": 1}}]
+    "options",
+    [
+        {},
+        {"bf16": True, "clip": 0.5},
+        {"accumulated_in": "bf16"},
+        {"activations": {"device": "cpu", "min_bytes": 1}},
+    ],
 )
 @pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme"), ("none", "cpu")])
 def test_trains_as_in_a_loop(order: None, param: str, optim: str, options: dict[str, Any]) -> None:

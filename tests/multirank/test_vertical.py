@@ -26,6 +26,9 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         {"bf16": True, "update": "next_forward"},
         {"param": "none", "optim": "none", "tied": True},
         {"fp16": {"initial_scale_power": 17, "hysteresis": 1}},
+        {"bf16": True, "accumulated_in": "bf16", "tied": True},
+        {"communication": "bf16", "clip": 0.1},
+        {"accumulated_in": "bf16"},
     ],
     ids=str,
 )
