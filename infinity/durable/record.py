@@ -131,6 +131,23 @@ def write_record(path: Path, record: Record) -> None:
         os.close(fd)
 
 
+def confirm(path: Path) -> None:
+    """Write a record again that was read, with the same bytes, and wait until it has reached the drive.
+
+    The process that wrote it may have ended before its sync, or that sync may have failed, after which another one
+    would return at once. Raises OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        content = memoryview(os.pread(fd, os.fstat(fd).st_size, 0))
+        position = 0
+        while position < len(content):
+            position += os.pwrite(fd, content[position:], position)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def invalidate(path: Path, *, sync: bool) -> None:
     """Make a file hold no record. sync: wait until that has reached the drive. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

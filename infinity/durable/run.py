@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.comm.communicator import Communicator
 from infinity.durable import folder as files
 from infinity.durable.manifest import Manifest, manifest_of
-from infinity.durable.record import CHECKSUMS, Record, invalidate, read_record, write_record
+from infinity.durable.record import CHECKSUMS, Record, confirm, invalidate, read_record, write_record
 from infinity.errors import CheckpointError, StorageError, UsageError
 from infinity.plan.plan import Plan
 from infinity.tiers.durable import DurableFiles
@@ -185,6 +185,7 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
                 raise StorageError(
                     f"{folder} changed while it was opened, so another process writes it: end that process and restart"
                 )
+            confirm(files.record_file(folder, rank, source.number))  # the next updates write the slots of the previous
         else:
             generation = max(numbers, default=0) + 1
             files.check_empty([files.generation_folder(run, generation) for run in runs], rank)

@@ -1,221 +1,30 @@
-"""Power cuts: every write of a run is recorded, and the files are rebuilt as a drive may leave them.
+"""Power cuts: every write of a run is recorded, and the files are rebuilt as the drives of its ranks may leave them.
 
 At a power cut, a file holds what was written before its last sync, and any of the writes since. One of them may be torn
-at a sector. The last commit that was agreed on, or a later one, must be found, with all its bytes.
+at a sector. All ranks must find one commit, with all its bytes: the last that was agreed on, or a later one. Each rank
+has a drive of its own, and the power fails on all at once or on each at a moment of its own.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 import random
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from infinity.durable import commits, record
-from infinity.durable.folder import read_generations
-from infinity.durable.record import Record, read_record
-from infinity.engine.training import TrainingEngine
-from infinity.plan.durable import Durable
-from infinity.tiers.durable import DurableTier
-from infinity.tiers.files import SwapFile
-from infinity.tiers.transfer import Transfer
-from support.configs import engine_config
-from support.loops import open_engine
-from support.models import VOCABULARY, Stack
-
-SECTOR = 512
-STATES = "states"
-
-
-@dataclass(frozen=True)
-class Write:
-    """Bytes written to a file at an offset; content None: the file was cut to `offset` bytes."""
-
-    file: str
-    offset: int
-    content: bytes | None
-
-
-@dataclass
-class Trace:
-    """Writes, syncs (the name of a file) and agreed commits (their number), in order; and the bytes of each commit."""
-
-    events: list[Write | str | int] = field(default_factory=list)
-    expected: dict[int, list[bytes]] = field(default_factory=dict)
-    extents: tuple[Durable, ...] = ()
-    nbytes: int = 0
-
-
-def recorded(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, *, late: float = 0.1, **options: Any) -> Trace:
-    """Train a durable run, and return what it wrote. late: seconds that a commit waits before its sync."""
-    trace = Trace()
-
-    with monkeypatch.context() as patch:
-        write_at, sync, agree = DurableTier._write_at, SwapFile.sync, commits.DurableRun.conclude
-        pwrite, ftruncate, fsync = os.pwrite, os.ftruncate, os.fsync
-
-        def watched_write(tier: DurableTier, place: int, memory: torch.Tensor, extent: Any) -> Transfer:
-            trace.events.append(Write(STATES, place, memory.cpu().numpy().tobytes()))
-            return write_at(tier, place, memory, extent)
-
-        def watched_sync(file: SwapFile) -> None:
-            time.sleep(late)  # the next step's updates would begin meanwhile
-            sync(file)
-            trace.events.append(STATES)
-
-        def name_of(fd: int) -> str:
-            return Path(os.readlink(f"/proc/self/fd/{fd}")).name
-
-        class Os:
-            """`os` of the module of records."""
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(os, name)
-
-            def pwrite(self, fd: int, content: Any, offset: int) -> int:
-                trace.events.append(Write(name_of(fd), offset, bytes(content)))
-                return pwrite(fd, content, offset)
-
-            def ftruncate(self, fd: int, nbytes: int) -> None:
-                trace.events.append(Write(name_of(fd), nbytes, None))
-                ftruncate(fd, nbytes)
-
-            def fsync(self, fd: int) -> None:
-                fsync(fd)
-                trace.events.append(name_of(fd))
-
-        def agreed(run: commits.DurableRun) -> None:
-            assert run.record is not None
-            trace.events.append(run.record.number)
-            agree(run)
-
-        patch.setattr(DurableTier, "_write_at", watched_write)
-        patch.setattr(SwapFile, "sync", watched_sync)
-        patch.setattr(record, "os", Os())
-        patch.setattr(commits.DurableRun, "conclude", agreed)
-        torch.manual_seed(0)
-        with open_engine(Stack(16, 2), engine_config(folder=folder, durable=True, **options)) as engine:
-            assert engine.parts.plan.io is not None and engine.parts.plan.io.durable is not None
-            trace.extents, trace.nbytes = engine.parts.plan.io.durable.extents, engine.parts.plan.io.nbytes
-            for number in range(1, steps + 1):
-                train(engine, number)
-    torch.manual_seed(0)
-    with open_engine(Stack(16, 2), engine_config(folder=folder, **options)) as engine:
-        for number in range(1, steps + 1):
-            train(engine, number)
-            engine.settle()
-            trace.expected[number] = contents(engine, trace.extents)
-    return trace
-
-
-def train(engine: TrainingEngine, number: int) -> None:
-    tokens = torch.randint(VOCABULARY, (4, 5), generator=torch.Generator().manual_seed(number))
-    engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
-    engine.step()
-
-
-def contents(engine: TrainingEngine, extents: tuple[Durable, ...]) -> list[bytes]:
-    """The present bytes of each durable extent."""
-    found = []
-    for each in extents:
-        memory = torch.empty(each.working.nbytes, dtype=torch.uint8)
-        engine.parts.tiers[each.working.tier].read(each.working, memory).wait()
-        found.append(memory.numpy().tobytes())
-    return found
-
-
-class Drive:
-    """The synced bytes of a run's files, and the writes since."""
-
-    def __init__(self, trace: Trace, folder: Path) -> None:
-        self.trace, self.folder = trace, folder
-        self.synced: dict[str, bytearray] = {STATES: bytearray(trace.nbytes)}
-        self.since: list[Write] = []
-
-    def write(self, write: Write) -> None:
-        self.since.append(write)
-
-    def sync(self, file: str) -> None:
-        for write in self.since:
-            if write.file == file:
-                apply(self.synced, write)
-        self.since = [write for write in self.since if write.file != file]
-
-    def check(self, kept: tuple[Write, ...], agreed: int) -> None:
-        """Assert that a drive with these of the writes since has a commit, `agreed` or later, and all its bytes."""
-        files = {name: bytearray(content) for name, content in self.synced.items()}
-        for write in kept:
-            apply(files, write)
-        for name in ("rank-00000.record-0", "rank-00000.record-1"):
-            path = self.folder / name
-            if name in files:
-                path.write_bytes(files[name])
-            else:
-                path.unlink(missing_ok=True)
-        found = [each for slot in (0, 1) if (each := read_record(self.folder / f"rank-00000.record-{slot}"))]
-        last = max(found, key=lambda each: each.number, default=None)
-        if last is None:
-            assert agreed == 0
-            return
-        assert last.number >= agreed
-        self.compare(last, files[STATES])
-
-    def compare(self, last: Record, states: bytearray) -> None:
-        expected = self.trace.expected[last.progress.global_steps]
-        for each, slot, content in zip(self.trace.extents, last.slots, expected, strict=True):
-            place = (each.first, each.second)[slot]
-            assert states[place.offset : place.offset + place.nbytes] == content, (last.number, place.name)
-
-
-def apply(files: dict[str, bytearray], write: Write) -> None:
-    content = files.setdefault(write.file, bytearray())
-    if write.content is None:
-        del content[write.offset :]
-        return
-    content.extend(bytes(max(0, write.offset + len(write.content) - len(content))))
-    content[write.offset : write.offset + len(write.content)] = write.content
-
-
-def subsets(writes: list[Write], seeded: int, draw: random.Random) -> Iterator[tuple[Write, ...]]:
-    """All subsets of up to 8 writes, else `seeded` drawn ones; and as many with one write torn at a sector."""
-    if len(writes) <= 8:
-        chosen = [tuple(itertools.compress(writes, bits)) for bits in itertools.product((0, 1), repeat=len(writes))]
-    else:
-        chosen = [tuple(write for write in writes if draw.random() < 0.5) for _ in range(seeded)]
-    for kept in chosen:
-        yield kept
-        if kept:
-            torn = draw.randrange(len(kept))
-            write = kept[torn]
-            if write.content is not None and len(write.content) > 1:
-                stop = draw.randrange(1, len(write.content))
-                part = Write(write.file, write.offset, write.content[: stop - stop % SECTOR])
-                yield (*kept[:torn], part, *kept[torn + 1 :])
-
-
-def replay(trace: Trace, folder: Path, seeded: int, seed: int) -> int:
-    """Cut the power before and after every sync. Returns the number of cuts."""
-    draw, drive, agreed, cuts = random.Random(seed), Drive(trace, folder), 0, 0
-    for event in trace.events:
-        if isinstance(event, Write):
-            drive.write(event)
-            continue
-        for kept in subsets(drive.since, seeded, draw):
-            drive.check(kept, agreed)
-            cuts += 1
-        if isinstance(event, int):
-            agreed = event
-        else:
-            drive.sync(event)
-    return cuts
-
+from durable import power_cases
+from durable.cuts import Counts, are_possible, files_at, moments, replay
+from durable.drive import Files
+from durable.power_cases import NVME, Trained
+from durable.recorder import STATES, End, Enter, Leave, Log, Sync
+from infinity.durable.folder import generation_folder, read_generations
+from infinity.tiers.open_tiers import states_of
+from support.ranks import Group
 
 CASES: dict[str, dict[str, Any]] = {
     "during backward": {},
@@ -223,35 +32,111 @@ CASES: dict[str, dict[str, Any]] = {
     "in host memory": {"param": "cpu", "optim": "cpu", "clip": 0.5},
     "bf16, 8 bit": {"bf16": True, "moments": "8bit"},
 }
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
+OPTIONS = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+ENDS = (End(2, (0,), after_write=False), End(4, (1,), after_write=True))
+"""Ends of processes in a commit that one of two ranks has recorded."""
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def trained(
+    group: Group, folder: Path, steps: int, *, ends: Sequence[End] = (), **options: Any
+) -> tuple[list[Log], list[Trained]]:
+    """Train a durable run. Returns what each rank wrote, and how it trains without interruption."""
+    found = group.run(power_cases.interrupted, timeout=300, folder=str(folder), steps=steps, ends=list(ends), **options)
+    return [log for log, _ in found], [expected for _, expected in found]
+
+
+def cut(logs: Sequence[Log], folder: Path, *, seeded: int, seed: int) -> Counts:
+    (folder / "records").mkdir(exist_ok=True)
+    return replay(logs, folder / "records", seeded=seeded, seed=seed)
+
+
+@RANKS
+@OPTIONS
 def test_a_power_cut_leaves_the_last_commit_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    groups: dict[int, Group], tmp_path: Path, ranks: int, options: dict[str, Any]
 ) -> None:
-    trace = recorded(tmp_path, 5, monkeypatch, **options)
-    (tmp_path / "drive").mkdir()
-    assert replay(trace, tmp_path / "drive", seeded=10, seed=1) > 100
-    assert read_generations(tmp_path / "run")
+    logs, _ = trained(groups[ranks], tmp_path, 5, **options)
+    counts = cut(logs, tmp_path, seeded=4, seed=1)
+    assert counts.cuts > 100 * ranks and counts.at_once > 30 * ranks
+    assert {*counts.steps} <= {0, 1}
+    assert all(read_generations(tmp_path / f"node-{rank}" / NVME / "run") for rank in range(ranks))
+
+
+def test_after_processes_that_ended_in_a_commit(groups: dict[int, Group], tmp_path: Path) -> None:
+    """A rank that has recorded a commit which the other has not withdraws it, before its slots are written again."""
+    logs, _ = trained(groups[2], tmp_path, 6, ends=ENDS)
+    assert cut(logs, tmp_path, seeded=4, seed=1).moments > 300
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@RANKS
+@OPTIONS
 def test_power_cuts_in_twenty_steps_leave_the_last_commit_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], seed: int
+    groups: dict[int, Group], tmp_path: Path, ranks: int, options: dict[str, Any], seed: int
 ) -> None:
-    trace = recorded(tmp_path, 20, monkeypatch, **options)
-    (tmp_path / "drive").mkdir()
-    print(f"seed {seed}: {replay(trace, tmp_path / 'drive', seeded=1000, seed=seed):,} power cuts")
+    logs, _ = trained(groups[ranks], tmp_path, 20, **options)
+    counts = cut(logs, tmp_path, seeded=1000 // ranks, seed=seed)
+    print(f"seed {seed}: {counts}")
 
 
-def test_the_replay_finds_a_record_that_is_written_before_its_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@RANKS
+def test_training_goes_on_bit_identical(groups: dict[int, Group], tmp_path: Path, ranks: int) -> None:
+    """Real starts from drawn cuts, of moments that are possible together."""
+    steps, draw = 5, random.Random(3)
+    (tmp_path / "records").mkdir()
+    logs, expected = trained(groups[ranks], tmp_path, steps)
+    of_ranks = [moments(log, tmp_path / "records", 1, draw) for log in logs]
+    starts = set()
+    for number in range(6):
+        while not are_possible(chosen := [draw.choice(own) for own in of_ranks]):
+            pass
+        folder = tmp_path / f"cut-{number}"
+        for log, moment in zip(logs, chosen, strict=True):
+            restore(log, files_at(log, moment.position, tmp_path / "records", draw), folder)
+        found = groups[ranks].run(power_cases.resumed, folder=str(folder), steps=steps)
+        for own, whole in zip(found, expected, strict=True):
+            assert own.losses == whole.losses[own.start :]
+            assert all(torch.equal(value, whole.values[name]) for name, value in own.values.items())
+        starts |= {own.start for own in found}
+        shutil.rmtree(folder)
+    assert len(starts) > 1
+
+
+def restore(log: Log, files: Files, folder: Path) -> None:
+    """Write the files of a rank to its drive."""
+    target = generation_folder(folder / f"node-{log.rank}" / NVME / "run", 1)
+    target.mkdir(parents=True, mode=0o700)
+    target.parent.chmod(0o700)
+    for name, content in {**files, **log.files}.items():
+        path = target / (states_of(log.rank) if name == STATES else name)
+        path.write_bytes(content)
+        path.chmod(0o600)
+
+
+# -- the replay finds what would be wrong ------------------------------------------------------------------------------
+
+
+@RANKS
+def test_a_record_that_is_written_before_its_states_is_found(
+    groups: dict[int, Group], tmp_path: Path, ranks: int
 ) -> None:
     """Without the sync of states before the record, a power cut leaves a record of other bytes."""
-    trace = recorded(tmp_path, 5, monkeypatch)
-    trace.events = [event for event in trace.events if event != STATES]
-    (tmp_path / "drive").mkdir()
+    logs, _ = trained(groups[ranks], tmp_path, 5)
+    unsynced = [replace(log, events=[e for e in log.events if e != Sync(STATES)], order=None) for log in logs]
+    with pytest.raises(AssertionError, match=r"is not whole|is lost"):
+        cut(unsynced, tmp_path, seeded=20, seed=1)
+
+
+def test_ranks_that_go_on_without_an_agreement_are_found(groups: dict[int, Group], tmp_path: Path) -> None:
+    """If a commit did not wait for the record of every rank, a rank could be two commits ahead of another."""
+    logs, _ = trained(groups[2], tmp_path, 5)
+    apart = [
+        replace(
+            log, order=None, events=[e for e in log.events if not (isinstance(e, Enter | Leave) and e.kind == "commit")]
+        )
+        for log in logs
+    ]
     with pytest.raises(AssertionError):
-        replay(trace, tmp_path / "drive", seeded=50, seed=1)
+        cut(apart, tmp_path, seeded=4, seed=1)
