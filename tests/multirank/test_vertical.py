@@ -37,7 +37,11 @@ def test_two_ranks_have_the_bits_of_the_ordinary_order(pair: Group, options: dic
     expected = pair.run(cases.trained, batched=False, **options)
     assert all(rank["vertical"] for rank in found)
     assert_equal(found, expected)
-    assert found[0]["gathered"][-1] < 0.7 * expected[0]["gathered"][-1]
+    # In 16 bits the buffers hold twice as many units, so that the ordinary order gathers fewer of them again.
+    assert (
+        found[0]["gathered"][-1]
+        < (0.75 if "bf16" in options or "fp16" in options else 0.45) * expected[0]["gathered"][-1]
+    )
 
 
 def test_a_model_that_deviates_on_one_rank_runs_in_the_ordinary_order_on_all(pair: Group) -> None:
