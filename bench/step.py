@@ -5,7 +5,7 @@ model.
     python bench/step.py --layers 4 --rounds 1 --steps 3
     python bench/step.py --host-memory 4GiB --moments fp32 --name step_4GiB
     python bench/step.py --host-memory 1.5GiB --moments 8bit --name step_1.5GiB
-    python bench/step.py --batch 1 --sequence 16 --name step_io     # the drive bounds the step
+    python bench/step.py --batch 1 --sequence 16 --forward-updates 0.25 --name step_io     # the drive bounds the step
 
 Every measurement runs in a process of its own, since peak memory belongs to a process, and the kinds take turns, round
 by round, since machines are shared: compare medians and ratios. `plain` keeps a bf16 model and an fp32 master in
@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
     parser.add_argument("--steps", type=int, default=6, help="counted steps of each process, after 2 that warm up")
     parser.add_argument("--host-memory", metavar="SIZE", help="infinity.memory.host: states stay in memory up to SIZE")
+    parser.add_argument("--forward-updates", type=float, default=0.0, help="infinity.forward_updates, without clipping")
     parser.add_argument("--moments", choices=MOMENTS, nargs="+", default=MOMENTS, help="formats to measure")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
@@ -85,8 +86,10 @@ def run_infinity(args: argparse.Namespace, clip: float, moments: str) -> dict[st
     import infinity
 
     model, batch = training.make_gpt2(args, "meta", tied=False), training.random_batches(args)
-    memory = {"memory": {"host": args.host_memory}} if args.host_memory else {}
-    engine, *_ = infinity.initialize(model=model, config=training.nvme_config(args, clip, moments=moments, **memory))
+    keys: dict[str, Any] = {"moments": moments, "forward_updates": 0.0 if clip else args.forward_updates}
+    if args.host_memory:
+        keys["memory"] = {"host": args.host_memory}
+    engine, *_ = infinity.initialize(model=model, config=training.nvme_config(args, clip, **keys))
     steps: list[dict[str, float]] = []
     before = first = engine.ledger.snapshot()
     for number in range(args.steps + WARM_UP):
@@ -187,7 +190,9 @@ def main() -> None:
         wanted = ("plain", "disk", *args.moments)
         kinds = [kind for kind in KINDS if kind.split(",")[0] in wanted]
         runs = harness.collect(kinds, args.rounds, child, show)
-        shape = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps", "host_memory")}
+        shape = {
+            name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps", "host_memory", "forward_updates")
+        }
         head = harness.head("step", path=args.nvme_path)
         harness.write_json(target, {**head, "args": shape, "runs": runs})
     publish(target)

@@ -211,3 +211,19 @@ class Config(Section):
                     f'first update: use "auto", "next_forward" or "after_backward", or remove {name}'
                 )
         return self
+
+    @model_validator(mode="after")
+    def _forward_updates_split_the_others(self) -> Config:
+        share, update = self.infinity.forward_updates, self.infinity.update
+        others = {
+            f'infinity.update "{update}"': update not in ("auto", "during_backward"),
+            "gradient_clipping": self.gradient_clipping > 0,
+            "fp16": self.scales_loss,
+        }
+        excluding = " and ".join(name for name, excludes in others.items() if excludes)
+        if share and excluding:
+            raise ValueError(
+                f"infinity.forward_updates is {share:g}, a share of the updates during backward, and there are none "
+                f"with {excluding}: remove infinity.forward_updates"
+            )
+        return self

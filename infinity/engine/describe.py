@@ -35,6 +35,8 @@ def describe(plan: Plan) -> str:
     if plan.ranks.model_parallel > 1:
         ranks = f", tensor parallel over {plan.ranks.model_parallel} ranks{ranks}"
     purpose = f"update {plan.update.replace('_', ' ')}" if plan.update else "for inference"
+    if plan.in_forward:
+        purpose += f", of {counted(len(plan.in_forward), 'unit')} in the next forward"
     held = plan.nbytes()
     passing = "".join(
         f"; up to {show_bytes(more)} more on {tier} while gradients wait, as in the first step"

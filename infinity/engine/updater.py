@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 from infinity.comm.communicator import Communicator
@@ -25,10 +25,11 @@ class Updater:
         step: Step,
         early_scale: float,
         *,
+        in_forward: Collection[int],
         check_nan: bool,
     ) -> None:
-        """early_scale: factor of gradients, summed over ranks, in updates during backward. check_nan: skip units with
-        non-finite gradients there.
+        """early_scale: factor of gradients, summed over ranks, in updates during backward. in_forward: units that are
+        not updated there. check_nan: skip units with non-finite gradients there.
         """
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters of the jobs that are created next, one entry per param_group."""
@@ -37,6 +38,7 @@ class Updater:
         self._ranks = ranks
         self._step = step
         self._early_scale = early_scale
+        self._in_forward = in_forward
         self._check_nan = check_nan
 
     def job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
@@ -57,7 +59,7 @@ class Updater:
     def can_update_now(self, unit: Unit) -> bool:
         if self._step.loss_check is not None:
             self._step.loss_check.start()  # here, since ranks may differ in the answer
-        return self._store.finished_with(unit)
+        return unit.index not in self._in_forward and self._store.finished_with(unit)
 
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
         """Start the update of a unit whose gradient is complete."""

@@ -198,7 +198,8 @@ def wire(
         store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
         updates_early = plan.update == "during_backward"
         step = Step(plan.accumulation, early=updates_early, managed=plan.managed_accumulation)
-        updater = Updater(store, gradients, ranks, step, 1.0 / plan.grad_divisor, check_nan=plan.check_nan)
+        scale = 1.0 / plan.grad_divisor
+        updater = Updater(store, gradients, ranks, step, scale, in_forward=plan.in_forward, check_nan=plan.check_nan)
         updates = updater if updates_early else DeferredUpdates(store)
         collector = GradCollector(units, ranks, buffers, gradients, step, updates, backward.notice, store.finish_update)
         training = UpdateParts(

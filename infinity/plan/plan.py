@@ -27,6 +27,7 @@ from infinity.plan.policy import (
     policy,
     trained_dtype,
     update_schedule,
+    updated_in_forward,
 )
 from infinity.plan.pools import (
     ACTIVATIONS,
@@ -54,6 +55,8 @@ class Plan:
     placement: Placement
     update: UpdateSchedule | None
     """When units are updated; None: never, since the engine is for inference."""
+    in_forward: frozenset[int]
+    """Units that `during_backward` leaves to the next forward (`infinity.forward_updates`)."""
     pools: tuple[PoolSpec, ...]
     prefetch_bytes: int
     """Bytes of units to fetch ahead of the one in use."""
@@ -99,7 +102,8 @@ class Plan:
     @property
     def passing(self) -> Mapping[str, int]:
         """Tier → bytes that gradients may take beside `nbytes`: all of them in the first three steps, and later those
-        of units that cannot be updated as backward leaves them. On nvme all are reserved at start."""
+        of units that cannot be updated as backward leaves them, or are `in_forward`. On nvme all are reserved at start.
+        """
         return self.placement.passing if self.update is not None else {}
 
     def peak_nbytes(self) -> dict[str, int]:
@@ -167,6 +171,7 @@ def make_plan(
         policy=rules,
         placement=place([], rules),
         update=update_schedule(config) if train else None,
+        in_forward=updated_in_forward(layouts, config.infinity.forward_updates) if train else frozenset(),
         pools=(),
         prefetch_bytes=0,
         io=None,

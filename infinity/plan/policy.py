@@ -117,6 +117,22 @@ def update_schedule(config: Config) -> UpdateSchedule:
     return config.infinity.update
 
 
+def updated_in_forward(layouts: Sequence[UnitLayout], share: float) -> frozenset[int]:
+    """Return the trained units whose update is left to the next forward: about `share` of the elements, spread evenly.
+
+    Each follows the elements that it stands for, so that the first units, which the next forward needs at once, are
+    updated as backward ends.
+    """
+    chosen, due = set(), 0.0
+    for layout in layouts:
+        if layout.trainable:
+            due += share * layout.numel
+            if due >= layout.numel:
+                due -= layout.numel
+                chosen.add(layout.index)
+    return frozenset(chosen)
+
+
 def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
     """Return the tier and format of each state. Gradients are stored in the tier of the optimizer states.
 

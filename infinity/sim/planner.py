@@ -6,8 +6,9 @@ Bytes are those of the plan that the engine executes, and time is that of the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +17,6 @@ from infinity.engine.optimizer import param_groups
 from infinity.engine.planning import plan_units
 from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
-from infinity.observe.units import show_bytes
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
 from infinity.sim.device import DeviceFacts, Times
@@ -26,6 +26,7 @@ from infinity.sim.models import PlannedModel
 from infinity.sim.needs import Needs, advice, needs_of
 from infinity.sim.paper import plan_as_paper
 from infinity.sim.ranks import Ranks
+from infinity.sim.shorter import faster, split_updates, whole_step
 from infinity.sim.simulate import Simulation, simulate
 from infinity.sim.wear import Wear, longer, wear_of
 
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 Formats = Literal["engine", "paper"]
 """Formats of states to count: the engine's, or those of the ZeRO-Infinity paper, 20 bytes a parameter."""
 
-_EXPOSED = 0.05
-"""Exposed share of a step from which advice names a lane."""
-_MOVES_PARAMS = ("nvme_read", "host_to_device", "gather")
-"""Lanes that carry parameters to where the model computes."""
 _MOST_SIMULATED = 32
 """Number of blocks above which activations are extrapolated in any case."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
@@ -131,7 +128,9 @@ def predict(
         if not found:
             found += faster(config, simulation, needs)
             if links is not None and not train_batch:
-                found += whole_step(make, config, machine, links, simulation, times)
+                again = partial(_again, make, machine, links, times)
+                found += whole_step(again, config, simulation)
+                found += split_updates(again, config, simulation)
         if wear is not None:
             found += longer(wear, config, simulation, needs, machine.ranks_per_node)
         if simulation.ordinary:
@@ -174,6 +173,20 @@ def _simulated(
         steps=steps,
         times=times,
     )
+
+
+def _again(
+    make: Callable[[], PlannedModel],
+    machine: Machine,
+    links: Links,
+    times: Times | None,
+    config: Config,
+    *,
+    train_batch: bool = False,
+) -> tuple[Simulation, Needs]:
+    """Simulate another run of the same model. Returns it and the memory that it needs."""
+    seen = _simulated(make(), config, machine, links, train_batch=train_batch, times=times)
+    return seen, needs_of(seen.plan, machine, activations=_activations(seen), baseline_rss=links.baseline_rss)
 
 
 class Activations:
@@ -231,48 +244,6 @@ def _check_flops(config: Config, links: Links) -> None:
         raise ConfigError(
             f"the bandwidths have no flops.{dtype}, in which the model computes: measure them with infinity "
             "bench-links on that machine, or add the FLOP/s"
-        )
-
-
-def faster(config: Config, simulation: Simulation, needs: Needs) -> Iterator[str]:
-    """Yield changes that shorten the exposed lanes, the longest first, each once."""
-    lanes = sorted(simulation.exposed.items(), key=lambda item: -item[1])
-    free = needs.available["host"] - needs.peak["host"]
-    given: set[str] = set()
-    for lane, seconds in lanes:
-        if seconds < _EXPOSED * simulation.seconds:
-            return
-        if lane in ("nvme_read", "nvme_write") and free > 0 and config.infinity.memory.host is None:
-            change = f'set infinity.memory.host to "auto", since {show_bytes(free)} of host memory are free'
-        elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
-            change = 'infinity.moments "bf16" or "8bit" move fewer bytes'
-        elif lane == "activations":
-            change = "raise infinity.activations.memory_bytes, or checkpoint activations"
-        else:
-            change = "raise the micro-batch, which moves no more bytes a step"
-        if change not in given:
-            given.add(change)
-            yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {lane}: {change}"
-
-
-def whole_step(
-    make: Callable[[], PlannedModel],
-    config: Config,
-    machine: Machine,
-    links: Links,
-    loop: Simulation,
-    times: Times | None,
-) -> Iterator[str]:
-    """Yield that `engine.train_batch` is faster than the loop over micro-batches, if its simulation is and fits."""
-    exposed = sum(loop.exposed.get(lane, 0.0) for lane in _MOVES_PARAMS)
-    if config.resolve_batch(machine.ranks).accumulation == 1 or exposed < _EXPOSED * loop.seconds:
-        return
-    seen = _simulated(make(), config, machine, links, train_batch=True, times=times)
-    needs = needs_of(seen.plan, machine, activations=_activations(seen), baseline_rss=links.baseline_rss)
-    if not seen.ordinary and not needs.limits and seen.seconds < (1 - _EXPOSED) * loop.seconds:
-        yield (
-            "engine.train_batch moves parameters once a step in place of once a micro-batch: "
-            f"{seen.seconds:.3g} s in place of {loop.seconds:.3g} s"
         )
 
 

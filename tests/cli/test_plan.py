@@ -403,6 +403,40 @@ def test_train_batch_is_advised_where_its_simulated_step_is_shorter(
     assert not any("engine.train_batch" in line for line in whole["advice"])
 
 
+@pytest.mark.parametrize("update, bandwidth", [("auto", 2.5e9), ("auto", 1e12), ("next_forward", 2.5e9)])
+def test_updates_in_forward_are_advised_where_they_shorten_the_step(
+    rates: Path, tmp_path: Path, update: str, bandwidth: float
+) -> None:
+    """The drive takes somewhat longer than the model computes."""
+    drive = dict.fromkeys(("nvme_read", "nvme_write", "nvme_mixed"), bandwidth)
+    rates.write_text(json.dumps(RATES | drive | {"memory": 1e12, "flops": {"bfloat16": 3.5e10}}))
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    file = tmp_path / "engine.json"
+
+    def prediction(**keys: Any) -> dict[str, Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+            "infinity": {"unit_size": "64KiB", "cache_bytes": 0, "tile_size": 4096, "update": update, **keys},
+        }
+        file.write_text(json.dumps(config))
+        shape = ("--num-layers", "16", *SHAPE[2:])
+        return planned(*shape, *MEMORY, "--config", file, "--bandwidths", rates)
+
+    before = prediction()
+    advised = [line for line in before["advice"] if "infinity.forward_updates" in line]
+    if (update, bandwidth) == ("auto", 2.5e9):
+        after = prediction(forward_updates=0.25)
+        seconds = [f"{each['step']['seconds']:.3g} s" for each in (after, before)]
+        assert advised == [
+            f"infinity.forward_updates 0.25 keeps the drive busy during forward: {' in place of '.join(seconds)}"
+        ]
+        assert not any("infinity.forward_updates" in line for line in after["advice"])
+    else:
+        assert not advised
+
+
 def test_the_largest_model_counts_activations_in_their_tier(tmp_path: Path) -> None:
     """With activations on nvme, more layers fit in host memory, and a small drive is the limit."""
     section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "256KiB"}

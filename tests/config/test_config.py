@@ -247,6 +247,12 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
             {"infinity": {"update": "during_backward"}, "gradient_clipping": 1.0},
             'infinity.update is "during_backward", but gradient_clipping needs the norm',
         ),
+        ({"infinity": {"forward_updates": 2}}, "infinity.forward_updates: must be at most 1, not 2"),
+        (
+            {"infinity": {"forward_updates": 0.25, "update": "next_forward"}, "gradient_clipping": 1.0},
+            "infinity.forward_updates is 0.25, a share of the updates during backward, and there are none with "
+            'infinity.update "next_forward" and gradient_clipping: remove',
+        ),
         ({"communication_data_type": "int8"}, 'communication_data_type: must be "fp32", "bf16" or "fp16", not "int8"'),
         ({"data_types": {"grad_accum_dtype": 3}}, "data_types.grad_accum_dtype: must be"),
         (

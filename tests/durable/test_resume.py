@@ -108,6 +108,7 @@ def copy_between_records(folder: Path, to: Path) -> None:
 
 OPTIONS = {
     "during backward": {},
+    "during backward and in the next forward": {"forward_updates": 0.5},
     "clipping, next forward": {"clip": 0.5},
     "after backward": {"update": "after_backward", "clip": 0.5},
     "bf16, 8 bit": {"bf16": True, "moments": "8bit"},

@@ -87,6 +87,17 @@ def test_knobs(pair: Group, bf16: bool, update: str, tmp_path: Path) -> None:
         assert_bits(result[0], reference[0])
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+@pytest.mark.parametrize("states", ["nvme", "cpu"])
+def test_a_share_of_the_updates_in_the_next_forward(pair: Group, states: str, late: bool, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"ranks": 2, "steps": STEPS, "folder": str(tmp_path), "param": states, "optim": states}
+    reference = pair.run(cases.training, **common)
+    result = pair.run(cases.training, forward_updates=0.5, late=late, **common)
+    assert mean(result) == mean(reference)
+    assert_bits(result[0], reference[0])
+    assert_bits(result[1], reference[1])
+
+
 def test_ranks_start_with_the_values_of_the_first(pair: Group, tmp_path: Path) -> None:
     common: dict[str, Any] = {"ranks": 2, "steps": 3, "folder": str(tmp_path)}
     reference = pair.run(cases.training, **common)

@@ -75,3 +75,33 @@ def test_knobs(bf16: bool, clip: float, accumulation: int, tmp_path: Path) -> No
 def test_schedules_without_clipping(schedule: str, tmp_path: Path) -> None:
     common: dict[str, Any] = {"bf16": True, "clip": 0.0, "accumulation": 1}
     assert_bits(run(tmp_path, update=schedule, **common), run(tmp_path, **common))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("param", "optim"), [("nvme", "nvme"), ("cpu", "nvme"), ("cpu", "cpu"), ("none", "cpu"), ("none", "none")]
+)
+def test_a_share_of_the_updates_in_the_next_forward(
+    param: str, optim: str, accumulation: int, share: float, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"param": param, "optim": optim, "bf16": True, "clip": 0.0, "accumulation": accumulation}
+    reference = run(tmp_path, **common)
+    for options in ({}, {"prefetch_bytes": 0}, {"device": "late"}):
+        assert_bits(run(tmp_path, forward_updates=share, **common, **options), reference)
+
+
+def test_a_share_of_the_units_is_updated_in_the_next_forward(tmp_path: Path) -> None:
+    """Those of the plan keep their gradients until then."""
+    config = engine_config(folder=tmp_path, forward_updates=0.4, prefetch_bytes=0)
+    with open_engine(seeded(lambda: Stack(width=48, depth=8)), config) as engine:
+        chosen = engine.parts.plan.in_forward
+        assert 2 <= len(chosen) < len(engine.parts.units) / 2
+        for number, batch in enumerate(token_batches(4)):
+            engine.backward(engine(*batch))
+            early = {unit.index for unit in engine.parts.units if unit.updated_early}
+            engine.step()
+            pending = {unit.index for unit in engine.parts.units if unit.due_update is not None}
+            if number:  # the first step has no trace
+                assert len(early) > 2 and not early & chosen
+                assert pending & chosen

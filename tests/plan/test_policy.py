@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from infinity.config import Config
 from infinity.plan.placement import DISK_TILE, WHOLE_SHARD
-from infinity.plan.policy import TIERS, RankInfo, policy
+from infinity.plan.policy import TIERS, RankInfo, policy, updated_in_forward
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -63,3 +65,23 @@ def test_tiles_in_memory_are_whole_units(device: str, tile: int, tmp_path: Path)
     }
     assert policy(Config.load(content), 1, RankInfo()).tile_of(TIERS[device]) == tile
     assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), 1, RankInfo()).tile_size == 8192
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1), st.floats(0, 1))
+def test_units_that_the_next_forward_updates(units: list[tuple[int, bool]], share: float) -> None:
+    """Of the first n units, whatever n, those have at most the share of the trained elements, and at most one unit less
+    than it."""
+    layouts: Any = [
+        SimpleNamespace(index=i, numel=numel, trainable=trained) for i, (numel, trained) in enumerate(units)
+    ]
+    chosen = updated_in_forward(layouts, share)
+    largest = max(numel for numel, _ in units)
+    for count in range(1, len(units) + 1):
+        trained = [layout for layout in layouts[:count] if layout.trainable]
+        total, left = (
+            sum(each.numel for each in some) for some in (trained, [u for u in trained if u.index in chosen])
+        )
+        assert left <= share * total + 1e-9
+        assert left > share * total - largest - sum(numel for numel, _ in units) * 1e-9 or not trained
+    assert all(layouts[index].trainable for index in chosen)
+    assert share < 1 or chosen == {layout.index for layout in layouts if layout.trainable}

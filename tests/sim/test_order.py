@@ -99,6 +99,17 @@ def test_transfers_of_each_thread_and_lane_are_those_of_a_real_run(
     assert order
 
 
+@pytest.mark.parametrize("param, optim", [("nvme", "nvme"), ("cpu", "cpu")])
+def test_updates_left_to_forward_move_states_as_in_a_real_run(param: str, optim: str, tmp_path: Path) -> None:
+    config = engine_config(
+        param, optim, folder=tmp_path, bf16=True, unit_size=60_000, debug=False, forward_updates=0.4, prefetch_bytes=0
+    )
+    order = assert_same(config, checkpoints=True)
+    if optim == "nvme":
+        stored = [name for name, _ in order["infinity-grads", "nvme_write"]]
+        assert len(stored) > len({*stored})  # in later steps than the first, too
+
+
 @pytest.mark.parametrize(
     "states, accumulation, checkpoints, memory_bytes",
     [("nvme", 1, False, 32_768), ("cpu", 2, False, 131_072), ("nvme", 2, True, 131_072), ("cpu", 1, True, 32_768)],
