@@ -92,7 +92,7 @@ def test_a_share_of_the_updates_in_the_next_forward(
 
 
 def test_a_share_of_the_units_is_updated_in_the_next_forward(tmp_path: Path) -> None:
-    """Those of the plan keep their gradients until then."""
+    """Units of the plan keep their gradients until then."""
     config = engine_config(folder=tmp_path, forward_updates=0.4, prefetch_bytes=0)
     with open_engine(seeded(lambda: Stack(width=48, depth=8)), config) as engine:
         chosen = engine.parts.plan.in_forward

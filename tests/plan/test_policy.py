@@ -69,8 +69,7 @@ def test_tiles_in_memory_are_whole_units(device: str, tile: int, tmp_path: Path)
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1), st.floats(0, 1))
 def test_units_that_the_next_forward_updates(units: list[tuple[int, bool]], share: float) -> None:
-    """Of the first n units, whatever n, those have at most the share of the trained elements, and at most one unit less
-    than it."""
+    """They have the share of the trained elements of any first units, or up to one unit less."""
     layouts: Any = [
         SimpleNamespace(index=i, numel=numel, trainable=trained) for i, (numel, trained) in enumerate(units)
     ]
