@@ -15,6 +15,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,27 @@ def test_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seco
         for number in range(len(BATCHES)):
             engine.load_checkpoint(tmp_path, f"b{number}")
             assert engine.global_steps == number + 1
+
+
+def test_joining_waits_until_it_has_ended(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    class Ended(Future[None]):
+        """The end of a save that goes on once somebody waits for it."""
+
+        def result(self, timeout: float | None = None) -> None:
+            go.set()
+            return super().result(60)
+
+    saving, saver = Saving(tmp_path, []), Saver()
+    saving._ended = Ended()
+    saver.start(saving, lambda saving: None if go.wait(60) else pytest.fail("nobody waits"))
+    try:
+        saver.join()
+        assert saving.done()
+    finally:
+        go.set()
+        saver.close(lambda: None)
 
 
 def test_loading_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

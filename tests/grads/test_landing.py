@@ -245,6 +245,26 @@ def test_the_next_gradient_leaves_while_one_is_written() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_all_pieces_have_arrived_when_one_fails(tier: str) -> None:
+    """They are copied to a buffer that is released then."""
+    device = LateDevice(delay=60)
+    bench = Bench(device, tier)
+
+    def fails(*arguments: Any, **options: Any) -> float:
+        assert device.from_device._pending
+        raise MemoryError("too little memory")
+
+    bench.places.kernels = replace(NATIVE, receive=fails)
+    bench.store.keep(bench.sent(bench.gradients(1)[0], last=True))
+    with pytest.raises(MemoryError, match="too little memory"):
+        bench.store.settle()
+    assert not device.from_device._pending
+    bench.assert_all_given_back()
+    bench.store.discard()
+    bench.store.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_later_pieces_are_copied_while_one_is_added(tier: str) -> None:
     device = LateDevice(delay=60)
     bench = Bench(device, tier)

@@ -251,6 +251,19 @@ def test_a_write_that_no_thread_can_wait_for_gives_its_buffer_back(bench: Bench)
     bench.assert_all_given_back()
 
 
+def test_closing_waits_for_writes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last thing that a write does is to release its buffer, whose memory is freed next."""
+    waits, shutdown = list[bool](), bench.store._writer.shutdown
+
+    def shut(wait: bool = True) -> None:
+        waits.append(wait)
+        shutdown(wait)
+
+    monkeypatch.setattr(bench.store._writer, "shutdown", shut)
+    bench.store.close()
+    assert waits == [True]
+
+
 def test_closing_waits_for_what_is_under_way(bench: Bench) -> None:
     """`close` waits for stores under way, because the tier is closed next."""
     bench.store.keep(bench.sent(GRADIENTS[0], reduced=Gate()))

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from infinity.tiers.transfer import Promise, Promised, Transfer, issued, run_on
+from infinity.tiers.transfer import Promise, Promised, Together, Transfer, also, issued, run_on
 from support.late_disk import LateTransfer
 
 
@@ -64,3 +64,53 @@ def test_a_transfer_that_a_stream_continues(make: Callable[[Transfer], Transfer]
     assert not transfer.done()
     transfer.wait()
     assert rest.done() and transfer.done()
+
+
+class Noted:
+    """A transfer that notes waits for it."""
+
+    def __init__(self, *, done: bool = True, error: Exception | None = None) -> None:
+        self.waits = 0
+        self._done = done
+        self._error = error
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._done
+
+
+def test_several_transfers_are_all_waited_for() -> None:
+    """Also those after one that failed, since their buffers are released next."""
+    parts = [Noted(), Noted(error=OSError(5, "first")), Noted(error=OSError(5, "second")), Noted()]
+    with pytest.raises(OSError, match="first"):
+        Together(*parts).wait()
+    assert [part.waits for part in parts] == [1, 1, 1, 1]
+
+
+def test_several_transfers_are_done_when_all_are() -> None:
+    assert Together(Noted(), Noted()).done()
+    assert not Together(Noted(), Noted(done=False)).done()
+    assert not Together(Noted(done=False), Noted()).done()
+
+
+def test_a_gate_that_has_ended_leaves_the_next_one() -> None:
+    more = Noted(done=False)
+    assert also(Noted(), more) is more
+
+
+def test_a_gate_that_has_failed_stays() -> None:
+    both = also(Noted(error=OSError(5, "lost")), Noted())
+    with pytest.raises(OSError, match="lost"):
+        both.wait()
+
+
+def test_a_gate_under_way_is_not_waited_for_when_one_is_added() -> None:
+    before, more = Noted(done=False), Noted()
+    both = also(before, more)
+    assert before.waits == 0 and not both.done()
+    both.wait()
+    assert before.waits == more.waits == 1
