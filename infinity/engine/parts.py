@@ -54,12 +54,11 @@ class UpdateParts:
         end_commits, unlock = (_nothing, _nothing) if self.durable is None else self.durable.closers()
 
         def release() -> None:
-            profiler.close()
-            end_commits()  # which wait for updates
-            pipeline.close()
-            gradients.close()
-            then()
-            unlock()
+            with ExitStack() as closing:  # in reverse order, all of them after an error too
+                for end in (unlock, then, gradients.close, pipeline.close):
+                    closing.callback(end)
+                closing.callback(end_commits)  # which wait for updates
+                closing.callback(profiler.close)
 
         return lambda: saver.close(then=release)  # joins saves first: updates may wait for them
 

@@ -49,8 +49,14 @@ class StreamTransfer:
         return bool(self.event.query())
 
 
-_waits = threading.local()
-"""Each thread's streams for waits, by device."""
+class _Waits(threading.local):
+    """Streams of a thread for its waits, by device."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_waits = _Waits()
 
 
 def _sleep_until(event: torch.Event, device: torch.device) -> None:
@@ -59,10 +65,9 @@ def _sleep_until(event: torch.Event, device: torch.device) -> None:
     `torch.Event` ignores `blocking` (torch 2.6 to 2.13), and CUDA's default wait spins. An event of `torch.cuda` can
     block, but streams and events of the two kinds do not mix. So it follows `event` on a stream that nothing else uses.
     """
-    streams: dict[torch.device, torch.cuda.Stream] = _waits.__dict__
-    stream = streams.get(device)
+    stream = _waits.streams.get(device)
     if stream is None:  # with priority, from another pool than the streams of the engine and of NCCL
-        stream = streams[device] = torch.cuda.Stream(device, priority=-1)
+        stream = _waits.streams[device] = torch.cuda.Stream(device, priority=-1)
     event.wait(stream)
     reached = torch.cuda.Event(blocking=True)
     reached.record(stream)

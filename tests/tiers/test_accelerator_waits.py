@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch, "Event", lambda device: Generic(made, device))
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Blocking(made, blocking=blocking))
-    monkeypatch.setattr(accelerator, "_waits", threading.local())
+    monkeypatch.setattr(accelerator, "_waits", accelerator._Waits())
     return made
 
 
