@@ -48,6 +48,11 @@ export -f pip_install
 record() { echo "$2 $3" >"$results/status/$stage.$1"; } # step, exit status or "skipped", seconds
 
 device=$(python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && echo yes)
+missing="there is no CUDA device here"
+if [ -z "$device" ]; then # torch's reason, such as a driver that is older than its build
+  reason=$(python3 -c 'import torch; torch.empty(0, device="cuda")' 2>&1 | tail -n 1)
+  missing+=${reason:+" ($reason)"}
+fi
 
 # try STEP SECONDS COMMAND...: run the command within its seconds and the stage's; keep its output and exit status.
 try() {
@@ -75,7 +80,9 @@ skip() {
 
 build() {
   mapfile -t bundled < <(find "$wheels" -name '*.whl' ! -name 'infinity-*' 2>/dev/null)
-  if [ ${#bundled[@]} -gt 0 ]; then try wheels 60 pip_install "${bundled[@]}"; fi
+  if [ ${#bundled[@]} -gt 0 ] && ! try wheels 60 pip_install "${bundled[@]}"; then
+    echo "-- build: the wheels are for one version of Python, and this is $(python3 --version): make gpu-bundle BUNDLE_PYTHON=3.x"
+  fi
   local wheel=${INFINITY_WHEEL:-}
   if [ -z "$wheel" ] && ! command -v nvcc >/dev/null; then
     wheel=$(find "$wheels" -name 'infinity-*.whl' 2>/dev/null | sort | tail -n 1)
@@ -96,7 +103,7 @@ build() {
 }
 
 # on_device STEP SECONDS COMMAND...
-on_device() { if [ -n "$device" ]; then try "$@"; else skip "$1" "there is no CUDA device here"; fi; }
+on_device() { if [ -n "$device" ]; then try "$@"; else skip "$1" "$missing"; fi; }
 
 # The options of pyproject.toml name plugins that may be missing here.
 pytest_gpu() { on_device "$1" "$2" python3 -m pytest -q -o addopts= --import-mode=importlib -p no:cacheprovider -m gpu "${@:3}"; }

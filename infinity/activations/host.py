@@ -6,7 +6,7 @@ import torch
 
 from infinity.plan.placement import Extent
 from infinity.tiers.device import Device
-from infinity.tiers.transfer import Transfer
+from infinity.tiers.transfer import DONE, Transfer
 
 _SLACK = 4
 """A buffer is used for tensors that leave at most 1/`_SLACK` of it unused."""
@@ -23,8 +23,10 @@ class HostRoom:
         self._device = device
         self._used: dict[int, torch.Tensor] = {}
         """Offset of an extent, which is only a number → its buffer."""
-        self._free: list[torch.Tensor] = []
-        """Least recently freed first."""
+        self._reads: dict[int, Transfer] = {}
+        """Offset of an extent → its last copy to the device, which compute may have awaited, and not the host."""
+        self._free: list[tuple[torch.Tensor, Transfer]] = []
+        """Buffers and the last copies from them. Least recently freed first."""
         self._number = 0
         self._peak = 0
         """The most bytes of buffers that were in use at once."""
@@ -44,7 +46,7 @@ class HostRoom:
         return Extent("host", self._number, nbytes, "saved activations")
 
     def free(self, extent: Extent) -> None:
-        self._free.append(self._used.pop(extent.offset))
+        self._free.append((self._used.pop(extent.offset), self._reads.pop(extent.offset, DONE)))
 
     def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
         self.bytes_written += extent.nbytes
@@ -54,10 +56,15 @@ class HostRoom:
     def read(self, extent: Extent, destination: torch.Tensor) -> Transfer:
         self.bytes_read += extent.nbytes
         with self._device.recorder.naming(extent.name, "activations"):
-            return self._device.copy(destination, self._used[extent.offset][: extent.nbytes])
+            copy = self._device.copy(destination, self._used[extent.offset][: extent.nbytes])
+        self._reads[extent.offset] = copy
+        return copy
 
     def close(self) -> None:
+        for copy in (*self._reads.values(), *(copy for _, copy in self._free)):
+            copy.wait()
         self._used.clear()
+        self._reads.clear()
         self._free.clear()
         self.nbytes = 0
 
@@ -65,16 +72,18 @@ class HostRoom:
         """Remove and return the smallest free buffer for `nbytes`, if one is of a similar size."""
         found = [
             (buffer.numel(), place)
-            for place, buffer in enumerate(self._free)
+            for place, (buffer, _) in enumerate(self._free)
             if nbytes <= buffer.numel() <= nbytes + nbytes // (_SLACK - 1)
         ]
-        return self._free.pop(min(found)[1]) if found else None
+        return self._free.pop(min(found)[1])[0] if found else None  # a copy into it follows compute, hence the last one
 
     def _in_use(self) -> int:
-        return self.nbytes - sum(buffer.numel() for buffer in self._free)
+        return self.nbytes - sum(buffer.numel() for buffer, _ in self._free)
 
     def _trim(self, nbytes: int) -> None:
         """Release free buffers, so that a new one of `nbytes` does not raise the total above the peak in use."""
         limit = max(self._peak, self._in_use() + nbytes)
         while self._free and self.nbytes + nbytes > limit:
-            self.nbytes -= self._free.pop(0).numel()
+            buffer, copy = self._free.pop(0)
+            copy.wait()  # the memory is unpinned and unmapped here
+            self.nbytes -= buffer.numel()

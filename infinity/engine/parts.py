@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -52,18 +54,29 @@ class UpdateParts:
         end_commits, unlock = (_nothing, _nothing) if self.durable is None else self.durable.closers()
 
         def release() -> None:
-            profiler.close()
-            end_commits()  # which wait for updates
-            pipeline.close()
-            gradients.close()
-            then()
-            unlock()
+            with ExitStack() as closing:  # in reverse order, all of them after an error too
+                for end in (unlock, then, gradients.close, pipeline.close):
+                    closing.callback(end)
+                closing.callback(end_commits)  # which wait for updates
+                closing.callback(profiler.close)
 
         return lambda: saver.close(then=release)  # joins saves first: updates may wait for them
 
 
 def _nothing() -> None:
     return None
+
+
+def close_memory(device: Device, tiers: Iterable[Tier], activations: ActivationStore | None) -> None:
+    """Close what holds an engine's bytes, all of it after an error too, and wait for the device's last copies."""
+    with ExitStack() as closing:  # in reverse order
+        closing.callback(device.lift_limit)
+        # A fetch ahead that nothing used may be under way. What frees its buffers next does not wait for it.
+        closing.callback(device.finish)
+        for tier in tiers:
+            closing.callback(tier.close)
+        if activations is not None:
+            closing.callback(activations.close)
 
 
 @dataclass(kw_only=True)
@@ -131,13 +144,5 @@ class EngineParts:
 
     def closer(self) -> Callable[[], None]:
         """Return a function that releases threads, memory and disk. It holds no reference to model or engine."""
-        tiers, activations, device = list(self.tiers.values()), self.activations, self.device
-
-        def close() -> None:
-            if activations is not None:
-                activations.close()
-            for tier in tiers:
-                tier.close()
-            device.lift_limit()
-
+        close = partial(close_memory, self.device, list(self.tiers.values()), self.activations)
         return close if self.training is None else self.training.closer(then=close)

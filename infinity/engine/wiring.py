@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.durable.run import DurableRun
 from infinity.engine.budget import budget_of
 from infinity.engine.durable import DurableSteps
-from infinity.engine.parts import EngineParts, UpdateParts
+from infinity.engine.parts import EngineParts, UpdateParts, close_memory
 from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
@@ -159,13 +160,10 @@ def assemble(
             training.durable = steps
         return parts
     except BaseException:
-        if activations is not None:
-            activations.close()
-        for tier in tiers.values():
-            tier.close()
-        if run is not None:
-            run.close()
-        device.lift_limit()
+        with ExitStack() as closing:  # in reverse order
+            if run is not None:
+                closing.callback(run.close)
+            closing.callback(close_memory, device, tiers.values(), activations)
         raise
 
 

@@ -35,15 +35,43 @@ class StreamTransfer:
     """Work on a stream, up to an event."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        # Blocking: a host thread that waits sleeps, and leaves its core to the optimizer's threads.
-        self.event = torch.Event(stream.device, blocking=True)
+        self.event = torch.Event(stream.device)
         self.event.record(stream)
+        self._device = stream.device
 
     def wait(self) -> None:
-        self.event.synchronize()
+        if self._device.type == "cuda" and not self.event.query():
+            _sleep_until(self.event, self._device)
+        else:
+            self.event.synchronize()
 
     def done(self) -> bool:
         return bool(self.event.query())
+
+
+class _Waits(threading.local):
+    """Streams of a thread for its waits, by device."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_waits = _Waits()
+
+
+def _sleep_until(event: torch.Event, device: torch.device) -> None:
+    """Wait for `event` of a CUDA stream without a busy core, which the optimizer's threads need.
+
+    `torch.Event` ignores `blocking` (torch 2.6 to 2.13), and CUDA's default wait spins. An event of `torch.cuda` can
+    block, but streams and events of the two kinds do not mix. So it follows `event` on a stream that nothing else uses.
+    """
+    stream = _waits.streams.get(device)
+    if stream is None:  # with priority, from another pool than the streams of the engine and of NCCL
+        stream = _waits.streams[device] = torch.cuda.Stream(device, priority=-1)
+    event.wait(stream)
+    reached = torch.cuda.Event(blocking=True)
+    reached.record(stream)
+    reached.synchronize()
 
 
 class AcceleratorDevice(Device):
@@ -83,6 +111,10 @@ class AcceleratorDevice(Device):
 
     def follow_compute(self) -> None:
         self._current_stream()
+
+    def finish(self) -> None:
+        for stream in (self._to_device, self._from_device):
+            StreamTransfer(stream).wait()
 
     def _current_stream(self) -> torch.Stream:
         """Return the calling thread's stream; a model's stream follows the one that a model's thread used before."""

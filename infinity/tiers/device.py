@@ -121,6 +121,9 @@ class Device(ABC):
         """Return the bytes that can still be allocated on the device."""
         return available_memory()
 
+    def finish(self) -> None:  # noqa: B027 - copies of the host are done on return
+        """Wait for all copies that were issued. Their memory may be freed or reused afterwards."""
+
     def limit(self, nbytes: int) -> None:  # noqa: B027 - nothing limits the host
         """Let torch allocate at most `nbytes` of the device's memory, until `lift_limit`."""
 

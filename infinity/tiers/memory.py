@@ -139,7 +139,8 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def _clear_cuda_error() -> None:
     """Clear the error that a failed call of the CUDA runtime leaves; the next kernel launch would raise it."""
     try:
-        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # the one that torch loaded
+        name = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"
+        runtime = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)  # the one that torch loaded: another has errors of its own
         runtime.cudaGetLastError()
     except OSError:  # torch links it statically: a launch raises and clears it
         with contextlib.suppress(RuntimeError):

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from activations.conftest import Make
+from infinity.activations.host import HostRoom
 from infinity.activations.store import ActivationStore, SavedActivation
 from infinity.errors import LifetimeError, UsageError
 from infinity.native import _aio
+from support.late_device import LateDevice
 from support.late_room import LateRoom
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
@@ -260,3 +262,19 @@ def test_checksums_cover_activations(tmp_path: Path, small_files: None) -> None:
     for number in reversed(range(64)):
         assert bool((saved[number].restore() == number).all())
     store.close()
+
+
+def test_host_memory_is_released_after_the_copy_that_reads_it() -> None:
+    """Compute awaits such a copy on its stream, so the host may be ahead of it."""
+    device = LateDevice(delay=30)
+    room = HostRoom(device)
+    extent = room.reserve(4096)
+    room.write(extent, device.empty(4096)).wait()
+    read = room.read(extent, device.empty(4096))
+    room.free(extent)
+    assert not read.done()
+    larger = room.reserve(3 * 4096)
+    assert read.done() and room.nbytes == 3 * 4096
+    last = room.read(larger, device.empty(3 * 4096))
+    room.close()
+    assert last.done()

@@ -24,6 +24,8 @@ case "$*" in
   *gpu_summary.py*) exec "{python}" "$@" ;;
   *"-m pytest"*) echo "1 failed"; exit 1 ;;
   *is_available*) exit {no_device} ;;
+  *torch.empty*) echo "RuntimeError: The driver is too old"; exit 1 ;;
+  *.whl*) exit 1 ;;
   *"-m pip"*) mkdir -p "{site}/infinity" ;;
 esac
 """
@@ -92,8 +94,17 @@ def test_other_sources_are_built_and_run_again(tmp_path: Path) -> None:
 def test_steps_that_need_a_device_are_named_where_there_is_none(tmp_path: Path) -> None:
     done = check(tmp_path, "tests", "small", "10b", no_device=1)
     assert done.returncode == 3
-    assert "small: steps not run: there is no CUDA device here" in done.stdout
+    reason = "there is no CUDA device here (RuntimeError: The driver is too old)"
+    assert f"small: steps not run: {reason}" in done.stdout
     assert outcomes(tmp_path)["10b.smoke"] == "passed" and outcomes(tmp_path)["10b.run"] == "not run"
+
+
+def test_wheels_for_another_python_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "pydantic_core-2-cp312-cp312-any.whl").touch()
+    done = check(tmp_path, "build", WHEELS=str(tmp_path / "wheels"))
+    assert done.returncode == 1 and outcomes(tmp_path)["build.wheels"] == "failed with status 1"
+    assert "make gpu-bundle BUNDLE_PYTHON=3.x" in done.stdout
 
 
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import infinity
 from infinity.engine import restore
+from infinity.engine.parts import close_memory
 from infinity.errors import ModelError, OutOfMemoryError, UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -72,6 +75,21 @@ def test_closing_in_another_thread_frees_everything(tmp_path: Path) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
     x = torch.ones(3, requires_grad=True)
     assert torch.func.grad(lambda x: x.square().sum())(x).sum() == 6
+
+
+def test_an_error_of_a_lost_device_leaves_nothing_open() -> None:
+    ended: list[str] = []
+
+    def end(name: str) -> None:
+        ended.append(name)
+        raise RuntimeError(f"{name}: device lost")
+
+    device = SimpleNamespace(finish=lambda: end("copies"), lift_limit=lambda: ended.append("limit"))
+    tiers = [SimpleNamespace(close=partial(end, name)) for name in ("cpu", "nvme")]
+    activations = SimpleNamespace(close=partial(end, "activations"))
+    with pytest.raises(RuntimeError, match="copies: device lost"):
+        close_memory(device, tiers, activations)  # type: ignore[arg-type]
+    assert ended == ["activations", "nvme", "cpu", "copies", "limit"]
 
 
 def test_a_model_that_only_ran_has_its_values_back() -> None:

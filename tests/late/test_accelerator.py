@@ -43,6 +43,15 @@ def test_work_that_follows_a_failed_read_is_refused(lazy: None) -> None:
         device.copy(device.empty(64), device.host_buffer(64), after=failed)
 
 
+def test_finish_waits_for_copies_in_both_directions(lazy: None) -> None:
+    device = LateAccelerator()
+    hosts = [device.host_buffer(64) for _ in range(2)]
+    copies = [device.copy(device.empty(64), hosts[0]), device.copy(hosts[1], device.empty(64))]
+    assert not any(copy.done() for copy in copies)
+    device.finish()
+    assert all(copy.done() for copy in copies)
+
+
 def test_compute_follows_a_copy_that_it_awaits(lazy: None) -> None:
     device = LateAccelerator()
     host, there = device.host_buffer(64), device.empty(64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import late
 from infinity.errors import NonFiniteError
 from infinity.tiers.accelerator import AcceleratorDevice, StreamTransfer
 from infinity.tiers.transfer import DONE, Transfer
@@ -241,3 +243,28 @@ def test_a_profile_has_the_times_of_streams(order: None, tmp_path: Path, param: 
     whole = sum(step["seconds"] for step in trace["otherData"]["steps"])
     assert all(sum(step["exposed"].values()) <= step["seconds"] * 1.01 for step in trace["otherData"]["steps"])
     assert max(event["ts"] + event["dur"] for event in work) <= whole * 1e6 + 1
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_engine_that_ends_in_mid_forward_leaves_no_copy_behind(lazy: None, dropped: bool) -> None:
+    """A copy ahead would fill memory that the next program has, from memory that is unmapped."""
+    device = LateAccelerator()
+    engine = open_engine(seeded(Stack), engine_config("cpu", "cpu", prefetch_bytes=20_000), device)
+    batches = on_device(BATCHES, device.torch_device)
+    for batch in batches[:2]:
+        engine.backward(engine(*batch))
+        engine.step()
+    engine.settle()
+    handle = engine.module.blocks[0].register_forward_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        engine(*batches[2])
+    handle.remove()
+    counters = late.counters()
+    assert counters.copies_queued > counters.copies_executed, "nothing is under way"
+    if not dropped:
+        engine._broken = "of a test"
+        engine.close()
+    del engine, handle
+    gc.collect()
+    counters = late.counters()
+    assert counters.copies_queued == counters.copies_executed
