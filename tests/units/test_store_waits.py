@@ -218,3 +218,41 @@ def test_settling_and_releasing_wait_for_updates(
     done = pending_update(unit, refers=which is resident)
     getattr(engine.parts.store, how)()
     assert done.waited
+
+
+def test_an_edit_is_written_for_a_commit_once_the_update_before_is_written(
+    engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both write the parameters to their tier, and the edit is the later one."""
+    unit, write_back = resident(engine), UnitStates.write_back
+    waited = list[bool]()
+
+    def watched(states: UnitStates, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
+        waited.append(writing.waited)
+        return write_back(states, layout, shard)
+
+    monkeypatch.setattr(UnitStates, "write_back", watched)
+    with torch.no_grad():
+        unit.parameters[0].add_(1)
+    writing = pending_update(unit)
+    engine.parts.store.write_edits()
+    assert waited == [True]
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_wait_for_a_fetch_counts_for_the_update_that_it_follows(
+    engine: TrainingEngine, updated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit, store = released(engine), engine.parts.store
+    lanes, wait = list[str](), engine.parts.device.recorder.wait
+
+    def watched(lane: str) -> Any:
+        lanes.append(lane)
+        return wait(lane)
+
+    store._start(unit, store.buffers.lease(unit))
+    if updated:
+        pending_update(unit)
+    monkeypatch.setattr(engine.parts.device.recorder, "wait", watched)
+    store._arrive(unit)
+    assert lanes[-1] == ("update" if updated else "gather")
