@@ -177,3 +177,18 @@ def test_reasons_are_found_and_old_ones_are_named() -> None:
     assert justified.reason("a.py:f:event#2") == "CUDA only"
     assert not justified.reason("a.py:f:wait#1")
     assert justified.stale(["a.py:f:event#2", "a.py:f:wait#1"]) == ["justified.toml: gone.py"]
+
+
+WAITS = ("wait", "after", "event", "done", "settle", "join")
+
+
+def test_every_wait_of_the_package_has_tests() -> None:
+    """A file that no entry of selections.toml names would be left out in silence."""
+    package, selections = Path(__file__).parents[2] / "infinity", Selections.read()
+    every = sorted(str(path.relative_to(package)) for path in package.rglob("*.py"))
+    forgotten = [
+        mutant.name
+        for mutant in find(package, every)
+        if mutant.name.rpartition(":")[2].partition("#")[0] in WAITS and not selections.of(mutant.name)
+    ]
+    assert not forgotten
