@@ -17,6 +17,7 @@ import os
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ class Lock:
         """Wait while other processes read the run. Raises StorageError if one trains it."""
         self._path = run / f"rank-{rank:05d}.lock"
         self._fd = _exclusive(self._path)
+        _held.add(self)
 
     def close(self, *, remove: bool = False) -> None:
         """Unlock. remove: also delete the file, if this process still holds the lock. Idempotent."""
@@ -179,6 +181,18 @@ class Lock:
             self._path.unlink(missing_ok=True)  # first, so that no process locks a file that is about to be removed
         os.close(self._fd)
         self._fd = -1
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the locks in a forked child, such as a loader's worker, which would hold them after the end of its parent."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def check_unheld(run: Path, ranks: int) -> None:
@@ -208,10 +222,10 @@ def _unheld(run: Path, first: int) -> Iterator[None]:
 
 def _exclusive(path: Path) -> int:
     """Lock a file, which is created if absent. Waits while only readers hold it."""
-    waits = False
+    waits, is_new = False, not path.exists()
     while True:
         fd = _open(path, os.O_RDWR | os.O_CREAT)
-        with _closed_on_error(fd):
+        with _closed_on_error(fd), _refused_by_drive(path, is_new):
             if _try_lock(fd, fcntl.LOCK_EX):
                 if _is_at(fd, path):
                     return fd
@@ -243,6 +257,19 @@ def _closed_on_error(fd: int) -> Iterator[None]:
     except BaseException:
         os.close(fd)
         raise
+
+
+@contextmanager
+def _refused_by_drive(path: Path, is_new: bool) -> Iterator[None]:
+    """Raise StorageError, and remove a file that was created, if the file system refuses locks."""
+    try:
+        yield
+    except OSError as error:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path} cannot be locked: {error.strerror}; name a folder on a local drive (nvme_path)"
+        ) from error
 
 
 def _try_lock(fd: int, kind: int) -> bool:

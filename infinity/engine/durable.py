@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -228,10 +229,14 @@ class DurableSteps:
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return lambda: None
-        commits = self._commits
+        commits, process = self._commits, os.getpid()
 
         def note(number: int, frame: FrameType | None) -> None:
-            commits.asked_to_stop = True
+            if os.getpid() == process:
+                commits.asked_to_stop = True
+                return
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked child, which nothing else would end
+            signal.raise_signal(signal.SIGTERM)
 
         def restore() -> None:
             if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is note:
