@@ -1,7 +1,8 @@
 """The folder of a durable run.
 
     NVME_PATH/RUN/rank-00000.lock                held by the process of this rank
-    NVME_PATH/RUN/0001/rank-00000.states         slots of parameters and optimizer states
+    NVME_PATH/RUN/0001/rank-00000.states         slots of parameters and optimizer states; with several folders in
+                                                 nvme_path, `.states-1` in the second, and so on
     NVME_PATH/RUN/0001/rank-00000.json           layout of the states, and how the run was started
     NVME_PATH/RUN/0001/rank-00000.record-0, -1   the last two commits
     NVME_PATH/RUN/0001/rank-00000.part           a manifest that is being written
@@ -149,6 +150,15 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def sync_names(runs: Sequence[Path], number: int) -> None:
+    """Wait until the names of a generation's files and folders have reached the drives."""
+    for run in runs:
+        for folder in (generation_folder(run, number), run):
+            sync_folder(folder)
+        with suppress(PermissionError):  # others may own it
+            sync_folder(run.parent)
+
+
 def remove_generation(runs: Sequence[Path], number: int) -> None:
     """Remove the files of all ranks, and the folders."""
     for run in reversed(runs):
@@ -187,7 +197,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close the locks in a forked child, such as a loader's worker, which would hold them after the end of its parent."""
+    """Close the locks in a forked child, such as a loader's worker, which may outlive its parent."""
     for lock in list(_held):
         lock.close()
 

@@ -118,7 +118,7 @@ class DurableRun:
             self._manifest = None
         write_record(files.record_file(folder, self.rank, record.number), record)
         if record.number <= 2:
-            files.sync_folder(folder)
+            files.sync_names(self.runs, self.generation)
         self.record = record
 
     def forget_previous(self) -> None:

@@ -33,7 +33,7 @@ from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
-from infinity.tiers.open_tiers import states_of
+from infinity.tiers.open_tiers import states_in
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.store import UnitStore
@@ -158,8 +158,9 @@ class DurableSteps:
         manifest = read_manifest(manifest_file(run.folders[0], run.rank))
         if manifest is None or manifest.layout["model_parallel"] != 1:
             return None
-        paths = [folder / states_of(run.rank) for folder in run.folders]
-        states = RankStates(paths, manifest.layout, record.slots, record.blobs.get(CHECKSUMS, b""))
+        states = RankStates(
+            states_in(run.folders, run.rank), manifest.layout, record.slots, record.blobs.get(CHECKSUMS, b"")
+        )
         return Committed(states, run.rank, self._kept.append)
 
     # -- load --------------------------------------------------------------------------------------------------------

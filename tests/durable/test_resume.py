@@ -775,7 +775,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    with pytest.raises(StorageError, match="cannot be opened.*No space left"):
+    with pytest.raises(StorageError, match=r"cannot be opened.*No space left"):
         open_engine(model(), engine_config(folder=folders, durable=True))
     assert sorted(tmp_path.rglob("*")) == folders
 
@@ -796,3 +796,41 @@ def test_sigterm_ends_a_forked_child(tmp_path: Path) -> None:
             child.kill()
             child.join()
         assert go_on(engine, 0, 2), "the trainer goes on"
+
+
+@pytest.mark.filterwarnings("ignore:.* are on one file system")
+def test_folders_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Parts of a stripe have the same size and would be read as one another."""
+    folders = [tmp_path / name for name in "abcd"]
+    for folder in folders:
+        folder.mkdir()
+    options: dict[str, Any] = {"durable": True, "aio": {"block_size": 1 << 16}}
+    with open_engine(model(), engine_config(folder=folders, **options)) as engine:
+        go_on(engine, 0, 2)
+    for first, second in ((1, 2), (2, 3)):
+        order = list(folders)
+        order[first], order[second] = order[second], order[first]
+        with pytest.raises(StorageError, match="is cut short: it has 0 bytes of"):
+            open_engine(model(), engine_config(folder=order, **options))
+    with open_engine(model(), engine_config(folder=folders, **options)) as engine:
+        assert engine.resume() == {"next": 2}
+
+
+@pytest.mark.filterwarnings("ignore:.* are on one file system")
+def test_the_first_commit_syncs_the_names_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may lose a file that was synced, with the folders that name it."""
+    synced: set[Path] = set()
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(os, "fsync", noted)
+    with open_engine(model(), engine_config(folder=folders, durable=True)) as engine:
+        go_on(engine, 0, 1)
+    for folder in folders:
+        assert {folder, folder / "run", folder / "run" / "0001"} <= synced
