@@ -133,7 +133,7 @@ def requests(fault: Fault, counts: Counts) -> list[dict[str, object]]:
 def states_files(folder: str) -> list[str]:
     """Return paths to the files of states: those of a durable run, and anonymous ones that this process has open."""
     device = os.stat(folder).st_dev
-    found = [str(path) for path in Path(folder).rglob("*.states")]
+    found = [str(path) for path in Path(folder).rglob("*.states*")]
     for number in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{number}"
         try:

@@ -350,7 +350,7 @@ class Trial:
                 raise Wrong("wrong numbers", "parameters differ at the end of the training from the checkpoint")
 
     def _damage(self) -> None:
-        paths = [str(path) for path in Path(self._files).rglob("*.states")]
+        paths = [str(path) for path in Path(self._files).rglob("*.states*")]
         if self._fault.kind == "cut file at rest":
             armed.cut(paths, self._fault.value)
         elif self._fault.kind == "bit flip at rest":

@@ -17,7 +17,7 @@ from infinity.durable.manifest import Manifest
 from infinity.durable.record import Record, read_record
 from infinity.errors import CheckpointError
 from infinity.plan.stripe import shares
-from infinity.tiers.open_tiers import states_of
+from infinity.tiers.open_tiers import states_in
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,14 @@ def condition(held: Path, run: Path) -> Condition:
 
 
 def _last_commit(generation: files.Generation) -> int:
-    """Return the number of the newest commit that every rank of this machine has reached; 0: none."""
-    ranks = [numbers for numbers in generation.commits.values() if numbers]
-    return min((max(numbers) for numbers in ranks), default=0)
+    """Return the number of the newest commit that every rank of this machine has reached; 0: none.
+
+    A rank without a record has lost it, unless all are at the first commit, which it has not reached.
+    """
+    newest = [max(numbers, default=0) for numbers in generation.commits.values()]
+    if max(newest, default=0) < 2 and not generation.damaged:
+        return min(newest, default=0)
+    return min((number for number in newest if number), default=0)
 
 
 def _faults(
@@ -127,16 +132,19 @@ def _faults(
     elif len(record.slots) != len(manifest.layout["extents"]):
         yield f"its record of commit {number} is of another layout"
     sizes = _file_sizes(manifest)
-    runs = [held, *(Path(run) for run in manifest.runs[1:])]
-    for run, shown, nbytes in zip(runs, manifest.runs, sizes, strict=True):
-        name = f"{generation:04d}/{states_of(rank)}"
+    runs = [Path(run) for run in manifest.runs]
+    shown, present = (
+        states_in([files.generation_folder(run, generation) for run in each], rank)
+        for each in (runs, [held, *runs[1:]])
+    )
+    for name, path, nbytes in zip(shown, present, sizes, strict=True):
         try:
-            status = os.lstat(run / name)
+            status = os.lstat(path)
         except OSError as error:
-            yield f"{shown}/{name}: {error.strerror}"
+            yield f"{name}: {error.strerror}"
             continue
         if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
-            yield f"{shown}/{name} has {status.st_size:,} bytes instead of {nbytes:,}"
+            yield f"{name} has {status.st_size:,} bytes instead of {nbytes:,}"
 
 
 def _file_sizes(manifest: Manifest) -> list[int]:

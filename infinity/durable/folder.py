@@ -1,7 +1,8 @@
 """The folder of a durable run.
 
     NVME_PATH/RUN/rank-00000.lock                held by the process of this rank
-    NVME_PATH/RUN/0001/rank-00000.states         slots of parameters and optimizer states
+    NVME_PATH/RUN/0001/rank-00000.states         slots of parameters and optimizer states; with several folders in
+                                                 nvme_path, `.states-1` in the second, and so on
     NVME_PATH/RUN/0001/rank-00000.json           layout of the states, and how the run was started
     NVME_PATH/RUN/0001/rank-00000.record-0, -1   the last two commits
     NVME_PATH/RUN/0001/rank-00000.part           a manifest that is being written
@@ -17,6 +18,7 @@ import os
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -148,6 +150,15 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def sync_names(runs: Sequence[Path], number: int) -> None:
+    """Wait until the names of a generation's files and folders have reached the drives."""
+    for run in runs:
+        for folder in (generation_folder(run, number), run):
+            sync_folder(folder)
+        with suppress(PermissionError):  # others may own it
+            sync_folder(run.parent)
+
+
 def remove_generation(runs: Sequence[Path], number: int) -> None:
     """Remove the files of all ranks, and the folders."""
     for run in reversed(runs):
@@ -170,6 +181,7 @@ class Lock:
         """Wait while other processes read the run. Raises StorageError if one trains it."""
         self._path = run / f"rank-{rank:05d}.lock"
         self._fd = _exclusive(self._path)
+        _held.add(self)
 
     def close(self, *, remove: bool = False) -> None:
         """Unlock. remove: also delete the file, if this process still holds the lock. Idempotent."""
@@ -179,6 +191,18 @@ class Lock:
             self._path.unlink(missing_ok=True)  # first, so that no process locks a file that is about to be removed
         os.close(self._fd)
         self._fd = -1
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the locks in a forked child, such as a loader's worker, which may outlive its parent."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def check_unheld(run: Path, ranks: int) -> None:
@@ -208,10 +232,10 @@ def _unheld(run: Path, first: int) -> Iterator[None]:
 
 def _exclusive(path: Path) -> int:
     """Lock a file, which is created if absent. Waits while only readers hold it."""
-    waits = False
+    waits, is_new = False, not path.exists()
     while True:
         fd = _open(path, os.O_RDWR | os.O_CREAT)
-        with _closed_on_error(fd):
+        with _closed_on_error(fd), _refused_by_drive(path, is_new):
             if _try_lock(fd, fcntl.LOCK_EX):
                 if _is_at(fd, path):
                     return fd
@@ -243,6 +267,19 @@ def _closed_on_error(fd: int) -> Iterator[None]:
     except BaseException:
         os.close(fd)
         raise
+
+
+@contextmanager
+def _refused_by_drive(path: Path, is_new: bool) -> Iterator[None]:
+    """Raise StorageError, and remove a file that was created, if the file system refuses locks."""
+    try:
+        yield
+    except OSError as error:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path} cannot be locked: {error.strerror}; name a folder on a local drive (nvme_path)"
+        ) from error
 
 
 def _try_lock(fd: int, kind: int) -> bool:

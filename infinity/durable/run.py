@@ -118,17 +118,24 @@ class DurableRun:
             self._manifest = None
         write_record(files.record_file(folder, self.rank, record.number), record)
         if record.number <= 2:
-            files.sync_folder(folder)
+            files.sync_names(self.runs, self.generation)
         self.record = record
+
+    def forget_previous(self) -> None:
+        """Invalidate the record before the last one, which all ranks have, since the next updates write its slots.
+
+        If the last record is damaged, the previous one must not be read in its place. No-op without a record.
+        """
+        if self.record is not None:
+            invalidate(files.record_file(self.folders[0], self.rank, self.record.number - 1), sync=False)
 
     def conclude(self) -> None:
         """Record that all ranks have the last commit, and remove what it has replaced.
 
-        The previous record is invalidated, since the next updates write its slots: if the last record is damaged, the
-        previous one must not be read in its place. A power cut may undo this, so only a second fault is dangerous.
+        A power cut may undo the end of the previous record, so only a second fault is dangerous until the next start.
         """
         assert self.record is not None
-        invalidate(files.record_file(self.folders[0], self.rank, self.record.number - 1), sync=False)
+        self.forget_previous()
         if self.source is not None and self.source.generation != self.generation:
             files.remove_generation(self.runs, self.source.generation)
         self.is_loaded = True  # first, since the model's thread reads both
@@ -155,22 +162,25 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
     """
     assert plan.io is not None and plan.io.durable is not None
     rank, size = ranks.model.number * ranks.size + ranks.rank, ranks.size * ranks.model.size
-    runs = []
-    for folder in plan.io.folders:
-        check_folder(folder)
-        runs.append(folder.absolute() / plan.io.durable.run)  # since the script may change its working directory
-        if len(runs) > 1 and files.is_run(runs[-1]):
-            raise StorageError(
-                f"{runs[-1]} is the first folder of a run: name the folders in nvme_path that it was begun with, in "
-                "the same order, or another run (infinity.run)"
-            )
-        files.make_private(runs[-1])
-    lock = files.Lock(runs[0], rank)
+    runs: list[Path] = []
+    lock: files.Lock | None = None
+    generation, begins = 0, False
     try:
+        for folder in plan.io.folders:
+            check_folder(folder)
+            runs.append(folder.absolute() / plan.io.durable.run)  # since the script may change its working directory
+            if len(runs) > 1 and files.is_run(runs[-1]):
+                raise StorageError(
+                    f"{runs[-1]} is the first folder of a run: name the folders in nvme_path that it was begun with, "
+                    "in the same order, or another run (infinity.run)"
+                )
+            files.make_private(runs[-1])
+        lock = files.Lock(runs[0], rank)
         files.check_unheld(runs[0], size)
         manifest = manifest_of(plan, config, size)
         seen = ranks.gather(_seen(runs[0], rank, manifest))
         source, is_same = choose(size, seen, runs[0])
+        begins = source is None
         numbers = [number for each in seen for number in each]
         for number in {*numbers} - ({source.generation} if source is not None else set()):
             files.remove_generation(runs, number)
@@ -196,12 +206,13 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
         held = DurableRun(runs, rank, generation, source, record, lock, None if record is None else manifest)
         try:
             ranks.barrier()  # a rank that fails after this removes the folder if it is empty
+            held.forget_previous()
         except BaseException:
             held.close()
             raise
         return held
     except BaseException as error:
-        lock.close()
+        _withdraw(runs, generation, lock, begins=begins or not any(map(files.is_run, runs[:1])))
         if isinstance(error, OSError):
             raise StorageError(f"the durable run in {runs[0]} cannot be opened: {error}") from error
         raise
@@ -283,6 +294,16 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
     finally:
         part.unlink(missing_ok=True)
     files.sync_folder(path.parent)
+
+
+def _withdraw(runs: Sequence[Path], generation: int, lock: files.Lock | None, *, begins: bool) -> None:
+    """Unlock a run that could not be opened, and remove empty folders. begins: it has no commit."""
+    for run in reversed(runs):
+        _remove_empty(files.generation_folder(run, generation))
+    if lock is not None:
+        lock.close(remove=begins)
+    for run in reversed(runs):
+        _remove_empty(run)
 
 
 def _remove_empty(folder: Path) -> None:

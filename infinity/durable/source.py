@@ -30,7 +30,7 @@ from infinity.errors import CheckpointError, StorageError
 from infinity.nn.pieces import Piece
 from infinity.observe.log import logger
 from infinity.plan.formats import StateKind
-from infinity.tiers.open_tiers import states_of
+from infinity.tiers.open_tiers import states_in
 from infinity.units.records import Flats
 from infinity.units.unit import Unit
 
@@ -211,8 +211,9 @@ def _record(folder: Path, rank: int, number: int) -> Record:
 
 
 def _rank_states(folders: Sequence[Path], rank: int, record: Record) -> RankStates:
-    paths = [folder / states_of(rank) for folder in folders]
-    return RankStates(paths, _manifest(folders[0], rank).layout, record.slots, record.blobs.get(CHECKSUMS, b""))
+    return RankStates(
+        states_in(folders, rank), _manifest(folders[0], rank).layout, record.slots, record.blobs.get(CHECKSUMS, b"")
+    )
 
 
 def _steps(record: Record) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
-from infinity.tiers.open_tiers import states_of
+from infinity.tiers.open_tiers import states_in
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.store import UnitStore
@@ -157,8 +158,9 @@ class DurableSteps:
         manifest = read_manifest(manifest_file(run.folders[0], run.rank))
         if manifest is None or manifest.layout["model_parallel"] != 1:
             return None
-        paths = [folder / states_of(run.rank) for folder in run.folders]
-        states = RankStates(paths, manifest.layout, record.slots, record.blobs.get(CHECKSUMS, b""))
+        states = RankStates(
+            states_in(run.folders, run.rank), manifest.layout, record.slots, record.blobs.get(CHECKSUMS, b"")
+        )
         return Committed(states, run.rank, self._kept.append)
 
     # -- load --------------------------------------------------------------------------------------------------------
@@ -228,10 +230,14 @@ class DurableSteps:
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return lambda: None
-        commits = self._commits
+        commits, process = self._commits, os.getpid()
 
         def note(number: int, frame: FrameType | None) -> None:
-            commits.asked_to_stop = True
+            if os.getpid() == process:
+                commits.asked_to_stop = True
+                return
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked child, which nothing else would end
+            signal.raise_signal(signal.SIGTERM)
 
         def restore() -> None:
             if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is note:

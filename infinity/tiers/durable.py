@@ -72,6 +72,7 @@ class DurableTier(NvmeTier):
         """Complete extents that were written in part, and return `Slots.seal`. No write may be under way."""
         for piece, place in self.slots.missing():
             self._copy(piece.offset, place, piece.nbytes)
+        self.slots.complete()  # now, since training reads meanwhile
         return self.slots.seal()
 
     def adopt(self, sealed: bytes, extents: Sequence[Extent]) -> None:

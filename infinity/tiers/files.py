@@ -146,10 +146,10 @@ def open_swap_files(
     """Create one logical file of `nbytes` reserved bytes, striped over an anonymous file in each folder of `paths`.
 
     chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.stripe`). name: for messages, and for
-    files that cannot be anonymous. durable: open the file `name` in each folder instead, with its bytes, or create it;
-    it stays. holds_states: each of these has to be there with all its bytes. Bytes read as zeros until they are
-    written. Warns for each folder whose file system refuses `O_DIRECT`, where I/O goes through the page cache, and once
-    if folders are on one file system.
+    files that cannot be anonymous. durable: open the file `member_of(name, …)` in each folder instead, with its bytes,
+    or create it; it stays. holds_states: each of these has to be there with all its bytes. Bytes read as zeros until
+    they are written. Warns for each folder whose file system refuses `O_DIRECT`, where I/O goes through the page
+    cache, and once if folders are on one file system.
 
     Raises:
         StorageError: a folder does not exist, is no folder, or is not writable; or a file that `holds_states` is short.
@@ -164,10 +164,11 @@ def open_swap_files(
     for folder in folders:
         check_folder(folder)
     sizes = [whole(nbytes, alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
+    files = [member_of(name, member) if durable else name for member in range(len(folders))]
     if holds_states:
-        for folder, size in zip(folders, sizes, strict=True):
-            _check_whole(folder / name, size)
-    held = [_held(folder / name) if durable else 0 for folder in folders]
+        for folder, file, size in zip(folders, files, sizes, strict=True):
+            _check_whole(folder / file, size)
+    held = [_held(folder / file) if durable else 0 for folder, file in zip(folders, files, strict=True)]
     together = _by_file_system(folders, [max(0, size - there) for size, there in zip(sizes, held, strict=True)])
     for where, needed in together:
         _check_space(where, needed)
@@ -181,11 +182,16 @@ def open_swap_files(
 
     with ExitStack() as undo:
         opened = []
-        for folder, size in zip(folders, sizes, strict=True):
-            opened.append(undo.enter_context(_open_one(folder, size, name, durable=durable)))
+        for folder, file, size in zip(folders, files, sizes, strict=True):
+            opened.append(undo.enter_context(_open_one(folder, size, file, durable=durable)))
         swap = opened[0] if len(opened) == 1 else _striped(opened, whole(nbytes, chunk), chunk)
         undo.pop_all()
         return swap
+
+
+def member_of(name: str, member: int) -> str:
+    """Return the name of a durable file's part in folder number `member`, so that no part is taken for another."""
+    return f"{name}-{member}" if member else name
 
 
 def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:

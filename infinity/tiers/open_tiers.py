@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from infinity.errors import OutOfMemoryError
 from infinity.plan.plan import Plan, shortage
@@ -11,7 +13,7 @@ from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles, DurableTier
-from infinity.tiers.files import open_swap_files
+from infinity.tiers.files import member_of, open_swap_files
 from infinity.tiers.io import engine_of
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.slab import SlabTier
@@ -72,5 +74,10 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
 
 
 def states_of(rank: int) -> str:
-    """Return the name of the file with a rank's durable states."""
+    """Return the name of the file with a rank's durable states, in the first folder of a stripe."""
     return f"rank-{rank:05d}.states"
+
+
+def states_in(folders: Sequence[Path], rank: int) -> list[Path]:
+    """Return the file of a rank's durable states in each folder of a stripe."""
+    return [folder / member_of(states_of(rank), member) for member, folder in enumerate(folders)]

@@ -89,8 +89,14 @@ class Slots:
                     for piece in _pieces(pair, 0, pair.nbytes)
                     if old <= piece.offset < old + pair.nbytes
                 ]
-                pair.fresh = [(0, pair.nbytes)]
         return found
+
+    def complete(self) -> None:
+        """Note that the pieces of `missing` were copied, so that all extents are whole."""
+        with self._access:
+            for pair in self._pairs.values():
+                if pair.fresh:
+                    pair.fresh = [(0, pair.nbytes)]
 
     def seal(self) -> bytes:
         """Return the slot of each extent's present bytes, one byte an extent, which `commit` makes the committed ones.

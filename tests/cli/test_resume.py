@@ -21,6 +21,7 @@ import infinity
 from infinity.cli import resume
 from infinity.cli.main import app
 from infinity.durable.manifest import read_manifest
+from infinity.durable.record import read_record, write_record
 
 STEPS = 3
 MANIFEST, STATES, RECORD = "0001/rank-00000.json", "0001/rank-00000.states", "0001/rank-00000.record-1"
@@ -76,9 +77,10 @@ def test_check_reads_the_states_of_every_folder(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="are on one file system"):
         train([str(folder) for folder in folders])
     assert checked(folders[0] / "small")[0] == 0
-    (folders[1] / "small" / STATES).unlink()
+    path = folders[1] / "small" / f"{STATES}-1"
+    path.unlink()
     status, facts, error = checked(folders[0] / "small")
-    assert status == 1 and not facts["intact"] and f"{folders[1] / 'small' / STATES}: No such file" in error
+    assert status == 1 and not facts["intact"] and f"{path}: No such file" in error
 
 
 def cut(run: Path) -> None:
@@ -245,3 +247,20 @@ def test_a_command_that_does_not_exist_is_an_error(
     recorded(run, **changes)
     result = invoke(run)
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_check_of_a_run_whose_first_commit_some_ranks_lack(run: Path) -> None:
+    """Such a run begins anew, or goes on from the generation before."""
+    folder = run / RECORD
+    record = read_record(folder)
+    assert record is not None and record.number == STEPS
+    generation = run / "0002"
+    generation.mkdir(mode=0o700)
+    manifest = read_manifest(run / "0001" / "rank-00000.json")
+    assert manifest is not None
+    two = replace(manifest, layout={**manifest.layout, "ranks": 2})
+    for rank in range(2):
+        (generation / f"rank-{rank:05d}.json").write_text(two.to_json())
+        (generation / f"rank-{rank:05d}.json").chmod(0o600)
+    write_record(generation / "rank-00000.record-1", replace(record, number=1))
+    assert checked(run) == (0, {"run": "small", "step": STEPS, "ranks": 1, "intact": True}, "")

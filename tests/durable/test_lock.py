@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -59,6 +62,38 @@ def test_a_lock_whose_file_was_removed_is_not_held(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="in use by another process"):
         Lock(tmp_path, 0)
     held.close(remove=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_holds_no_lock(tmp_path: Path) -> None:
+    """Workers of a data loader outlive a trainer that is killed."""
+    held = Lock(tmp_path, 0)
+    (wait, end), (begun, begin) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.write(begin, b".")
+        os.read(wait, 1)
+        os._exit(0)
+    os.read(begun, 1)
+    try:
+        with pytest.raises(StorageError, match="in use by another process"):
+            Lock(tmp_path, 0)
+        held.close()
+        Lock(tmp_path, 0).close()
+    finally:
+        for pipe in (end, wait, begun, begin):
+            os.close(pipe)
+        os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match="cannot be locked: No locks available; name a folder on a local drive"):
+        Lock(tmp_path, 0)
     assert not list(tmp_path.iterdir())
 
 

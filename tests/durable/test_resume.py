@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -737,3 +739,99 @@ def test_a_flipped_bit_of_a_committed_state_is_found(tmp_path: Path) -> None:
     ):
         engine.resume()
         go_on(engine, 3, 4)
+
+
+def test_a_start_forgets_the_record_whose_slots_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends between the agreement on a commit and the end of the former record leaves both."""
+
+    def ended(run: durable_run.DurableRun) -> None:
+        raise RuntimeError("the process ends")
+
+    config = engine_config(folder=tmp_path, durable=True)
+    with pytest.raises(StorageError, match="the process ends"), open_engine(model(), config) as engine:
+        go_on(engine, 0, 2)
+        engine.settle()
+        assert engine.updates.durable is not None
+        engine.updates.durable.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(durable_run.DurableRun, "conclude", ended)
+            go_on(engine, 2, 3)
+            engine.settle()
+            engine.updates.durable.wait()
+    records = [tmp_path / "run" / "0001" / f"rank-00000.record-{slot}" for slot in (0, 1)]
+    assert sorted(record.number for path in records if (record := read_record(path)) is not None) == [2, 3]
+    with open_engine(model(), config) as engine:
+        assert engine.resume() == {"next": 3}
+        assert [record.number for path in records if (record := read_record(path)) is not None] == [3]
+    records[1].write_bytes(records[1].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="records of rank 0 are damaged"):
+        open_engine(model(), config)
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable_run, "_write_manifest", full)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with pytest.raises(StorageError, match=r"cannot be opened.*No space left"):
+        open_engine(model(), engine_config(folder=folders, durable=True))
+    assert sorted(tmp_path.rglob("*")) == folders
+
+
+def test_sigterm_ends_a_forked_child(tmp_path: Path) -> None:
+    """`multiprocessing.Pool` ends its workers by SIGTERM, which the trainer only notes."""
+    with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=lambda: (begun.set(), time.sleep(600)))
+        child.start()
+        try:
+            assert begun.wait(60)  # a signal that arrives before Python's work after a fork is dropped by it
+            child.terminate()
+            child.join(30)
+            assert child.exitcode == -signal.SIGTERM
+        finally:
+            child.kill()
+            child.join()
+        assert go_on(engine, 0, 2), "the trainer goes on"
+
+
+@pytest.mark.filterwarnings("ignore:.* are on one file system")
+def test_folders_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Parts of a stripe have the same size and would be read as one another."""
+    folders = [tmp_path / name for name in "abcd"]
+    for folder in folders:
+        folder.mkdir()
+    options: dict[str, Any] = {"durable": True, "aio": {"block_size": 1 << 16}}
+    with open_engine(model(), engine_config(folder=folders, **options)) as engine:
+        go_on(engine, 0, 2)
+    for first, second in ((1, 2), (2, 3)):
+        order = list(folders)
+        order[first], order[second] = order[second], order[first]
+        with pytest.raises(StorageError, match="is cut short: it has 0 bytes of"):
+            open_engine(model(), engine_config(folder=order, **options))
+    with open_engine(model(), engine_config(folder=folders, **options)) as engine:
+        assert engine.resume() == {"next": 2}
+
+
+@pytest.mark.filterwarnings("ignore:.* are on one file system")
+def test_the_first_commit_syncs_the_names_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may lose a file that was synced, with the folders that name it."""
+    synced: set[Path] = set()
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")))
+
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(os, "fsync", noted)
+    with open_engine(model(), engine_config(folder=folders, durable=True)) as engine:
+        go_on(engine, 0, 1)
+    for folder in folders:
+        assert {folder, folder / "run", folder / "run" / "0001"} <= synced

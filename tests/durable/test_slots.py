@@ -44,6 +44,7 @@ def test_slots_show_the_last_bytes_and_keep_the_committed_ones(events: list[tupl
             for piece, place in slots.missing():
                 for block in range(0, piece.nbytes, BLOCK):
                     file[place + block] = file.get(piece.offset + block, 0)
+            slots.complete()
             sealed = slots.seal()
             slots.commit(sealed)
             committed = [list(blocks) for blocks in present]
@@ -75,3 +76,18 @@ def test_slots_of_a_plan_do_not_overlap() -> None:
         (place.offset, place.offset + place.nbytes) for each in planned() for place in (each.first, each.second)
     )
     assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
+
+
+def test_a_read_beside_a_commit_takes_no_bytes_that_are_still_copied() -> None:
+    """Training reads states while a commit completes those that were written in part."""
+    (extent, *_) = planned()
+    slots = Slots([extent], None)
+    slots.to_write(extent.first.offset, 0, extent.first.nbytes)
+    slots.commit(slots.seal())
+    new = slots.to_write(extent.first.offset, 0, BLOCK)
+    ((piece, place),) = slots.missing()
+    assert (piece.offset, place) == (extent.first.offset + BLOCK, new + BLOCK)
+    read = [(found.offset, found.nbytes) for found in slots.to_read(extent.first.offset, 0, extent.first.nbytes)]
+    assert read == [(new, BLOCK), (piece.offset, piece.nbytes)]
+    slots.complete()
+    assert [found.offset for found in slots.to_read(extent.first.offset, 0, extent.first.nbytes)] == [new]

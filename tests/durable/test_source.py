@@ -31,6 +31,7 @@ from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.layout import UnitLayout, layout_unit
 from infinity.plan.placement import Policy, State, place, tiles
 from infinity.rules import MomentFormat
+from infinity.tiers.files import member_of
 from infinity.tiers.open_tiers import states_of
 from infinity.units.records import Flats
 
@@ -131,7 +132,7 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
         for each in range(setting.folders):
             rows = range(each * chunk, len(content), chunk * setting.folders)
             data = b"".join(content[row : row + chunk] for row in rows) if setting.folders > 1 else content
-            (folder / str(each) / states_of(rank)).write_bytes(data)
+            (folder / str(each) / member_of(states_of(rank), each)).write_bytes(data)
         manifest_file(folder / "0", rank).write_text(manifest.to_json())
         blobs = {"client_state": rng.pack({"rank": rank}), "rng": b"", "buffers": b""}
         steps = [[7] * len(layout.slots) for layout in layouts]
