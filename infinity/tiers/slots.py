@@ -57,16 +57,16 @@ class Slots:
 
     def to_read(self, extent: int, offset: int, nbytes: int) -> list[Piece]:
         """Return where the present bytes [offset, offset + nbytes) of an extent are."""
-        pair = self._pairs[extent]
         with self._access:
+            pair = self._pairs[extent]
             if pair.is_whole:
                 return [Piece(pair.places[pair.present] + offset, 0, nbytes)]
             return list(_pieces(pair, offset, offset + nbytes))
 
     def to_write(self, extent: int, offset: int, nbytes: int) -> int:
         """Return where to write these bytes, which are the present ones from now on."""
-        pair = self._pairs[extent]
         with self._access:
+            pair = self._pairs[extent]
             pair.fresh = _with(pair.fresh, offset, offset + nbytes)
             return pair.places[1 - pair.committed] + offset
 

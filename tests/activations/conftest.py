@@ -14,6 +14,7 @@ from infinity.config import Config
 from infinity.plan.activations import plan_activations
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.io import engine_of
+from support.locked import locked
 
 Make = Callable[..., ActivationStore]
 
@@ -34,12 +35,13 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_store(tmp_path: Path, small_files: None) -> Iterator[Make]:
     """make_store(kind, options...): a store on the CPU, whose room is of the class `kind`."""
     made: list[ActivationStore] = []
+    store_class = locked(ActivationStore, "_leaving", "_leftovers")
 
     def make(kind: type[DiskRoom] = DiskRoom, **options: object) -> ActivationStore:
         device = CpuDevice()
         plan = plan_activations(room_config(tmp_path, **options), device.info)
         assert plan is not None and plan.io is not None
-        made.append(ActivationStore(kind(plan.io, engine_of(plan.io), device, 0), device, plan))
+        made.append(store_class(kind(plan.io, engine_of(plan.io), device, 0), device, plan))
         return made[-1]
 
     yield make

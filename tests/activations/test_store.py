@@ -19,7 +19,7 @@ from infinity.activations.store import ActivationStore, SavedActivation
 from infinity.errors import LifetimeError, UsageError
 from infinity.native import _aio
 from support.late_device import LateDevice
-from support.late_room import LateRoom
+from support.late_room import HeldRoom, LateRoom
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool,
           torch.complex64, torch.float8_e4m3fn)  # fmt: skip
@@ -236,6 +236,45 @@ def test_a_failed_transfer_raises_and_can_be_repeated(make_store: Make, where: s
         assert error.errno == errno.EIO and "saved activations" in str(error)
     finally:
         _aio._inject([])
+
+
+def test_bytes_are_used_once_they_have_arrived(make_store: Make) -> None:
+    store = make_store(HeldRoom)
+    saved = [saved_in(store, torch.full((1024,), float(number))) for number in range(32)]
+    for number in reversed(range(32)):
+        assert bool((saved[number].restore() == number).all())
+
+
+def test_a_save_does_not_wait_for_writes_while_the_window_has_room(make_store: Make) -> None:
+    store = make_store(HeldRoom, memory_bytes=32768)
+    saved = [saved_in(store, torch.zeros(1024)) for _ in range(7)]
+    leaving = [one.stored for one in saved if one.stored.leaves]
+    assert len(leaving) > 1
+    assert not any(one.transfer is None or one.transfer.done() for one in leaving)
+
+
+def test_room_is_used_again_only_after_a_write_that_nobody_needs_any_more(make_store: Make) -> None:
+    """The write of a storage that is gone arrives after those of later storages."""
+    store = make_store(HeldRoom, memory_bytes=32768)
+    saved = [saved_in(store, torch.full((1024,), 1.0)) for _ in range(7)]
+    transfers = [one.stored.transfer for one in saved if one.stored.leaves]
+    del saved
+    others = [saved_in(store, torch.full((1024,), 2.0)) for _ in range(20)]
+    assert others[0].stored.memory is None
+    for transfer in transfers:
+        assert transfer is not None and not transfer.done()
+        transfer.wait()
+    assert all(bool((one.restore() == 2).all()) for one in others)
+
+
+def test_closing_waits_for_all_transfers(make_store: Make) -> None:
+    """Also for those of storages that are gone, whose memory they use."""
+    store = make_store(HeldRoom, memory_bytes=32768)
+    saved = [saved_in(store, torch.zeros(1024)) for _ in range(7)]
+    transfers = [one.stored.transfer for one in saved if one.stored.leaves]
+    del saved[0]
+    store.close()
+    assert len(transfers) > 1 and all(transfer is not None and transfer.done() for transfer in transfers)
 
 
 def test_a_closed_store_gives_back_only_what_is_in_memory(make_store: Make) -> None:

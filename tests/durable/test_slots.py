@@ -9,9 +9,11 @@ from hypothesis import given, strategies as st
 from infinity.plan.durable import Durable, plan_durable
 from infinity.plan.placement import Extent, Placement, State
 from infinity.tiers.slots import Slots
+from support.locked import locked
 
 BLOCK = 4096
 SIZES = (3 * BLOCK, BLOCK, 5 * BLOCK)
+Locked = locked(Slots, "_pairs")
 
 
 def planned() -> tuple[Durable, ...]:
@@ -33,7 +35,8 @@ def planned() -> tuple[Durable, ...]:
 )
 def test_slots_show_the_last_bytes_and_keep_the_committed_ones(events: list[tuple[int, int, int] | str]) -> None:
     extents = planned()
-    slots = Slots(extents, None)
+    slots = Locked(extents, None)
+    assert slots.are_committed
     file: dict[int, int] = {}  # offset of a block → its content
     present = [[0] * (nbytes // BLOCK) for nbytes in SIZES]
     committed = [list(blocks) for blocks in present]
@@ -49,7 +52,7 @@ def test_slots_show_the_last_bytes_and_keep_the_committed_ones(events: list[tupl
             slots.commit(sealed)
             committed = [list(blocks) for blocks in present]
         elif event == "crash":
-            slots = Slots(extents, sealed)
+            slots = Locked(extents, sealed)
             present = [list(blocks) for blocks in committed]
         else:
             number, start, length = event

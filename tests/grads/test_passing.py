@@ -15,6 +15,7 @@ from infinity.tiers.passing import PassingTier
 from infinity.tiers.pool import Pool
 from support.configs import engine_config
 from support.late_device import LateDevice
+from support.locked import locked
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, train
 from support.models import Stack, seeded, token_batches
 
@@ -28,7 +29,7 @@ def filled(value: int, extent: Extent = EXTENT) -> torch.Tensor:
 
 @pytest.fixture
 def tier() -> PassingTier:
-    return PassingTier("host", CpuDevice(), on_device=False)
+    return locked(PassingTier, "_held", "_spare", "_old")("host", CpuDevice(), on_device=False)
 
 
 def test_bytes_exist_from_a_write_to_its_discard(tier: PassingTier) -> None:
@@ -45,6 +46,9 @@ def test_bytes_exist_from_a_write_to_its_discard(tier: PassingTier) -> None:
     assert tier.nbytes == EXTENT.nbytes + OTHER.nbytes
     tier.trim()
     assert tier.nbytes == OTHER.nbytes
+    tier.discard(OTHER)
+    tier.clear()
+    assert tier.nbytes == 0
 
 
 @pytest.mark.parametrize("trims", [0, 1])

@@ -26,6 +26,7 @@ from infinity.tiers.pool import Pool
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.late_disk import use_late_disks
+from support.locked import locked
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, train
 from support.models import Stack, seeded, token_batches
 from support.mounts import mount
@@ -77,7 +78,7 @@ def nvme(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NvmeTier]:
 
 @pytest.fixture
 def space(nvme: NvmeTier) -> PassingSpace:
-    return PassingSpace(nvme, [ONE, OTHER])
+    return locked(PassingSpace, "_held", "_spare", "_old")(nvme, [ONE, OTHER])
 
 
 def test_space_is_given_back_after_two_trims_without_a_write(space: PassingSpace, tmp_path: Path) -> None:
@@ -92,6 +93,10 @@ def test_space_is_given_back_after_two_trims_without_a_write(space: PassingSpace
     space.trim()
     assert space.nbytes == PART
     space.trim()
+    assert on_disk(tmp_path) == PART and space.nbytes == 0
+    space.write(OTHER, filled(1, OTHER)).wait()
+    space.discard(OTHER)
+    space.clear()
     assert on_disk(tmp_path) == PART and space.nbytes == 0
 
 

@@ -28,7 +28,7 @@ from infinity.plan.placement import Policy, State, place
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
-from infinity.tiers.transfer import Transfer
+from infinity.tiers.transfer import Failed, Transfer
 from infinity.units.unit import Unit
 from support.late_device import LateDevice
 from support.late_disk import LateSlab, LateTransfer
@@ -120,6 +120,16 @@ def test_a_gradient_is_stored_once_it_is_reduced(bench: Bench) -> None:
     assert torch.equal(bench.in_tier, GRADIENTS[0])
     squares = GRADIENTS[0].double().square().sum().item()
     assert bench.store.squared_norms() == pytest.approx((squares, squares), rel=1e-9)
+    bench.assert_all_given_back()
+
+
+def test_a_gradient_is_dropped_once_it_is_reduced(bench: Bench) -> None:
+    """The reduction would write to a buffer that another gradient uses."""
+    sent = bench.late(GRADIENTS[0])
+    sent.drop()
+    assert sent.reduced.done()
+    sent = bench.sent(GRADIENTS[0], reduced=Failed(RuntimeError("another rank has died")))
+    sent.drop()
     bench.assert_all_given_back()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from infinity.observe.clock import Phase, StepClock
+from support.streams import Host, Stream
 
 
 def test_a_backward_inside_a_forward_counts_as_forward() -> None:
@@ -29,3 +31,18 @@ def test_a_phase_without_an_end_does_not_count() -> None:
     assert once[Phase.BACKWARD] == 0 and once[Phase.FORWARD] > 0
     clock.end(Phase.FORWARD)
     assert clock.read()[Phase.FORWARD] == 0
+
+
+def test_phases_on_cuda_last_as_long_as_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host issues all work at once, and waits for it in `read`."""
+    host = Host()
+    stream = Stream(host)
+    monkeypatch.setattr(torch.cuda, "Event", host.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    clock = StepClock(torch.device("cuda"))
+    for phase, seconds in ((Phase.FORWARD, 1.0), (Phase.BACKWARD, 2.0), (Phase.FORWARD, 4.0)):
+        clock.begin(phase)
+        stream.work(seconds)
+        clock.end(phase)
+    assert host.now == 0
+    assert clock.read() == {Phase.FORWARD: 5.0, Phase.BACKWARD: 2.0, Phase.STEP: 0.0}

@@ -13,6 +13,7 @@ from infinity.observe.intervals import Interval, seconds, union, within, without
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Mark, Recording, Request, Stamped, Wait
 from infinity.observe.timeline import LANES, Sample, Span, StepSpan, chrome_trace
+from support.locked import locked
 
 
 @dataclass
@@ -118,7 +119,7 @@ def test_a_recorder_that_is_off_records_nothing() -> None:
 
 
 def test_recordings_of_one_recorder_are_independent() -> None:
-    recorder = Recorder()
+    recorder = locked(Recorder, "_recordings", "is_on", reads=False)()
     first = recorder.start()
     with recorder.span("update", "a"):
         second = recorder.start()

@@ -1,4 +1,4 @@
-"""Rooms of saved activations on a disk with the largest permitted delays (see `support.late_disk`)."""
+"""Rooms of saved activations with the largest permitted delays (see `support.late_disk`)."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ class LateRoom(DiskRoom):
             super(LateRoom, self)._write(extent, memory, offset).wait()
 
         return LateTransfer(write)
+
+
+class HeldRoom(DiskRoom):
+    """Whole transfers, staging included, happen in the first wait for them."""
+
+    def read(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        destination.fill_(0xFF)
+        return LateTransfer(lambda: super(HeldRoom, self).read(extent, destination).wait())
+
+    def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
+        return LateTransfer(lambda: super(HeldRoom, self).write(extent, source).wait())
 
 
 def use_late_rooms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.tiers.windows_ahead import WindowsAhead
 from support.late_disk import LateSlab
+from support.locked import locked
 
 TILE = 4096
 EXTENT, OTHER = Extent("nvme", 0, 4 * TILE, "states"), Extent("nvme", 4 * TILE, TILE, "states of another")
@@ -25,7 +28,11 @@ class Bench:
         for tile in range(5):
             self.disk.slab[tile * TILE : (tile + 1) * TILE] = tile
         self.pool = Pool(host_tensor, {TILE: 2}, name="tiles", poison=CpuDevice().poison)
-        self.windows = WindowsAhead(self.disk.window)
+        self.windows = locked(WindowsAhead, "_dropped")(self._open_window)
+
+    def _open_window(self, *arguments: Any) -> Window | None:
+        assert self.windows._access.locked()
+        return self.disk.window(*arguments)
 
     def open(self, tile: int) -> bool:
         return self.windows.open(EXTENT, tile * TILE, TILE, self.pool)
@@ -94,6 +101,18 @@ def test_buffers_of_dropped_windows_are_given_up_first(bench: Bench) -> None:
     bench.windows.forget(EXTENT, 0, TILE)
     assert bench.windows.give_up(bench.pool)
     assert bench.value(bench.take(1)) == 1
+
+
+def test_a_buffer_is_given_up_after_its_read(bench: Bench) -> None:
+    """Bytes of a read that has not ended would arrive in the next window's buffer."""
+    for dropped in (False, True):
+        bench.open(0)
+        reading = bench.windows._windows[0][0].arrived
+        if dropped:
+            bench.windows.forget(EXTENT, 0, TILE)
+        assert not reading.done()
+        assert bench.windows.give_up(bench.pool)
+        assert reading.done()
 
 
 def test_buffers_of_another_pool_stay(bench: Bench) -> None:
