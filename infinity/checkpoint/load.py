@@ -27,7 +27,8 @@ from infinity.units.unit import Unit
 
 
 class Loading:
-    """Saved states that have been checked against an engine. Constructor and `apply` are collective.
+    """Saved states that have been checked against an engine. Constructor and `apply` are collective. No save and no
+    commit may be under way, since `apply` writes to the tiers that they read.
 
     verify: first compare all files with their checksums. load_rng: also read the RNG states, if the number of ranks is
     the same as at the save. Units, tiers, tile size, number of ranks and the formats of master and moments may differ.
@@ -68,7 +69,6 @@ class Loading:
         for unit in parts.units:
             saved = [self.index.parameters.get(self._pieces[slot.name].name) for slot in unit.layout.slots]
             flats = self._read_unit(unit, complete=all(saved))
-            unit.snapshot_read.wait()
             parts.states.write(unit.layout, flats)
             del flats
             return_freed_memory()

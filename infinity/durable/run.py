@@ -184,7 +184,6 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
         numbers = [number for each in seen for number in each]
         for number in {*numbers} - ({source.generation} if source is not None else set()):
             files.remove_generation(runs, number)
-        ranks.barrier()
         record = None
         if source is not None and is_same:
             generation = source.generation

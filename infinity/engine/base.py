@@ -164,7 +164,6 @@ class BaseEngine(ABC):
         self._check_open()
         self._hooks.check_replaced()
         with self._failing():
-            self.parts.store.settle()
             self.parts.store.release_all()
 
     def load_with(self, load: Callable[[nn.Module], object]) -> None:

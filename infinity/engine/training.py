@@ -668,7 +668,6 @@ class TrainingEngine(CheckpointingEngine):
                 super().close(restore=restore)
 
     def _finish(self) -> None:
-        self.updates.gradients.settle()
         self.parts.store.settle()
         self._check_refused(len(self.updates.pipeline.refused))
         if self.updates.durable is not None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from infinity.sim.links import BANDWIDTHS, DTYPES, Links
 from infinity.tiers.available import cache_bytes
 from infinity.tiers.device import CpuDevice
 from support.commands import refused, run
-from support.late_device import LateDevice
+from support.late_device import LateDevice, Reached
 from support.ranks import Group
 
 QUICK = ["--size", "16MiB", "--seconds", "0.1"]
@@ -208,12 +209,33 @@ def test_memory_is_measured_by_the_update_in_the_default_formats() -> None:
 
 
 def test_copies_to_a_device_arrive() -> None:
-    copies = Copies(LateDevice(), 4096)
+    copies = Copies(LateDevice(delay=100), 4096)
     copies.host.fill_(7)
     copies.to_device(3)
     copies.host.fill_(9)
     copies.to_host(1)
     assert copies.nbytes == 4096 and set(copies.host.tolist()) == {7}
+
+
+def test_matmuls_have_ended_when_their_call_returns() -> None:
+    device = LateDevice()
+    rates.first_matmul(device, torch.float32, 16)(2)
+    assert [reached.waited for reached in device.reached] == [True]
+
+
+def test_gathers_have_ended_when_their_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one, since they are in order."""
+    gathered: list[Reached] = []
+
+    def all_gather(*_: Any) -> Reached:
+        gathered.append(Reached())
+        return gathered[-1]
+
+    gathers = Gathers.__new__(Gathers)
+    gathers._flat = torch.empty(0)
+    gathers._ranks = SimpleNamespace(all_gather=all_gather)  # type: ignore[assignment]
+    gathers._gather(3)
+    assert [transfer.waited for transfer in gathered] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])

@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,14 @@ def test_locked_tensors_are_aligned_and_known(handle: AioHandle) -> None:
     assert handle.new_cpu_locked_tensor(0, tensor).shape == (0,)
 
 
+def test_pinned_memory_of_the_host_is_known(handle: AioHandle) -> None:
+    """Memory that torch has pinned counts, and memory of the device does not."""
+    storage = SimpleNamespace(data_ptr=lambda: 0)
+    for on_device in (False, True):
+        tensor: Any = SimpleNamespace(is_cuda=on_device, is_pinned=lambda: True, untyped_storage=lambda: storage)
+        assert handle.is_pinned(tensor) != on_device
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +217,14 @@ def test_memory_that_is_not_pinned_is_copied(handle: AioHandle, tmp_path: Path) 
     handle.async_pread(buffer, path)
     assert not buffer.any()
     assert handle.wait() == 1 and torch.equal(buffer, torch.arange(3000))
+
+
+def test_locked_memory_is_transferred_in_place(handle: AioHandle, tmp_path: Path) -> None:
+    path, buffer = str(tmp_path / "file"), handle.new_cpu_locked_tensor(4096, BYTE)
+    handle.async_pwrite(buffer, path)
+    (operation,) = handle._pending
+    assert operation._memory.data_ptr() == buffer.data_ptr()
+    handle.wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])

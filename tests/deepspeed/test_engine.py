@@ -569,3 +569,13 @@ def test_vectors_train(opens: Opens) -> None:
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
     assert engine.global_steps == 2
+
+
+def test_the_cache_of_partitions_is_emptied(opens: Opens) -> None:
+    """No unit stays in memory."""
+    engine = opens(3)
+    run(engine, token_batches(1))
+    units = engine.training_engine.units
+    assert any(unit.lease is not None for unit in units)
+    engine.empty_partition_cache()
+    assert all(unit.lease is None for unit in units)

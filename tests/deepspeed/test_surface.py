@@ -19,6 +19,7 @@ from torch import nn
 
 import infinity
 import infinity.deepspeed as deepspeed
+from infinity.deepspeed.accelerator import Accelerator
 from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from infinity.deepspeed.ops.lion import DeepSpeedCPULion
@@ -396,6 +397,19 @@ def test_the_accelerator_is_torchs() -> None:
     assert accelerator.initial_seed() == 3
     with pytest.raises(AttributeError, match="has no 'warp_drive'"):
         accelerator.warp_drive  # noqa: B018
+
+
+def test_an_accelerator_is_waited_for_and_pins_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has nothing to wait for and no pinned memory."""
+    waits: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    cpu, cuda = Accelerator("cpu"), Accelerator("cuda")
+    cpu.synchronize(1)
+    cuda.synchronize(2)
+    assert waits == [2]
+    for pinned in (True, False):
+        tensor: Any = SimpleNamespace(is_pinned=lambda pinned=pinned: pinned)
+        assert not cpu.is_pinned(tensor) and cuda.is_pinned(tensor) == pinned
 
 
 def test_loaders_repeat_and_objects_move() -> None:

@@ -6,10 +6,11 @@ import errno
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +106,33 @@ def test_a_read_that_does_not_happen_in_a_later_lap_is_found(bench: Bench, monke
     )
     with pytest.raises(OSError, match="was read as 0xee"):
         bench.run(work, nbytes=4 * SIZE)
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.op)
+def test_every_transfer_is_waited_for(work: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of their starts, with no more in flight than asked for; a failure of one is raised."""
+    started, ended = list[int](), list[int]()
+    most = 0
+
+    def late(real: Callable[..., _aio.Request]) -> Callable[..., Any]:
+        def start(*how: Any) -> Any:
+            nonlocal most
+            request, number = real(*how), len(started)
+            started.append(number)
+            most = max(most, len(started) - len(ended))
+            return SimpleNamespace(wait=lambda: (request.wait(), ended.append(number)))
+
+        return start
+
+    for name in ("_read", "_write"):
+        monkeypatch.setattr(Bench, name, late(getattr(Bench, name)))
+    with Bench([tmp_path], SIZE, WORKS) as bench:
+        assert ended == started and most <= bench._outstanding(measure._PASS)
+        most = 0
+        bench.run(work, nbytes=2 * SIZE)
+        assert ended == started and most == bench._outstanding(work)
+        bench.verify()
+        assert ended == started
 
 
 def test_reads_of_pages_of_several_generations_are_compared(bench: Bench) -> None:
