@@ -183,9 +183,11 @@ WAITS = ("wait", "after", "event", "done", "settle", "join")
 
 
 def test_every_wait_of_the_package_has_tests() -> None:
-    """A file that no entry of selections.toml names would be left out in silence."""
+    """A file that no entry of selections.toml names would be left out in silence. Libraries of integrations/ are not
+    installed for them."""
     package, selections = Path(__file__).parents[2] / "infinity", Selections.read()
     every = sorted(str(path.relative_to(package)) for path in package.rglob("*.py"))
+    every = [path for path in every if not path.startswith("integrations/")]
     forgotten = [
         mutant.name
         for mutant in find(package, every)
