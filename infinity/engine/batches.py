@@ -7,8 +7,9 @@ The first step runs in the ordinary order and records which blocks the model cal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -62,7 +63,7 @@ class Trainer(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def backward(self, loss: torch.Tensor) -> torch.Tensor: ...
     def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
-    def step(self) -> None: ...
+    def step(self, *, client_state: dict[str, Any] | None = None) -> None: ...
     def _check_open(self) -> None: ...
     def _conclude_backward(self) -> None: ...
     def _check_readable(self, what: str) -> None: ...
@@ -82,8 +83,13 @@ class BatchTrainer:
         self.reason = ""
         """Why the model was found not to fit, so that all steps run in the ordinary order; empty: it was not."""
 
-    def train(self, batches: Iterator[Any], loss_fn: LossFunction | None) -> torch.Tensor:
-        """Run one step. Returns the mean loss, without a graph. After an exception the step's gradients are dropped."""
+    def train(
+        self, batches: Iterator[Any], loss_fn: LossFunction | None, client_state: dict[str, Any] | None
+    ) -> torch.Tensor:
+        """Run one step. Returns the mean loss, without a graph. After an exception the step's gradients are dropped.
+
+        client_state: as of `step`.
+        """
         engine = self._engine
         engine._check_open()
         engine._conclude_backward()
@@ -91,7 +97,7 @@ class BatchTrainer:
         drawn, before = draw(batches, engine.batch.accumulation), engine.global_steps
         engine.updates.step.check(Call.TRAIN_BATCH)  # the iterator may have used the engine
         try:
-            losses = self._run(drawn, loss_fn)
+            losses = self._run(drawn, loss_fn, partial(engine.step, client_state=client_state))
         except BaseException:
             if engine.global_steps == before:
                 self._abandon()
@@ -101,17 +107,22 @@ class BatchTrainer:
             total = total + loss.detach()
         return total / len(losses)
 
-    def _run(self, batches: list[Any], loss_fn: LossFunction | None) -> list[torch.Tensor]:
+    def _run(
+        self, batches: list[Any], loss_fn: LossFunction | None, end_micro_batch: Callable[[], None]
+    ) -> list[torch.Tensor]:
         if len(batches) == 1 or self.reason:
-            return self._ordinary(batches, loss_fn)
+            return self._ordinary(batches, loss_fn, end_micro_batch)
         reason = self._obstacle()
         if reason is not None:
             self._say(reason)
-            return self._ordinary(batches, loss_fn)
+            return self._ordinary(batches, loss_fn, end_micro_batch)
         if self._order is None:
-            return self._recorded(batches, loss_fn)
+            return self._recorded(batches, loss_fn, end_micro_batch)
         losses = self._vertical(self._order, batches, loss_fn)
-        return self._ordinary(batches, loss_fn) if losses is None else losses
+        if losses is None:
+            return self._ordinary(batches, loss_fn, end_micro_batch)
+        end_micro_batch()
+        return losses
 
     def _obstacle(self) -> str | None:
         """Return why no step, or this one, may run vertically, as far as is known before it."""
@@ -138,16 +149,20 @@ class BatchTrainer:
 
     # -- ordinary ----------------------------------------------------------------------------------------------------
 
-    def _ordinary(self, batches: list[Any], loss_fn: LossFunction | None) -> list[torch.Tensor]:
+    def _ordinary(
+        self, batches: list[Any], loss_fn: LossFunction | None, end_micro_batch: Callable[[], None]
+    ) -> list[torch.Tensor]:
         losses = []
         for batch in batches:
             loss = loss_of(self._engine, batch, loss_fn)
             self._engine.backward(loss)
-            self._engine.step()
+            end_micro_batch()
             losses.append(loss.detach())
         return losses
 
-    def _recorded(self, batches: list[Any], loss_fn: LossFunction | None) -> list[torch.Tensor]:
+    def _recorded(
+        self, batches: list[Any], loss_fn: LossFunction | None, end_micro_batch: Callable[[], None]
+    ) -> list[torch.Tensor]:
         """Run a step in the ordinary order, and find the blocks for the next ones."""
         engine = self._engine
         random, calls = RandomState(engine.device), BlockCalls(engine.module)
@@ -164,7 +179,7 @@ class BatchTrainer:
                 calls.end()
                 engine.backward(loss)
                 losses.append(loss.detach())
-                engine.step()
+                end_micro_batch()
         blocks, reason = calls.sequence(), None
         if random.moved():
             reason = "it draws random numbers, as for dropout, in the order of micro-batches"
@@ -189,7 +204,9 @@ class BatchTrainer:
     def _vertical(
         self, order: VerticalOrder, batches: list[Any], loss_fn: LossFunction | None
     ) -> list[torch.Tensor] | None:
-        """Run a step block by block. Returns None, without a change of any state, if the model does not fit."""
+        """Run a step block by block, up to its update. Returns None, without a change of any state, if the model does
+        not fit.
+        """
         engine = self._engine
         random, state = RandomState(engine.device), ModelState(engine.module, loss_fn, batches)
         reason: str | None = None
@@ -237,7 +254,6 @@ class BatchTrainer:
                 "would get others than one after the other. Call engine.backward() and engine.step() for each instead."
             )
         step.end_pieces()
-        engine.step()
         return [loss.detach() for loss in losses]
 
     @contextmanager

@@ -166,13 +166,19 @@ class TrainingEngine(CheckpointingEngine):
             self._step.losses.append((self._loss, accumulation))
         return loss if accumulation == 1 else loss / accumulation
 
-    def train_batch(self, batches: Iterator[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
+    def train_batch(
+        self,
+        batches: Iterator[Any],
+        loss_fn: LossFunction | None = None,
+        *,
+        client_state: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
         """Run a whole step on the next gradient_accumulation_steps micro-batches of `batches`, and return the mean of
         their losses. The result is bit-identical to `backward` and `step` for each of them.
 
         A mapping is passed to the model as keyword arguments, a tuple or list as positional ones, and anything else as
         the only one. The loss is the output itself, its `loss`, or the first entry of a tuple; loss_fn: returns it from
-        the output and the micro-batch.
+        the output and the micro-batch. client_state: as of `step`.
 
         From the second step on, the micro-batches pass a list of blocks together, so that each block's parameters are
         fetched twice a step, for forward and for backward, instead of twice a micro-batch. The graphs of all
@@ -182,7 +188,7 @@ class TrainingEngine(CheckpointingEngine):
         Raises UsageError, before anything is run, if the iterator ends early or within a step. After any exception the
         gradients of the step are dropped.
         """
-        return self._batches.train(batches, loss_fn)
+        return self._batches.train(batches, loss_fn, client_state)
 
     @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from infinity.tiers.files import SwapFile
 from support.configs import PLACEMENTS, engine_config, raw
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of
-from support.models import VOCABULARY, Stack
+from support.models import VOCABULARY, Stack, seeded
 
 STEPS = 6
 
@@ -92,6 +92,30 @@ def assert_resumes(folder: Path, losses: list[float], at_least: int, expected: R
         losses = losses[:first] + go_on(engine, first, STEPS)
         assert_same(Result([*losses, *engine.module.seen.tolist()], parameters_of(engine)), expected)
     return int(first)
+
+
+@pytest.mark.parametrize("blocks", ["alike", "drawing random numbers"])
+def test_a_run_of_whole_steps_resumes(tmp_path: Path, blocks: str) -> None:
+    """`train_batch` commits its client_state, in vertical and in ordinary order."""
+    make = (lambda: seeded(lambda: Stack(32, 4))) if blocks == "alike" else model
+    config = engine_config(folder=tmp_path, durable=True, accumulation=2, prefetch_bytes=0)
+
+    def steps(engine: TrainingEngine, first: int, last: int) -> list[float]:
+        return [
+            engine.train_batch(iter([batch(2 * n), batch(2 * n + 1)]), client_state={"next": n + 1}).item()
+            for n in range(first, last)
+        ]
+
+    with open_engine(make(), engine_config(folder=tmp_path, accumulation=2, prefetch_bytes=0)) as engine:
+        torch.manual_seed(1)
+        expected = Result(steps(engine, 0, STEPS), parameters_of(engine))
+        assert (not engine._batches.reason) == (blocks == "alike")
+    with open_engine(make(), config) as engine:
+        torch.manual_seed(1)
+        losses = steps(engine, 0, 4)
+    with open_engine(make(), config) as engine:
+        assert engine.resume() == {"next": 4}
+        assert_same(Result(losses + steps(engine, 4, STEPS), parameters_of(engine)), expected)
 
 
 def copy_between_records(folder: Path, to: Path) -> None:
