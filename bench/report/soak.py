@@ -122,16 +122,18 @@ def figures(result: Result) -> dict[str, float]:
 def plot(result: Result, path: Path) -> None:
     """A row for each resource, a line for each configuration."""
     colours = [style.OURS, style.PALE, style.PEER, style.INK]
+    lines = [(colour, dashes) for dashes in ("-", "--") for colour in colours]
     height = 1.5 + 1.15 * len(RESOURCES)
     subtitle = "Readings at the end of a cycle of steps, checkpoint and evaluation"
     figure = style.new_figure(8, height, title=title(result), subtitle=subtitle, left=0.04)
     grid = figure.add_gridspec(len(RESOURCES), 1, left=0.1, right=0.97, top=1 - 1.3 / height, bottom=0.5 / height)
     for row, (name, resource) in enumerate(RESOURCES.items()):
         axes = figure.add_subplot(grid[row])
-        for colour, (kind, run) in zip(colours * 2, result["runs"].items(), strict=False):
+        for (colour, dashes), (kind, run) in zip(lines, result["runs"].items(), strict=False):
             steps = [sample["step"] for sample in run["samples"]]
             values = [sample[name] / resource.unit for sample in run["samples"]]
-            axes.plot([step / steps[-1] for step in steps], values, color=colour, linewidth=1.4, label=kind)
+            parts = [step / steps[-1] for step in steps]
+            axes.plot(parts, values, color=colour, linestyle=dashes, linewidth=1.4, label=kind)
         style.dress(axes, "y")
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
         axes.set_title(resource.title, loc="left", fontsize=8, color=style.LABEL, pad=2)
