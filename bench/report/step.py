@@ -95,14 +95,14 @@ def fragments(result: Result) -> dict[str, str]:
 
 def recipe(args: dict[str, Any]) -> list[str]:
     share = args.get("forward_updates")
+    split = (
+        f"Without clipping, the next forward does {share:g} of the updates (infinity.forward_updates)." if share else ""
+    )
     return [
         f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, {args['heads']} heads, vocabulary {args['vocab']}, "
         f"sequence {args['sequence']}, batch {args['batch']}, bf16, AdamW, untied head.",
         f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved.",
-        *(
-            [f"Without clipping, the next forward does {share:g} of the updates (infinity.forward_updates)."]
-            * bool(share)
-        ),
+        *filter(None, [split]),
     ]
 
 
