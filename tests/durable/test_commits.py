@@ -17,8 +17,12 @@ from infinity.durable.record import Progress
 from infinity.engine import training
 from infinity.engine.training import TrainingEngine
 from infinity.errors import StorageError, UsageError
+from infinity.plan.placement import Extent
+from infinity.tiers.durable import DurableTier
+from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
 from support.held_commits import HeldCommits
+from support.late_disk import LateTransfer
 
 
 class Pending:
@@ -251,3 +255,22 @@ def test_a_copy_of_committed_slots_is_waited_for_by_one_commit(tmp_path: Path) -
         durable._kept.append(keep)
         train(engine, range(1, 3))
         assert asked == [unit.index for unit in engine.units]
+
+
+def test_states_in_memory_have_been_read_when_a_resume_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a drive whose reads arrive as late as they may."""
+    with opened(str(tmp_path), 1, device="cpu") as engine:
+        train(engine, range(1))
+        expected = everything(engine)
+    read = DurableTier.read
+
+    def late(tier: DurableTier, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        content = host_tensor(destination.numel())
+        read(tier, extent, content, offset).wait()
+        destination.fill_(0xFF)
+        return LateTransfer(lambda: destination.copy_(content))
+
+    monkeypatch.setattr(DurableTier, "read", late)
+    with opened(str(tmp_path), 1, seed=9, device="cpu") as engine:
+        engine.resume()
+        assert_same(everything(engine), expected)

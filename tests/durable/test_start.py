@@ -21,6 +21,8 @@ class Meeting:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=20)
         self.gathered: list[Any] = [None, None]
+        self.writing = threading.Event()
+        """Set once rank 0 has made the folder, and writes its manifest."""
         self.moved_on = threading.Event()
         """Set once rank 1 waits for rank 0, or does not."""
 
@@ -51,6 +53,7 @@ def test_a_rank_that_fails_at_once_leaves_the_folder_to_the_others(
 
     def write(path: Path, manifest: Any) -> None:
         if path.name.startswith("rank-00000"):
+            meeting.writing.set()
             assert meeting.moved_on.wait(20)
         path.write_text("{}")
 
@@ -62,6 +65,7 @@ def test_a_rank_that_fails_at_once_leaves_the_folder_to_the_others(
         ranks: Any = Rank(meeting, rank)
         opened = open_run(plan, ranks, ranks)
         if rank == 1:
+            assert meeting.writing.wait(20)
             opened.close()
             meeting.moved_on.set()
         return opened
