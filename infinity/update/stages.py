@@ -14,7 +14,6 @@ import torch
 
 from infinity.concurrency import now
 from infinity.plan.layout import Run, UnitLayout
-from infinity.tiers.base import Window
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
 from infinity.update.buffers import UpdateBuffers
@@ -111,8 +110,8 @@ class UpdateStages:
         buffers, unit = self._buffers, running.unit
         layout = running.tiles[0]
         tile = layout.tile
-        grad: Window | None = None
-        if running.job.gradient is None:
+        grad, running.grad = running.grad, None
+        if grad is None and running.job.gradient is None:
             width = unit.stored.itemsize
             span = (tile.start * width, (tile.stop - tile.start) * width)
             grad = unit.grad_tier.window(unit.grad, *span, buffers.grad_tile_pool)
@@ -120,8 +119,7 @@ class UpdateStages:
                 return None
         states = unit.optim_tier.window(unit.optim, tile.offset, tile.nbytes, buffers.tile_pool)
         if states is None:
-            if grad is not None:
-                grad.release()
+            running.grad = grad  # its buffer may not be reused while it is being read
             return None
         running.tiles.popleft()
         return TileInFlight(running, layout, states, grad, not running.tiles)

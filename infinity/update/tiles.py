@@ -66,6 +66,8 @@ class RunningJob:
     arrived: Transfer
     staging: Lease | None
     tiles: deque[TileLayout]
+    grad: Window | None = None
+    """Gradient of the next tile, which is read while its states have no buffer."""
     runs: Sequence[Run] | None = None
     failed: BaseException | None = None
     skipped: bool | None = None

@@ -300,6 +300,31 @@ def test_parameters_that_arrive_with_the_update_before(bench: Bench) -> None:
     torch.testing.assert_close(bench.buffer, reference(given), rtol=1e-6, atol=1e-7)
 
 
+def test_a_gradient_that_is_being_read_keeps_its_buffer_while_no_buffer_is_free_for_states(bench: Bench) -> None:
+    """Otherwise the read would write to the gradient of another tile."""
+    expected = gradients(1, NUMEL)[0]
+    bench.tier.write(bench.extents[State.GRAD], host_tensor(4 * NUMEL).copy_(expected.view(torch.uint8))).wait()
+    stages = bench.pipeline._stages
+    running = stages.open(bench.job(1))
+    assert running is not None
+    leases = [bench.tiles.lease(TILE * 8) for _ in range(6)]
+    for _ in range(2):
+        assert stages.read(running) is None
+        assert bench.grad_tiles.leased == 1
+    for lease in leases:
+        lease.release()
+    item = stages.read(running)
+    assert item is not None and item.grad is not None and bench.grad_tiles.leased == 1
+    item.grad.arrived.wait()
+    assert torch.equal(item.grad.tensor.view(torch.float32), expected[:TILE])
+    stages.end(stages.compute(item))
+    while running.tiles:
+        tile = stages.read(running)
+        assert tile is not None
+        stages.end(stages.compute(tile))
+    bench.assert_all_given_back()
+
+
 def test_closing_waits_for_the_updates_that_are_queued(bench: Bench) -> None:
     """`close` waits for queued updates, because the tiers are closed next."""
     released: Future[None] = Future()
