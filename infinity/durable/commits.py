@@ -196,7 +196,11 @@ class Commits:
             self.run.write(record)
         except BaseException as error:  # noqa: BLE001 - raised below, once all ranks know
             failed = error
-        total = self._channel.sum(float(failed is not None) + _STOPPED * self.asked_to_stop)
+        try:
+            total = self._channel.sum(float(failed is not None) + _STOPPED * self.asked_to_stop)
+        except BaseException:
+            self.run.record = before  # other ranks may not have theirs
+            raise
         stops, failures = divmod(total, _STOPPED)
         self.stops = self.stops or bool(stops)
         if failed is not None:

@@ -30,7 +30,7 @@ class Manifest:
     command: tuple[str, ...]
     """The command line, with that of torchrun if it started the ranks."""
     folder: str
-    """The working directory of the command."""
+    """The working directory in which the command started."""
     runs: tuple[str, ...] = ()
     """The run's folder in each folder of nvme_path."""
 
@@ -76,7 +76,7 @@ def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
         "nbytes": plan.io.nbytes,
     }
     runs = tuple(os.path.abspath(folder / plan.io.durable.run) for folder in plan.io.folders)
-    return Manifest(json.loads(json.dumps(layout)), _command(), os.getcwd(), runs)
+    return Manifest(json.loads(json.dumps(layout)), _command(), _start_folder(), runs)
 
 
 def kinds(plan: Plan, unit: Any) -> tuple[Any, ...]:
@@ -116,3 +116,19 @@ def _command() -> tuple[str, ...]:
             command = [os.fsdecode(part) for part in content.removesuffix(b"\0").split(b"\0")]
     program, *arguments = command
     return (shutil.which(program) or program, *arguments)  # PATH may differ when the run is resumed
+
+
+def _start_folder() -> str:
+    """Return the working directory in which `_command()` started, which its relative paths refer to.
+
+    A script may have changed its own (os.chdir, Hydra). That of the start is found if torchrun started the ranks, or
+    if the command names the script by a relative path.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/{os.getppid()}/cwd")
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    for argument in sys.orig_argv[1:]:
+        if script.endswith(os.sep + argument):  # Python joins the two without normalizing them
+            return script.removesuffix(argument)
+    return os.getcwd()

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, StorageError
 from infinity.inputs import open_input, parse_json
 
 CLIENT_STATE, RNG, BUFFERS = "client_state", "rng", "buffers"
@@ -30,7 +30,7 @@ _MAGIC = b"INFDUR01"
 _HEAD = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 34
-"""Bytes of the largest record that is read. It holds the model's buffers and client_state."""
+"""Bytes of the largest record. It holds the model's buffers and client_state."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Record:
     """RNG states, client_state, buffers and checksums, by name."""
 
     def packed(self) -> bytes:
+        """Return the bytes of the record's file. Raises StorageError if they are more than a file may have."""
         named = {"slots": self.slots, **self.blobs}
         content = {
             "number": self.number,
@@ -67,6 +68,12 @@ class Record:
             "blobs": {name: len(blob) for name, blob in named.items()},
         }
         text = json.dumps(content, separators=(",", ":")).encode()
+        nbytes = _LENGTH.size + len(text) + sum(map(len, named.values()))
+        if nbytes > _LARGEST:
+            raise StorageError(
+                f"client_state and the model's buffers make a record of {nbytes} bytes, and the limit is {_LARGEST}: "
+                "pass less client_state, or make buffers that need not be saved non-persistent"
+            )
         rest = b"".join((_LENGTH.pack(len(text)), text, *named.values()))
         return _HEAD.pack(_MAGIC, len(rest), zlib.crc32(rest)) + rest
 
@@ -119,10 +126,8 @@ def write_record(path: Path, record: Record) -> None:
     """Overwrite the second-last record with this one and wait until it has reached the drive. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        content = memoryview(record.packed())
-        position = 0
-        while position < len(content):
-            position += os.pwrite(fd, content[position:], position)
+        content = record.packed()
+        _overwrite(fd, content)
         os.ftruncate(fd, len(content))
         os.fsync(fd)
     except OSError as error:
@@ -139,13 +144,18 @@ def confirm(path: Path) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        content = memoryview(os.pread(fd, os.fstat(fd).st_size, 0))
-        position = 0
-        while position < len(content):
-            position += os.pwrite(fd, content[position:], position)
+        with open(fd, "rb", closefd=False) as file:
+            _overwrite(fd, file.read())
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _overwrite(fd: int, content: bytes) -> None:
+    """Write a file from its start. One system call transfers less than 2 GiB."""
+    left = memoryview(content)
+    while left:
+        left = left[os.pwrite(fd, left, len(content) - len(left)) :]
 
 
 def invalidate(path: Path, *, sync: bool) -> None:

@@ -16,7 +16,7 @@ from infinity.durable.commits import Commits, Committing, Step
 from infinity.durable.record import Progress
 from infinity.engine import training
 from infinity.engine.training import TrainingEngine
-from infinity.errors import StorageError, UsageError
+from infinity.errors import RanksError, StorageError, UsageError
 from infinity.plan.placement import Extent
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.memory import host_tensor
@@ -91,6 +91,21 @@ def parts() -> Iterator[Parts]:
 def test_a_step_is_sealed_once_its_updates_and_its_writes_have_ended(parts: Parts) -> None:
     parts.commits._commit(step_of(job(parts.update)))
     assert parts.log == ["seal, updated True, written True", "sync", "record", "commit", "conclude"]
+
+
+def test_a_step_counts_as_committed_once_all_ranks_have_their_record(parts: Parts) -> None:
+    """A rank that is lost meanwhile may not have its own: a restart would resume from the step before."""
+    before = parts.run.record = SimpleNamespace(progress=Progress(6, 0, [], None, None))
+
+    def lost(value: float) -> float:
+        assert parts.run.record is not before  # this rank has its record
+        raise RanksError("rank 1 is gone")
+
+    parts.commits._channel.sum = lost  # type: ignore[method-assign]
+    commit = parts.commits.start(step_of(job(parts.update)))
+    with pytest.raises(StorageError, match=r"rank 1 is gone\. The last committed step is 6, "):
+        commit.wait()
+    assert parts.run.record is before
 
 
 def test_a_commit_is_done_at_its_end_only() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from infinity.durable.record import Progress, Record, read_record, write_record
+from infinity.durable import record as module
+from infinity.durable.record import Progress, Record, confirm, read_record, write_record
+from infinity.errors import StorageError
 
 RECORD = Record(
     number=7,
@@ -54,3 +56,35 @@ def test_a_missing_record_and_a_pipe_count_as_none(tmp_path: Path) -> None:
     assert read_record(tmp_path / "record") is None
     os.mkfifo(tmp_path / "pipe")
     assert read_record(tmp_path / "pipe") is None
+
+
+def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(tmp_path / "record", RECORD)
+    head = module._HEAD.size
+    monkeypatch.setattr(module, "_LARGEST", len(RECORD.packed()) - head)
+    write_record(tmp_path / "record", RECORD)
+    assert read_record(tmp_path / "record") == RECORD
+    larger = Record(8, RECORD.progress, RECORD.unit_steps, RECORD.slots, {**RECORD.blobs, "client_state": b"1"})
+    with pytest.raises(StorageError, match="pass less client_state"):
+        write_record(tmp_path / "record", larger)
+    assert read_record(tmp_path / "record") == RECORD
+
+
+def test_all_bytes_are_written_whatever_a_system_call_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux transfers less than 2 GiB at once."""
+    written, pwrite = bytearray(len(RECORD.packed())), os.pwrite
+
+    def short(fd: int, content: memoryview, offset: int) -> int:
+        count = pwrite(fd, content[:7], offset)
+        written[offset : offset + count] = content[:count]
+        return count
+
+    monkeypatch.setattr(os, "pwrite", short)
+    monkeypatch.setattr(os, "pread", lambda *_: pytest.fail("reads less than 2 GiB at once"))
+    write_record(tmp_path / "record", RECORD)
+    assert read_record(tmp_path / "record") == RECORD
+    written[:] = bytes(len(written))
+    confirm(tmp_path / "record")
+    assert bytes(written) == RECORD.packed()
