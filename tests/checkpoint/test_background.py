@@ -343,6 +343,27 @@ def test_joining_waits_until_it_has_ended(tmp_path: Path) -> None:
         saver.close(lambda: None)
 
 
+def test_an_interrupt_while_the_engine_closes_stops_the_save(tmp_path: Path) -> None:
+    """The wait for its end is the one that can be interrupted: a thread that is being joined cannot be."""
+    stopped = threading.Event()
+
+    class Interrupted(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+    class Stopping(Saving):
+        def stop(self) -> None:
+            stopped.set()
+
+    saving, saver = Stopping(tmp_path, []), Saver()
+    saving._ended = Interrupted()
+    saver.start(saving, lambda saving: None if stopped.wait(20) else pytest.fail("it was not stopped"))
+    closed = []
+    with pytest.raises(KeyboardInterrupt):
+        saver.close(lambda: closed.append(saving.done()))
+    assert closed == [True]
+
+
 def test_loading_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
         train(engine, BATCHES[:2])
