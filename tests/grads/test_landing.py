@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -240,6 +241,40 @@ def test_the_next_gradient_leaves_while_one_is_written() -> None:
     bench.store.settle()
     for unit, gradient in zip(bench.units, gradients, strict=True):
         assert torch.equal(bench.store.read(unit), gradient.float())
+    bench.assert_all_given_back()
+    bench.store.close()
+
+
+def test_a_gradient_is_added_once_the_one_before_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write goes on once the thread of gradients waits for it."""
+    bench = Bench(LateDevice(), "nvme")
+    waiting, write, note = threading.Event(), bench.tier.write, bench.store._landing.note_writing
+
+    class Gated(LateTransfer):
+        def __init__(self, transfer: Transfer) -> None:
+            super().__init__(lambda: transfer.wait() if waiting.wait(60) else pytest.fail("nobody waits"))
+
+    class Awaited(Future[None]):
+        def __init__(self, written: Future[None]) -> None:
+            super().__init__()
+            self._written = written
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            waiting.set()
+            return self._written.exception(60)
+
+    monkeypatch.setattr(bench.tier, "write", lambda *arguments: Gated(write(*arguments)))
+    monkeypatch.setattr(bench.store._landing, "note_writing", lambda unit, written: note(unit, Awaited(written)))
+    gradients = bench.gradients(2)
+    total = gradients[0].float() + gradients[1].float()
+    for number, gradient in enumerate(gradients):
+        bench.store.keep(bench.sent(gradient, last=number == 1))
+    try:
+        assert bench.store._squares[0].result(60)() == bench.squares_of(total)
+    finally:
+        waiting.set()
+        bench.store.settle()
+    assert torch.equal(bench.store.read(bench.unit), total)
     bench.assert_all_given_back()
     bench.store.close()
 

@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "infinity"
 _LATE = "tests/late"
 _TEST_TIMEOUT = 60
+_MOST_CHANCES = 4
+"""Tests of a mutant that are left out because they detect it by chance."""
 """Time limit of one test in seconds; a missing guard often causes a hang."""
 
 
@@ -72,21 +74,35 @@ class Trials:
         key = key_of(mutant, ROOT, tests)
         found = None if self._fresh else self._cache.get(key)
         if found is None:
-            found = self._run(mutant, tests)
-            if found.outcome == "killed" and "::" in found.test and "exit status" not in found.test:
-                again = self._run(mutant, [found.test])
-                if again.outcome == "survived":  # the test failed for another reason, or detects it only sometimes
-                    found = replace(found, outcome="chance")
+            found = self._judged(mutant, tests)
             self._cache.put(key, found)
         return found
 
-    def _run(self, mutant: Mutant, tests: Sequence[str]) -> Result:
+    def _judged(self, mutant: Mutant, tests: Sequence[str]) -> Result:
+        """Run the tests, without those that fail and then pass alone: they fail for another reason, or detect the
+        mutant only sometimes. If no other test fails, the outcome is "chance".
+        """
+        passed: list[str] = []
+        while True:
+            found = self._run(mutant, tests, [f"--deselect={test}" for test in passed])
+            if found.outcome == "survived" and passed:
+                return replace(found, outcome="chance", test=passed[0])
+            if found.outcome != "killed" or "::" not in found.test or "exit status" in found.test:
+                return found
+            if self._run(mutant, [found.test]).outcome != "survived":
+                return found
+            if len(passed) == _MOST_CHANCES:
+                return replace(found, outcome="chance")
+            passed.append(found.test)
+
+    def _run(self, mutant: Mutant, tests: Sequence[str], without: Sequence[str] = ()) -> Result:
+        """without: options that leave out tests."""
         late = [test for test in tests if test.startswith(_LATE)]
         others = [test for test in tests if test not in late]
         result = Result("unused", "", 0.0)
         for chosen, options in ((others, []), (late, ["-m", "late"])):  # a process each: tests/late loads a device
             if chosen and result.outcome in ("survived", "unused"):
-                options = [f"--timeout={_TEST_TIMEOUT}", *options]
+                options = [f"--timeout={_TEST_TIMEOUT}", *options, *without]
                 before, result = result, self._run_once(mutant, chosen, options)
                 if result.outcome == "unused" and before.outcome == "survived":
                     result = before

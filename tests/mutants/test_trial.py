@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from mutants.__main__ import _MOST_CHANCES, Trials
 from mutants.sites import Mutant, find
-from mutants.table import Cache, key_of
+from mutants.table import Cache, Selections, key_of
 from mutants.trial import Result, _judge, run
 
 GUARD = """
@@ -101,6 +103,32 @@ def test_tests_that_cannot_be_run(toy: Path, mutant: Mutant) -> None:
 def test_the_first_test_that_fails_ends_it(toy: Path, mutant: Mutant) -> None:
     result = run(toy, "toy.box", mutant.source, ["test_blind.py", "test_sees.py", "test_hangs.py"], timeout=60)
     assert (result.outcome, result.test) == ("killed", "test_sees.py::test_value")
+
+
+@pytest.mark.parametrize(
+    "by_chance, always, expected",
+    [
+        (0, "b", ("killed", "b::t")),
+        (2, "b", ("killed", "b::t")),
+        (1, "", ("chance", "c0::t")),
+        (0, "", ("survived", "")),
+        (_MOST_CHANCES + 1, "b", ("chance", f"c{_MOST_CHANCES}::t")),
+    ],
+)
+def test_a_test_that_fails_by_chance_hides_no_other(
+    mutant: Mutant, tmp_path: Path, by_chance: int, always: str, expected: tuple[str, str]
+) -> None:
+    class Chances(Trials):
+        def _run(self, mutant: Mutant, tests: Sequence[str], without: Sequence[str] = ()) -> Result:
+            if list(tests) != ["all"]:  # alone
+                return Result("killed" if always and tests == [f"{always}::t"] else "survived", "", 1.0)
+            failing = [f"c{number}::t" for number in range(by_chance)] + [f"{always}::t"] * bool(always)
+            left = [test for test in failing if f"--deselect={test}" not in without]
+            return Result("killed", left[0], 1.0) if left else Result("survived", "", 1.0)
+
+    trials = Chances(Selections({"box.py": ["all"]}), Cache(tmp_path / "cache"), fresh=True, timeout=1)
+    result = trials._result(mutant, ["all"])
+    assert (result.outcome, result.test) == expected
 
 
 def test_results_are_kept_until_a_test_changes(toy: Path, mutant: Mutant) -> None:
