@@ -158,18 +158,20 @@ class Commits:
         self._device.enter_thread()
         while (item := self._queue.get()) is not None:
             step, committing = item
+            before = self.run.record
             try:
                 self._commit(step)
             except BaseException as error:  # noqa: BLE001 - raised by every wait for the commit
-                committing.fail(self._failure(step, error))
+                committing.fail(self._failure(step, before, error))
             else:
                 committing.keep()
-            del item, step, committing
+            del item, step, committing, before
 
-    def _failure(self, step: Step, error: BaseException) -> StorageError:
+    def _failure(self, step: Step, before: Record | None, error: BaseException) -> StorageError:
+        """before: the commit before `step`. This rank may have a record of `step` that other ranks lack."""
         last = "No step is committed."
-        if self.run.record is not None:
-            last = f"The last committed step is {self.run.record.progress.global_steps}, and a restart resumes from it."
+        if before is not None:
+            last = f"The last committed step is {before.progress.global_steps}, and a restart resumes from it."
         failure = StorageError(
             f"step {step.progress.global_steps} could not be committed to {self.run.path}: {error}. {last} Fix the "
             "error and restart the run."
@@ -196,11 +198,7 @@ class Commits:
             self.run.write(record)
         except BaseException as error:  # noqa: BLE001 - raised below, once all ranks know
             failed = error
-        try:
-            total = self._channel.sum(float(failed is not None) + _STOPPED * self.asked_to_stop)
-        except BaseException:
-            self.run.record = before  # other ranks may not have theirs
-            raise
+        total = self._channel.sum(float(failed is not None) + _STOPPED * self.asked_to_stop)
         stops, failures = divmod(total, _STOPPED)
         self.stops = self.stops or bool(stops)
         if failed is not None:

@@ -124,6 +124,14 @@ def test_a_unit_is_finished_with_while_its_update_before_is_written(
     assert store.finished_with(unit)
 
 
+def test_a_unit_leaves_its_buffer_once_its_update_has_ended(engine: TrainingEngine) -> None:
+    """Its write reads the buffer, which another unit is given next."""
+    unit = resident(engine)
+    before = pending_update(unit)
+    engine.parts.store._evict(unit)
+    assert before.waited and unit.residency is Residency.RELEASED
+
+
 def test_an_update_follows_a_save_or_the_update_before(engine: TrainingEngine) -> None:
     unit, save = resident(engine), Pending()
     unit.job, unit.snapshot_read = None, save
