@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
+import concurrent.futures.thread
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -281,6 +284,41 @@ class BaseEngine(ABC):
 
 
 def _release(close: Callable[[], None], process: int) -> None:
-    """Call `close`, but in a forked child, where the engine's threads do not exist and joining them would hang."""
-    if os.getpid() == process:
+    """Call `close`, but in a forked child, where the engine's threads do not exist and joining them would hang.
+
+    The garbage collector may call this in the middle of Python's own code that starts a thread. That code holds a lock
+    which the threads need to end, so another thread then ends them, without a wait.
+    """
+    if os.getpid() != process:
+        return
+    if all(map(_can_be_taken, _LOCKS)):
         close()
+    else:
+        _thread.start_new_thread(close, ())  # threading.Thread would take the locks
+
+
+_LOCKS: list[Any] = [
+    lock
+    for module, name in (
+        (threading, "_shutdown_locks_lock"),  # until Python 3.12
+        (threading, "_active_limbo_lock"),
+        (concurrent.futures.thread, "_global_shutdown_lock"),
+    )
+    if (lock := getattr(module, name, None)) is not None
+]
+"""Locks that Python holds while it starts threads, and takes when they end."""
+
+
+def _can_be_taken(lock: Any) -> bool:
+    """Return False if this thread holds `lock`. Others hold it for a moment only."""
+    is_owned = getattr(lock, "_is_owned", None)  # an RLock's
+    if is_owned is not None:
+        return not is_owned()
+    if not lock.acquire(timeout=_MOMENT):
+        return False
+    lock.release()
+    return True
+
+
+_MOMENT = 1.0
+"""Seconds."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.engine import restore
+from infinity.engine import base, restore
 from infinity.engine.parts import close_memory
 from infinity.errors import ModelError, OutOfMemoryError, UsageError
 from support.configs import engine_config
@@ -20,6 +22,23 @@ from support.loops import open_engine, parameters_of, train
 from support.models import Stack, seeded, token_batches
 
 BATCHES = token_batches(3)
+
+
+@pytest.mark.parametrize("number", range(len(base._LOCKS)))
+def test_an_engine_is_collected_while_a_thread_starts(number: int) -> None:
+    """The collector then runs under a lock of Python that the engine's threads take when they end."""
+    threads = set(threading.enumerate())
+    box = [open_engine(seeded(Stack), engine_config("nvme", "nvme"))]
+    train(box[0], BATCHES)
+    own = [thread for thread in threading.enumerate() if thread not in threads]
+    closed = weakref.ref(box[0])
+    with base._LOCKS[number]:
+        box.clear()
+        gc.collect()
+        assert closed() is None
+    for thread in own:
+        thread.join(20)
+    assert own and not any(thread.is_alive() for thread in own)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
