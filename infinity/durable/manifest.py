@@ -127,8 +127,11 @@ def _start_folder() -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
             return os.readlink(f"/proc/{os.getppid()}/cwd")
-    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    main = sys.modules["__main__"]
+    script = "" if main.__spec__ else getattr(main, "__file__", None) or ""  # python -m names no path
     for argument in sys.orig_argv[1:]:
+        if argument == script:  # those that follow are its own
+            break
         if script.endswith(os.sep + argument):  # Python joins the two without normalizing them
             return script.removesuffix(argument)
     return os.getcwd()

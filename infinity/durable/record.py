@@ -123,10 +123,13 @@ def _unpacked(rest: bytes) -> Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Overwrite the second-last record with this one and wait until it has reached the drive. Raises OSError."""
+    """Overwrite the second-last record with this one and wait until it has reached the drive.
+
+    Raises OSError, and StorageError, before anything is written, for a record that is too large.
+    """
+    content = record.packed()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        content = record.packed()
         _overwrite(fd, content)
         os.ftruncate(fd, len(content))
         os.fsync(fd)

@@ -30,7 +30,7 @@ def test_a_script_that_changes_its_folder_is_resumed_from_that_of_its_start(scri
 @pytest.mark.parametrize("flags", [["-m", "train"], ["{}/train.py"]], ids=["a module", "an absolute path"])
 def test_without_a_relative_path_it_is_the_present_folder(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, *(flag.format(tmp_path) for flag in flags)]
+    command = [sys.executable, *(flag.format(tmp_path) for flag in flags), "train.py"]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert found.stdout == "/\n"
 

@@ -67,6 +67,9 @@ def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypa
     larger = Record(8, RECORD.progress, RECORD.unit_steps, RECORD.slots, {**RECORD.blobs, "client_state": b"1"})
     with pytest.raises(StorageError, match="pass less client_state"):
         write_record(tmp_path / "record", larger)
+    with pytest.raises(StorageError):
+        write_record(tmp_path / "another", larger)
+    assert not (tmp_path / "another").exists()
     assert read_record(tmp_path / "record") == RECORD
 
 

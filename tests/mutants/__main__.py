@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "infinity"
 _LATE = "tests/late"
 _TEST_TIMEOUT = 60
-_MOST_CHANCES = 4
-"""Tests of a mutant that are left out because they detect it by chance."""
 """Time limit of one test in seconds; a missing guard often causes a hang."""
+_MOST_CHANCES = 4
+"""Tests that are left out at most, because they detect a mutant by chance."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
