@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
-import concurrent.futures.thread
 import os
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,6 +17,7 @@ from torch import nn
 from infinity.checkpoint.format import persistent_buffers
 from infinity.comm.communicator import Communicator
 from infinity.engine.buffers import cast_buffers
+from infinity.engine.collected import end_collected
 from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
 from infinity.engine.precision import ForwardPrecision
@@ -53,7 +51,8 @@ class BaseEngine(ABC):
 
     def __init__(self, model: nn.Module, config: Config, parts: EngineParts, dtype: torch.dtype | None) -> None:
         """dtype: that of all floating-point parameters; None: their own."""
-        self._finalizer = weakref.finalize(self, _release, parts.closer(), os.getpid())
+        self._end = parts.closer()
+        self._finalizer = weakref.finalize(self, end_collected, self._end, os.getpid())
         self.module = uncompiled(model)
         """The model without the wrapper of `torch.compile(model)`, whose parameter names lack its prefix."""
         self._called: Callable[..., Any] = model
@@ -233,7 +232,8 @@ class BaseEngine(ABC):
                 restored = restoring(self.parts, everything=restore)
         finally:
             self.parts.store.abandon()
-            self._finalizer()
+            if self._finalizer.detach() is not None:
+                self._end()
             self.parts.ranks.close()
         if healthy:
             restored()
@@ -281,44 +281,3 @@ class BaseEngine(ABC):
         if self.parts.ranks.error:  # set by the thread of collectives, which has no caller to raise it
             self._broken = self.parts.ranks.error
             raise RanksError(self._broken)
-
-
-def _release(close: Callable[[], None], process: int) -> None:
-    """Call `close`, but in a forked child, where the engine's threads do not exist and joining them would hang.
-
-    The garbage collector may call this in the middle of Python's own code that starts a thread. That code holds a lock
-    which the threads need to end, so another thread then ends them, without a wait.
-    """
-    if os.getpid() != process:
-        return
-    if all(map(_can_be_taken, _LOCKS)):
-        close()
-    else:
-        _thread.start_new_thread(close, ())  # threading.Thread would take the locks
-
-
-_LOCKS: list[Any] = [
-    lock
-    for module, name in (
-        (threading, "_shutdown_locks_lock"),  # until Python 3.12
-        (threading, "_active_limbo_lock"),
-        (concurrent.futures.thread, "_global_shutdown_lock"),
-    )
-    if (lock := getattr(module, name, None)) is not None
-]
-"""Locks that Python holds while it starts threads, and takes when they end."""
-
-
-def _can_be_taken(lock: Any) -> bool:
-    """Return False if this thread holds `lock`. Others hold it for a moment only."""
-    is_owned = getattr(lock, "_is_owned", None)  # an RLock's
-    if is_owned is not None:
-        return not is_owned()
-    if not lock.acquire(timeout=_MOMENT):
-        return False
-    lock.release()
-    return True
-
-
-_MOMENT = 1.0
-"""Seconds."""

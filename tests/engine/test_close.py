@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.engine import base, restore
+from infinity.engine import restore
+from infinity.engine.collected import LOCKS
 from infinity.engine.parts import close_memory
 from infinity.errors import ModelError, OutOfMemoryError, UsageError
 from support.configs import engine_config
@@ -24,7 +25,7 @@ from support.models import Stack, seeded, token_batches
 BATCHES = token_batches(3)
 
 
-@pytest.mark.parametrize("number", range(len(base._LOCKS)))
+@pytest.mark.parametrize("number", range(len(LOCKS)))
 def test_an_engine_is_collected_while_a_thread_starts(number: int) -> None:
     """The collector then runs under a lock of Python that the engine's threads take when they end."""
     threads = set(threading.enumerate())
@@ -32,7 +33,7 @@ def test_an_engine_is_collected_while_a_thread_starts(number: int) -> None:
     train(box[0], BATCHES)
     own = [thread for thread in threading.enumerate() if thread not in threads]
     closed = weakref.ref(box[0])
-    with base._LOCKS[number]:
+    with LOCKS[number]:
         box.clear()
         gc.collect()
         assert closed() is None
