@@ -25,7 +25,7 @@ class Resource(NamedTuple):
 RESOURCES = {
     "rss": Resource("resident memory, MB", 1e6, 8.0),
     "heap": Resource("malloc in use, kB", 1e3, 64.0, 0.016),
-    "python_objects": Resource("Python objects", 1.0, 500.0, 0.1),
+    "python_objects": Resource("Python objects", 1.0, 250.0, 0.1),
     "descriptors": Resource("descriptors", 1.0, 0.5),
     "threads": Resource("threads", 1.0, 0.5),
     "pinned": Resource("pinned, kB", 1e3, 0.5),
