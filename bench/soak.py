@@ -93,7 +93,7 @@ def heap_reader() -> Callable[[], int]:
 def resources(folder: str, heap: Callable[[], int]) -> dict[str, int]:
     """Bytes unless the name says otherwise. folder: of the states' files, which have no name except in durable runs."""
     gc.collect()
-    # Python's cache of up to 4,096 method look-ups keeps names that PyTorch made for one call, and fills in 1,000 steps.
+    # Python's cache of 4,096 method look-ups keeps names that PyTorch made for one call, and fills in 1,000 steps.
     sys._clear_type_cache()
     time.sleep(0.05)  # the thread that saved ends
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
