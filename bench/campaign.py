@@ -7,22 +7,27 @@
 The number of a training is the seed of its fault: kill -9 at a random request, system call or moment; SIGSTOP; full
 file systems; failed, short, refused and slow transfers; truncated files; flipped bits; failed syncs; too little memory;
 a clock that jumps. Durable trainings resume after the fault, and may be killed again. Each verdict is a line of
---journal; numbers with a verdict are skipped. Exits with 1 if a training failed. Writes bench/results/campaign.json.
+--journal; numbers with a verdict on the same code are skipped. Exits with 1 if a training failed. Writes
+bench/results/campaign.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import faults
 import harness
+import infinity
 from faults.cases import draw
 from faults.judge import Judge, Verdict
 from report.page import publish
@@ -49,28 +54,42 @@ def show(judge: Judge, number: int) -> int:
     return int(verdict.failed)
 
 
-def known(journal: Path | None) -> dict[int, Verdict]:
-    """Return the verdicts of a journal, without a last line that was cut short."""
-    found = {}
-    for line in journal.read_text().splitlines() if journal is not None and journal.exists() else ():
+def digest_of_code() -> str:
+    """Return a digest of the package, its compiled modules included, and of the faults."""
+    digest = hashlib.sha256()
+    for folder in (Path(infinity.__file__).parent, Path(faults.__file__).parent):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so")):
+            digest.update(f"{path.relative_to(folder.parent)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def known(journal: Path | None, code: str) -> dict[int, Verdict]:
+    """Return the verdicts of a journal on the same code, without a last line that was cut short."""
+    found, others = {}, 0
+    for text in journal.read_text().splitlines() if journal is not None and journal.exists() else ():
         try:
-            verdict = Verdict(**json.loads(line))
+            line = json.loads(text)
         except ValueError:
             continue
-        found[verdict.seed] = verdict
+        if line.pop("code", None) == code:
+            found[line["seed"]] = Verdict(**line)
+        else:
+            others += 1
+    if others:
+        print(f"{journal}: verdicts on other code, not counted: {others:,}", file=sys.stderr, flush=True)
     return found
 
 
 def run(judge: Judge, args: argparse.Namespace) -> list[Verdict]:
     """Return the verdicts of all numbers, in their order."""
-    numbers = range(args.first, args.first + args.runs)
-    verdicts = {number: verdict for number, verdict in known(args.journal).items() if number in numbers}
+    numbers, code = range(args.first, args.first + args.runs), digest_of_code()
+    verdicts = {number: verdict for number, verdict in known(args.journal, code).items() if number in numbers}
     missing = [number for number in numbers if number not in verdicts]
     began = time.monotonic()
     with (args.journal or Path(os.devnull)).open("a") as journal, ThreadPoolExecutor(args.jobs) as pool:
         for count, verdict in enumerate(pool.map(lambda number: judge.judge(draw(number)), missing), 1):
             verdicts[verdict.seed] = verdict
-            journal.write(verdict.line() + "\n")
+            journal.write(json.dumps({"code": code, **asdict(verdict)}) + "\n")
             journal.flush()
             if verdict.failed:
                 print(f"{verdict.seed}: {verdict.kind}: {verdict.outcome}: {verdict.text}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,6 @@ class Verdict:
     @property
     def failed(self) -> bool:
         return self.outcome not in ("same numbers", "refused")
-
-    def line(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class Wrong(Exception):

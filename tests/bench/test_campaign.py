@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from faults import judge
 from faults.cases import KILLS, NEED_CHECKSUMS, NEED_DURABLE, NEED_RANKS, WEIGHTS, draw
-from faults.judge import Judge, Reference, Wrong, check_same
+from faults.judge import Judge, Reference, Verdict, Wrong, check_same
 from support import room
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -89,11 +90,15 @@ def test_trainings_that_found_faults(tmp_path: Path) -> None:
 def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
     journal, command = tmp_path / "journal", [sys.executable, str(BENCH / "campaign.py"), "--results", str(tmp_path)]
     flags = ["--journal", str(journal), "--nvme-path", str(room.in_memory() or tmp_path)]
+    of_other_code = {"code": "other", **asdict(Verdict(3, "slow drive", 1, durable=False))}
     for runs in (2, 4):
         done = subprocess.run([*command, *flags, "--runs", str(runs)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "2 of 2 in" in done.stderr
-    assert [json.loads(line)["seed"] for line in journal.read_text().splitlines()] == [0, 1, 2, 3]
+        assert ("verdicts on other code, not counted: 1" in done.stderr) == (runs == 4)
+        with journal.open("a") as file:
+            file.write(json.dumps(of_other_code) + "\n")
+    assert [json.loads(line)["seed"] for line in journal.read_text().splitlines()] == [0, 1, 3, 2, 3, 3]
     found = json.loads((tmp_path / "campaign.json").read_text())
     assert sum(row["runs"] for row in found["kinds"].values()) == 4
     assert (tmp_path / "campaign.md").read_text().count("| all | 4 |") == 1
