@@ -22,9 +22,9 @@ from infinity import concurrency
 from infinity.comm.agreement import disagreement
 from infinity.comm.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
 from infinity.comm.announcer import Announcer
-from infinity.comm.connections import disconnect
-from infinity.comm.groups import Group, OnDevice, backend_of, connecting, data_parallel, destroy_group, duplicate_group
-from infinity.comm.heartbeat import RANK_TIMEOUT, Heartbeat
+from infinity.comm.groups import Group, OnDevice, backend_of, data_parallel, destroy_group, duplicate_group
+from infinity.comm.heartbeat import RANK_TIMEOUT
+from infinity.comm.heartbeats import Heartbeats
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import RanksError
@@ -87,12 +87,9 @@ class Communicator:
             self._pairs = PairwiseCollectives(self._host, self.rank, self.size)
             # A group of its own, which outlives the others if ranks disagree: see `_leave`.
             self._words = duplicate_group(self.replicas, "gloo")
-            # A rank whose construction fails leaves at once, while others are still connecting to it.
-            with connecting():
-                dist.barrier(self._words)
-                self._heartbeat = Heartbeat(self._words, self.rank, self.size, rank_timeout, disconnect)
+            self._heartbeats = Heartbeats(self._words, self.rank, self.size, rank_timeout)
             pending = None if self.backend == "gloo" else OnDevice(self._group, device)
-            self._announcer = Announcer(self._words, self.rank, self.size, pending, self._heartbeat.cause)
+            self._announcer = Announcer(self._words, self.rank, self.size, pending, self._heartbeats.cause)
             self._thread = concurrency.one_thread("infinity-comm", device.enter_thread)
 
     @property
@@ -112,8 +109,8 @@ class Communicator:
 
     @property
     def cause(self) -> Callable[[], str]:
-        """Function that returns which ranks left and why, after a collective has failed. Refers to no group."""
-        return str if self.is_single else self._heartbeat.cause
+        """Function that returns which ranks left and why, after a collective has failed."""
+        return str if self.is_single else self._heartbeats.cause
 
     @property
     def exchanges(self) -> int:
@@ -147,11 +144,13 @@ class Communicator:
         return self.rank if self._sharded else 0
 
     def set_mesh(self, mesh: TensorParallelMesh) -> None:
-        """Set the model-parallel ranks, which the model's DTensors name.
+        """Set the model-parallel ranks, which the model's DTensors name. All of them call it, once.
 
         Not a constructor argument: this object sends the errors of reading the model to the other ranks.
         """
         self._mesh = mesh
+        if not self.is_single:
+            self._heartbeats.connect(mesh)
 
     def set_layouts(self, units: Sequence[UnitLayout]) -> None:
         """Set the layouts of units, by index; the same on all ranks. Allocates the buffers of collectives."""
@@ -419,9 +418,9 @@ class Communicator:
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""
         if not self.is_single:
-            self._heartbeat.leave(sys.exc_info()[1])
+            self._heartbeats.leave(sys.exc_info()[1])
             self._thread.shutdown()
-            self._heartbeat.close()
+            self._heartbeats.close()
             self._leave()
             self._announcer.close()
             destroy_group(self._words)

@@ -47,7 +47,7 @@ class Report(Enum):
     CLOSED = "closed"
     """It closed its engine."""
     FOLLOWED = "followed"
-    """It closed its engine because another rank had left."""
+    """It closed its engine because another rank had left, whose report is the text."""
 
 
 class Heartbeat:
@@ -73,6 +73,11 @@ class Heartbeat:
         """
         self._watch.is_reported.wait(_PATIENCE)
         return self._watch.cause()
+
+    def relay(self, other: Heartbeat) -> None:
+        """Pass on what `other`, of the same engine, knows when this rank leaves because of it, and the reverse."""
+        self._watch.beside.append(other._watch)
+        other._watch.beside.append(self._watch)
 
     def leave(self, error: BaseException | None) -> None:
         """Report to the other ranks that this rank leaves on purpose, or because of `error`."""
@@ -104,7 +109,7 @@ class _Watch:
         self._period = min(_PERIOD, timeout / 4) if timeout else _PERIOD
         self._silence = dict.fromkeys(links, 0.0)
         self._oom_kills = oom_kills()
-        self._main = StuckMain()
+        self._main = StuckMain(self._end_process)
         self._lost = ""
         """Text of the first report on a lost rank."""
         self._reports: dict[int, tuple[Report, str]] = {}
@@ -116,6 +121,8 @@ class _Watch:
             threading.Thread(target=_heartbeat.beat, args=beats, name="infinity-beat", daemon=True),
             threading.Thread(target=self._receive_all, name="infinity-ranks", daemon=True),
         ]
+        self.beside: list[_Watch] = []
+        """Those of the same engine with other ranks."""
         _watches.add(self)
 
     def start(self) -> None:
@@ -123,20 +130,31 @@ class _Watch:
             thread.start()
 
     def cause(self) -> str:
-        """Return which ranks left, and why: those that failed or are lost, else those that closed their engines."""
+        """Return which ranks left, and why: those that failed or are lost, else those that others followed, else those
+        that closed their engines.
+        """
+        return self._texts(Report.LOST, Report.FAILED) or self._texts(Report.FOLLOWED) or self._texts(Report.CLOSED)
+
+    def _texts(self, *kinds: Report) -> str:
         found = dict(self._reports)
-        first = [text for report, text in found.values() if report in (Report.LOST, Report.FAILED)]
-        return "; ".join(first or [text for report, text in found.values() if report is Report.CLOSED])
+        return "; ".join(dict.fromkeys(text for report, text in found.values() if report in kinds and text))
 
     def leave(self, error: BaseException | None) -> None:
         name = self._processes[self._rank].name
-        if isinstance(error, RanksError):
-            self._send(self._rank, Report.FOLLOWED, "")
-        elif error is not None and not (isinstance(error, SystemExit) and not error.code):
+        failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+        watches = (self, *self.beside)
+        cause = next(filter(None, (each._texts(Report.LOST, Report.FAILED, Report.FOLLOWED) for each in watches)), "")
+        if isinstance(error, RanksError) or (failed and cause):
+            self._send(self._rank, Report.FOLLOWED, cause[:_LONGEST_TEXT])
+        elif failed:
             text = f"{name} failed: {type(error).__name__}: {str(error) or 'without a message'}"
             self._send(self._rank, Report.FAILED, text[:_LONGEST_TEXT])
         else:
             self._send(self._rank, Report.CLOSED, f"{name} closed its engine, or ended")
+
+    def _end_process(self, cause: str) -> None:
+        for each in (self, *self.beside):
+            each._send(each._rank, Report.FOLLOWED, cause[:_LONGEST_TEXT])
 
     def close(self) -> None:
         os.write(self._stop, b"1")  # a forked child may keep the pipe open, so its end would not be seen
@@ -216,13 +234,15 @@ class _Watch:
         """Record how `rank` left, once, and send it to the ranks that have no connection to it."""
         if rank in self._reports:
             return
+        known = {said for each in (self, *self.beside) for _, said in dict(each._reports).values()}
         self._reports[rank] = report, text
         if self._rank == 0:
             self._send(rank, report, text)
+        if report is not Report.CLOSED and text not in {*known, ""}:
+            logger.error("%s", text)  # where the model's own collective fails, its error does not name the cause
         if report in (Report.LOST, Report.FAILED):
             self.is_reported.set()
         if report is Report.LOST:
-            logger.error("%s", text)
             self._lost = self._lost or text
             self._on_lost(self._processes[rank].rank)
 

@@ -10,7 +10,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from infinity.observe.log import logger
@@ -20,12 +22,16 @@ EXIT_STATUS = 75
 PATIENCE = 10.0
 """Seconds of one wait after which the process ends."""
 _LIBRARY = os.path.dirname(dist.__file__) + os.sep
+_OPERATORS = torch._ops.__file__
+"""Calls the operators of torch, of which some are collectives: those of DTensors."""
 
 
 class StuckMain:
     """Watches the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, ending: Callable[[str], None]) -> None:
+        """ending: called with the cause before the process ends."""
+        self._ending = ending
         self._wait: tuple[int, int] | None = None
         self._since = 0.0
 
@@ -43,6 +49,7 @@ class StuckMain:
                 cause,
                 EXIT_STATUS,
             )
+            self._ending(cause)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(EXIT_STATUS)
@@ -51,6 +58,8 @@ class StuckMain:
 def _present_wait() -> tuple[int, int] | None:
     """Return what identifies the main thread's call of torch.distributed; None if it is in no such call."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename == _OPERATORS:
+        frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(_LIBRARY):
         return None
     return id(frame), frame.f_lasti

@@ -134,4 +134,4 @@ def connected(rank: int) -> list[int]:
     """Return the numbers of connections of each heartbeat, of several groups at once."""
     with _ranks() as one, _ranks() as two:
         dist.barrier()
-        return [len(each._heartbeat._watch._links) for each in (one, two)]
+        return [len(each._heartbeats._each[0]._watch._links) for each in (one, two)]
