@@ -149,7 +149,7 @@ class Communicator:
         Not a constructor argument: this object sends the errors of reading the model to the other ranks.
         """
         self._mesh = mesh
-        if not self.is_single:
+        if mesh.size > 1:
             self._heartbeats.connect(mesh)
 
     def set_layouts(self, units: Sequence[UnitLayout]) -> None:

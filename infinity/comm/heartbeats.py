@@ -32,12 +32,11 @@ class Heartbeats:
             return Heartbeat(group, rank, size, self._timeout, disconnect)
 
     def connect(self, mesh: TensorParallelMesh) -> None:
-        """Start the heartbeat of a replica. All its ranks call it, once; one rank alone needs none."""
-        if mesh.size > 1:
-            self._replica = mesh.duplicate_group()
-            assert self._replica is not None
-            self._each.append(self._between(self._replica, mesh.number, mesh.size))
-            self._each[0].relay(self._each[1])
+        """Start the heartbeat of a replica. All its ranks call it, once."""
+        self._replica = mesh.duplicate_group()
+        assert self._replica is not None
+        self._each.append(self._between(self._replica, mesh.number, mesh.size))
+        self._each[0].relay(self._each[1])
 
     def cause(self) -> str:
         """Return which ranks left and why; empty if none did.
