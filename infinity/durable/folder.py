@@ -105,7 +105,7 @@ def read_generations(run: Path) -> list[Generation]:
 
 def ranks_in(folder: Path) -> list[int]:
     """Return the ranks that have a manifest in the folder of a generation, which may be damaged."""
-    names = (path.name.removeprefix("rank-").removesuffix(MANIFEST) for path in folder.glob(f"rank-*{MANIFEST}"))
+    names = (path.name.removeprefix("rank-").removesuffix(MANIFEST) for path in _listed(folder, f"rank-*{MANIFEST}"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
@@ -126,7 +126,7 @@ def check_empty(folders: Iterable[Path], rank: int) -> None:
                 f"{manifest} is damaged, and the states beside it cannot be read without it: put the whole file in its "
                 "place, or name another run (infinity.run) and load a checkpoint"
             )
-        if any(path.suffix != PART for path in folder.glob(f"rank-{rank:05d}.*")):
+        if any(path.suffix != PART for path in _listed(folder, f"rank-{rank:05d}.*")):
             raise StorageError(
                 f"{folder} has files of a run, but no manifest. Name the folders in nvme_path that the run was begun "
                 "with, in the same order, or another run (infinity.run)."
@@ -169,7 +169,7 @@ def remove_generation(runs: Sequence[Path], number: int) -> None:
 
 def remove_files(folder: Path, pattern: str) -> None:
     """Remove files, manifests last, since files without a manifest cannot be attributed to a run."""
-    for path in sorted(folder.glob(pattern), key=lambda path: path.suffix == MANIFEST):
+    for path in sorted(_listed(folder, pattern), key=lambda path: path.suffix == MANIFEST):
         with suppress(OSError):
             path.unlink()
 
@@ -222,7 +222,7 @@ def unchanged(run: Path) -> Iterator[None]:
 def _unheld(run: Path, first: int) -> Iterator[None]:
     """Hold the locks of ranks from `first` on, shared, since all ranks of this job do so at once."""
     with ExitStack() as stack:
-        for path in run.glob("rank-*.lock"):
+        for path in _listed(run, "rank-*.lock"):
             number = path.name.removeprefix("rank-").removesuffix(".lock")
             if number.isdigit() and int(number) >= first:
                 with suppress(FileNotFoundError):  # its process ended without a commit and removed it
@@ -303,6 +303,14 @@ def _in_use(path: Path) -> StorageError:
         f"{path.parent} is in use by another process, which trains this run: wait until it ends, or name another "
         "run (infinity.run)"
     )
+
+
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths in a folder; none if it does not exist, or another rank removes it meanwhile."""
+    try:
+        return list(folder.glob(pattern))
+    except FileNotFoundError:  # up to Python 3.12, glob raises it if the folder goes after its first look
+        return []
 
 
 def _generations(run: Path) -> list[Path]:

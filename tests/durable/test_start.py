@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infinity.durable import run as module
-from infinity.durable.folder import Lock, generation_folder
+from infinity.durable.folder import Lock, generation_folder, remove_generation
 from infinity.durable.run import DurableRun, Source, open_run
 
 
@@ -74,6 +74,25 @@ def test_a_rank_that_fails_at_once_leaves_the_folder_to_the_others(
         first, _ = [each.result(60) for each in [threads.submit(start, rank) for rank in range(2)]]
     assert [path.name for path in generation_folder(tmp_path / "run", 1).iterdir()] == ["rank-00000.json"]
     first.close()
+
+
+def test_ranks_remove_a_generation_at_once(tmp_path: Path) -> None:
+    """The folder may go while another rank lists it."""
+    folder, barrier = generation_folder(tmp_path, 1), threading.Barrier(2, timeout=20)
+
+    def remove() -> None:
+        barrier.wait()
+        remove_generation([tmp_path], 1)
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(1000):  # without the handling of that case, about 15 of them failed
+            folder.mkdir()
+            for rank in range(2):
+                (folder / f"rank-{rank:05d}.json").touch()
+                (folder / f"rank-{rank:05d}.states").touch()
+            for each in [threads.submit(remove) for _ in range(2)]:
+                each.result(20)
+            assert not folder.exists()
 
 
 @pytest.mark.parametrize("generation", [1, 2])
