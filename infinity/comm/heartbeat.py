@@ -122,7 +122,7 @@ class _Watch:
             threading.Thread(target=self._receive_all, name="infinity-ranks", daemon=True),
         ]
         self.beside: list[_Watch] = []
-        """Those of the same engine with other ranks."""
+        """Watches of the same engine, on other ranks."""
         _watches.add(self)
 
     def start(self) -> None:

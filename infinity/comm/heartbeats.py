@@ -15,7 +15,7 @@ from infinity.comm.model_parallel import TensorParallelMesh
 
 
 class Heartbeats:
-    """Those between the `size` data-parallel ranks of `group`, a gloo group, and after `connect` those of a replica.
+    """Heartbeats of the `size` data-parallel ranks of `group`, a gloo group, and after `connect` of a replica's ranks.
 
     Constructed on all data-parallel ranks at once. timeout: seconds of silence after which a rank is lost; 0: never.
     """
