@@ -109,7 +109,7 @@ class _Watch:
         self._period = min(_PERIOD, timeout / 4) if timeout else _PERIOD
         self._silence = dict.fromkeys(links, 0.0)
         self._oom_kills = oom_kills()
-        self._main = StuckMain(self._end_process)
+        self._main = StuckMain(self._follow)
         self._lost = ""
         """Text of the first report on a lost rank."""
         self._reports: dict[int, tuple[Report, str]] = {}
@@ -152,7 +152,8 @@ class _Watch:
         else:
             self._send(self._rank, Report.CLOSED, f"{name} closed its engine, or ended")
 
-    def _end_process(self, cause: str) -> None:
+    def _follow(self, cause: str) -> None:
+        """Report to all ranks of this engine that this one ends because of `cause`."""
         for each in (self, *self.beside):
             each._send(each._rank, Report.FOLLOWED, cause[:_LONGEST_TEXT])
 

@@ -23,7 +23,7 @@ PATIENCE = 10.0
 """Seconds of one wait after which the process ends."""
 _LIBRARY = os.path.dirname(dist.__file__) + os.sep
 _OPERATORS = torch._ops.__file__
-"""Calls the operators of torch, of which some are collectives: those of DTensors."""
+"""Its frames call the operators of torch, such as the collectives of DTensors."""
 
 
 class StuckMain:

@@ -54,7 +54,7 @@ for number, batch in enumerate(token_batches(6)):
 
 
 TENSOR_PARALLEL = """
-import os, signal, sys, time
+import os, signal, sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 import infinity
