@@ -40,7 +40,10 @@ TESTS = {
         "    code = 'from toy.box import Box; raise SystemExit(Box().get() != 7)'\n"
         "    assert subprocess.run([sys.executable, '-c', code]).returncode == 0\n"
     ),
-    "test_hangs.py": "import time\nfrom toy.box import Box\ndef test_for_ever():\n    while Box().get() != 7: pass\n",
+    "test_hangs.py": (
+        "import time\nfrom toy.box import Box\n"
+        "def test_for_ever():\n    if Box().get() != 7:\n        while True: time.sleep(1)\n"
+    ),
     "test_dies.py": (
         "import os\nfrom toy.box import Box\ndef test_end():\n    if Box().get() != 7: os.kill(os.getpid(), 9)\n"
     ),
