@@ -23,12 +23,12 @@ int threads_for(std::size_t n, int threads) {
 
 // Calls body(begin, end) over [0, n), split at multiples of `tile`, in the default floating-point environment.
 template <class Body>
-void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body) {
+void for_tiles(std::size_t n, std::size_t tile, int threads, const Body& body, Priority priority = Priority::kNormal) {
     auto piece = [&](std::size_t k) {
         const FloatEnvironment environment;
         body(k * tile, std::min(n, (k + 1) * tile));
     };
-    parallel_for((n + tile - 1) / tile, threads, piece);
+    parallel_for((n + tile - 1) / tile, threads, priority, piece);
 }
 
 // Not inlined, for the reason in coefficients.cpp.
@@ -57,11 +57,13 @@ double sum_tiles(std::size_t n, int threads, double scale, double initial, const
 }  // namespace
 
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& c,
-            std::size_t n, int threads) {
+            std::size_t n, int threads, Priority priority) {
     static_assert(kTile % kBlock == 0);
     const UpdateFn kernel = kernels.update[static_cast<std::size_t>(format)][static_cast<std::size_t>(rule)];
-    for_tiles(n, kTile, threads_for(n, threads),
-              [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); });
+    if (n < kInline) priority = Priority::kNormal;
+    for_tiles(
+        n, kTile, threads_for(n, threads), [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); },
+        priority);
 }
 
 void first_touch(void* memory, std::size_t nbytes, int threads) {

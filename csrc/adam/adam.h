@@ -5,12 +5,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "thread_pool.h"
 #include "types.h"
 
 namespace infinity::adam {
 
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients,
-            std::size_t n, int threads);
+            std::size_t n, int threads, Priority priority);
 
 // Lower bound of an update's time, set by memory: reads each stream and writes back those with `writes`, in an update's
 // access pattern, with one addition per word. Destroys the data of written streams.

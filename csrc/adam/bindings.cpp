@@ -128,15 +128,16 @@ std::vector<std::string> isa_names() {
 PYBIND11_MODULE(_adam, m) {
     m.doc() = "Optimizer steps over flat arrays in host memory, passed by address.";
     install_fork_handler();
-    def_update<const py::object&, const std::string&>(
+    def_update<const py::object&, bool, const std::string&>(
         m,
-        [](const UpdateCall& call, const py::object& threads, const std::string& isa) {
+        [](const UpdateCall& call, const py::object& threads, bool background, const std::string& isa) {
             const Kernels& kernels = to_kernels(isa);
             const int workers = to_threads(threads);
+            const Priority priority = background ? Priority::kBackground : Priority::kNormal;
             const py::gil_scoped_release release;
-            update(kernels, call.format, call.rule, call.arrays, call.coefficients, call.n, workers);
+            update(kernels, call.format, call.rule, call.arrays, call.coefficients, call.n, workers, priority);
         },
-        "threads"_a = 0, "isa"_a = "auto");
+        "threads"_a = 0, "background"_a = false, "isa"_a = "auto");
     m.def("bare", &py_bare, "streams"_a, "threads"_a = 0,
           "Read and write with an update's access pattern, one addition per word, as a lower bound of its time. "
           "Destroys the data of written streams.");

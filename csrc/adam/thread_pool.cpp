@@ -3,9 +3,15 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#ifdef __linux__
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -16,6 +22,10 @@
 
 namespace infinity::adam {
 namespace {
+
+// Time that a background job has for each of its pieces before its caller takes part. On an idle processor, a piece of
+// an update takes about a tenth of it.
+constexpr std::chrono::microseconds kPatience{500};
 
 // Unclaimed pieces [next, end) of a job. Aligned to a cache line to avoid false sharing.
 struct alignas(64) Share {
@@ -62,20 +72,33 @@ struct Job {
 
     void wait() {
         std::unique_lock lock(mutex);
-        all_finished.wait(lock, [this] { return finished.load(std::memory_order_acquire) == count; });
+        all_finished.wait(lock, [this] { return is_finished(); });
     }
+
+    // Returns false if pieces are unfinished after `time`.
+    bool wait_for(std::chrono::microseconds time) {
+        std::unique_lock lock(mutex);
+        return all_finished.wait_for(lock, time, [this] { return is_finished(); });
+    }
+
+    bool is_finished() const { return finished.load(std::memory_order_acquire) == count; }
 };
 
 class Pool {
   public:
-    void run(const std::shared_ptr<Job>& job, int helpers) {
+    explicit Pool(Priority priority) : priority_(priority) {}
+
+    void run(const std::shared_ptr<Job>& job) {
+        const int helpers = job->places;
         {
             std::lock_guard lock(mutex_);
             grow(helpers);
             jobs_.push_back(job);
         }
         for (int k = 0; k < helpers; ++k) wake_.notify_one();
-        job->work(0);
+        const bool finished =
+            priority_ == Priority::kBackground && job->wait_for(kPatience * static_cast<long>(job->count));
+        if (!finished) job->work(0);
         {
             std::lock_guard lock(mutex_);  // a worker may have removed it already
             const auto at = std::find(jobs_.begin(), jobs_.end(), job);
@@ -101,6 +124,10 @@ class Pool {
     void serve(int number) {
 #ifdef __linux__
         pthread_setname_np(pthread_self(), "infinity-adam");
+        if (priority_ == Priority::kBackground) {
+            const auto self = static_cast<id_t>(syscall(SYS_gettid));  // Linux keeps a priority for each thread
+            setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + kBackgroundNice);
+        }
 #endif
         std::unique_lock lock(mutex_);
         for (;;) {
@@ -113,20 +140,22 @@ class Pool {
         }
     }
 
+    const Priority priority_;
     std::mutex mutex_;
     std::condition_variable wake_;
     std::deque<std::shared_ptr<Job>> jobs_;  // jobs that a worker may still join
     int workers_ = 0;
 };
 
-// Never destroyed: its threads sleep until the process ends. A forked child leaks it, since its threads do not exist
-// there and its mutex may be locked for ever.
-std::atomic<Pool*> pool{nullptr};
+// By priority. Never destroyed: their threads sleep until the process ends. A forked child leaks them, since their
+// threads do not exist there and their mutexes may be locked for ever.
+std::atomic<Pool*> pools[2]{};
 
-Pool& get_pool() {
+Pool& get_pool(Priority priority) {
+    std::atomic<Pool*>& pool = pools[static_cast<std::size_t>(priority)];
     Pool* current = pool.load(std::memory_order_acquire);
     if (current != nullptr) return *current;
-    Pool* const fresh = new Pool;
+    Pool* const fresh = new Pool(priority);
     if (pool.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return *fresh;
     delete fresh;  // another thread has created one
     return *current;
@@ -134,13 +163,14 @@ Pool& get_pool() {
 
 }  // namespace
 
-void parallel_for(std::size_t count, int threads, void (*body)(void*, std::size_t), void* context) {
-    const int helpers = static_cast<int>(std::min(static_cast<std::size_t>(std::max(threads, 1)), count)) - 1;
-    if (helpers <= 0) {
+void parallel_for(std::size_t count, int threads, Priority priority, void (*body)(void*, std::size_t), void* context) {
+    const int wanted = static_cast<int>(std::min(static_cast<std::size_t>(std::max(threads, 1)), count));
+    const int helpers = priority == Priority::kBackground ? wanted : wanted - 1;
+    if (helpers <= 0 || count == 1) {
         for (std::size_t k = 0; k < count; ++k) body(context, k);
         return;
     }
-    get_pool().run(std::make_shared<Job>(count, body, context, helpers), helpers);
+    get_pool(priority).run(std::make_shared<Job>(count, body, context, helpers));
 }
 
 int default_threads() {
@@ -156,7 +186,9 @@ int default_threads() {
 }
 
 void install_fork_handler() {
-    pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr, std::memory_order_release); });
+    pthread_atfork(nullptr, nullptr, [] {
+        for (std::atomic<Pool*>& pool : pools) pool.store(nullptr, std::memory_order_release);
+    });
 }
 
 }  // namespace infinity::adam

@@ -4,20 +4,31 @@
 // shares of others. A worker has the same share in every call, so that its data is in its caches and on its NUMA node
 // unless the scheduler moves it. The caller never waits for a worker that has not started, so that a busy machine (the
 // update runs concurrently with torch's threads) adds no latency. Jobs of several calling threads share the workers.
-// After fork() the child starts with a new, empty pool.
+//
+// A background job runs on workers of their own, with a lower priority: nice kBackgroundNice above the process. They
+// use the time that threads of other work leave idle, such as those of torch's operations, which wait for their slowest
+// one. The caller sleeps meanwhile. If other programs leave too little time, it takes part after a while.
+//
+// After fork() the child starts with new, empty pools.
 #pragma once
 
 #include <cstddef>
 
 namespace infinity::adam {
 
+enum class Priority { kNormal, kBackground };
+
+constexpr int kBackgroundNice = 10;
+
 // Calls body(context, k) once for each k in [0, count), on at most `threads` threads, and returns when all are done.
 // `body` must not throw and must not depend on which thread runs it.
-void parallel_for(std::size_t count, int threads, void (*body)(void* context, std::size_t k), void* context);
+void parallel_for(std::size_t count, int threads, Priority priority, void (*body)(void* context, std::size_t k),
+                  void* context);
 
 template <class Body>
-void parallel_for(std::size_t count, int threads, Body& body) {
-    parallel_for(count, threads, [](void* context, std::size_t k) { (*static_cast<Body*>(context))(k); }, &body);
+void parallel_for(std::size_t count, int threads, Priority priority, Body& body) {
+    parallel_for(
+        count, threads, priority, [](void* context, std::size_t k) { (*static_cast<Body*>(context))(k); }, &body);
 }
 
 // Returns the number of processors that the calling thread may run on.

@@ -271,4 +271,5 @@ def _update_buffers(
         tile_pool=pools[sizes.TILES],
         grad_tile_pool=pools[sizes.GRADIENT_TILES],
         param_pool=pools.get(sizes.PARAMETER_SHARDS),
+        beside_compute=plan.updates_beside_compute,
     )

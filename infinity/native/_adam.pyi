@@ -50,6 +50,7 @@ def update(
     key: int = 0,
     first: int = 0,
     threads: int = 0,
+    background: bool = False,
     isa: str = "auto",
 ) -> None:
     """Perform one step of `rule` on n elements, in place.
@@ -75,6 +76,8 @@ def update(
     key, first: the stochastic rounding of element i is a function of key (64 bits), first + i and the value. An update
         split at multiples of BLOCK, each part with its own `first`, is therefore bit-identical to a single one. `first`
         is a multiple of BLOCK. Use another key in each step; otherwise rounding errors repeat.
+    background: run on threads of a lower priority (nice 10 above the process), which take the time that other threads
+        leave idle, while the calling thread sleeps. It takes part if they get too little time. On Linux only.
     A NaN is stored as 0x7FC00000, in bf16 as 0x7FC0, in fp16 as 0x7E00.
     """
 

@@ -46,6 +46,7 @@ def update_flat(
     key: int = 0,
     first: int = 0,
     threads: int = 0,
+    background: bool = False,
 ) -> None:
     """Execute one optimizer step in place on all n elements of `param`; n may be 0.
 
@@ -55,14 +56,17 @@ def update_flat(
     moments: one tensor per moment of the rule (`infinity.optim.moments.MOMENTS`), all fp32, all bf16, or all uint8
         codes.
     scales: for uint8 codes, one per moment, uint8 (ceil(n / 256),); else empty.
-    step: number of this optimizer step, from 1. threads: 0 is one per processor of this thread's affinity.
+    step: number of this optimizer step, from 1. threads: 0 is one per processor of this thread's affinity. background:
+        on threads of a lower priority, which leave the processors to other threads first.
     key, first: seed and element offset of the stochastic rounding of 16- and 8-bit moments, see `_adam.update`. Use a
         separate key for each step and array. Tiles of one array share the key and pass their offset in it.
 
     Raises ValueError, before any change, for tensors that do not match or numbers out of range.
     """
     given = update_arguments(_CPU, param, master_or_remainder, grad, moments, scales, hyper)
-    _adam.update(**given, grad_scale=grad_scale, step=step, key=key, first=first, threads=threads)
+    _adam.update(
+        **given, grad_scale=grad_scale, step=step, key=key, first=first, threads=threads, background=background
+    )
 
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None, threads: int = 0) -> tuple[Tensor, Tensor]:

@@ -135,6 +135,11 @@ class Plan:
         ]
         return sorted(found)
 
+    @property
+    def updates_beside_compute(self) -> bool:
+        """True if updates overlap with the model's operations on the same processors."""
+        return self.device.type == "cpu" and self.update != "after_backward"
+
     def buffers(self, pool: str) -> int:
         """Return the number of buffers in a pool; 0 if there is none."""
         return sum(self.buffers_of(pool).values())

@@ -35,6 +35,8 @@ class UpdateBuffers:
     grad_tile_pool: Pool
     param_pool: Pool | None
     """Host buffers for shards of parameters that are updated in "staging" (`updated_in`); None if there are none."""
+    beside_compute: bool
+    """True if updates overlap with the model's operations on the same processors."""
 
     def updated_in(self, unit: int) -> UpdatedIn:
         """Return the memory in which a unit's parameters are updated."""

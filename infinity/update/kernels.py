@@ -37,12 +37,13 @@ def update_run(
     *,
     seed: int = 0,
     threads: int = 0,
+    background: bool = False,
 ) -> None:
     """Update `param` and `states` in place. All tensors are 1-D, contiguous and on one device.
 
     param, grad: (n,). states: by name, those of a `StateFormat`; scales of 8-bit moments are (ceil(n / 256),).
     first: index of the first element in the model, a multiple of 256; with `seed` and `step` it determines the rounding
-    of 16- and 8-bit moments.
+    of 16- and 8-bit moments. threads, background: of an update on the host (`cpu_adam.update_flat`).
     """
     on_host = param.is_cpu
     if not on_host and not _has_kernels(param.device.type):
@@ -51,7 +52,7 @@ def update_run(
     given = (param, kept, grad, *moments_in(hyper.rule, states), hyper, step)
     key = rounding_key(seed, step)
     if on_host:
-        update_flat(*given, grad_scale=grad_scale, key=key, first=first, threads=threads)
+        update_flat(*given, grad_scale=grad_scale, key=key, first=first, threads=threads, background=background)
     else:
         cuda_adam.update_flat(*given, grad_scale=grad_scale, key=key, first=first)
 

@@ -21,8 +21,8 @@ from infinity.update.job import UpdateJob
 from infinity.update.tiles import RunningJob, TileInFlight, TileWrite, UnitTiles
 
 Kernel = Callable[..., None]
-"""(states by name, param, grad, hyper, step, grad_scale, first) for one run of elements; see `update_run` in
-`infinity.update.kernels`.
+"""(states by name, param, grad, hyper, step, grad_scale, first, *, background) for one run of elements; see
+`update_run` in `infinity.update.kernels`.
 """
 
 
@@ -172,6 +172,9 @@ class UpdateStages:
     def _run(self, item: TileInFlight, runs: Sequence[Run], whole: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
         """Update the parts of a tile that are in `runs`. whole: the tile's states, by name."""
         running, tile, job = item.running, item.layout.tile, item.running.job
+        # An update that waits for a drive keeps its priority, since the drive then waits for the update.
+        in_memory = all(window.lease is None for window in item.windows)
+        background = self._buffers.beside_compute and in_memory
         for run in runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
             if low >= high:
@@ -189,6 +192,7 @@ class UpdateStages:
                 run.step,
                 job.grad_scale,
                 job.first + low,
+                background=background,
             )
             self.elements += high - low
 

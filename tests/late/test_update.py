@@ -67,6 +67,7 @@ class Bench:
             tile_pool=unused,
             grad_tile_pool=unused,
             param_pool=None,
+            beside_compute=False,
         )
         self.pipeline = UpdatePipeline(buffers, update_run)
         gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))

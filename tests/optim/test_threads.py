@@ -3,6 +3,7 @@ threads sleep."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -29,13 +30,68 @@ def test_number_of_threads(make: Callable[..., Any], format: str, threads: int) 
     whole.copy().call(threads=threads).assert_same(whole.copy().call(threads=1))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_background_threads(make: Callable[..., Any], format: str, threads: int) -> None:
+    whole = make(format, "bf16", N, seed=1)
+    expected = whole.copy().call(threads=1)
+    for _ in range(20):
+        whole.copy().call(threads=threads, background=True).assert_same(expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+def test_background_threads_have_a_lower_priority() -> None:
+    """Threads of a normal update, the caller and its process keep theirs."""
+    program = """
+import os, sys
+from array import array
+from infinity.native import _adam
+n = 300_000
+arrays = [array("f", bytes(4 * n)) for _ in range(4)]
+p, g, m, v = (a.buffer_info()[0] for a in arrays)
+for background in (False, True):
+    _adam.update("adamw", param=p, master=0, grad=g, moments=[m, v], scales=[], n=n, format="fp32", grad_dtype="fp32",
+                 moment_format="fp32", lr=1e-3, step=1, threads=3, background=background)
+print(sorted(os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    lower = min(19, own + 10)
+    assert json.loads(run.stdout) == [own] * 3 + [lower] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+def test_a_background_update_ends_beside_programs_that_never_sleep() -> None:
+    program = """
+import os, subprocess, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from array import array
+from infinity.native import _adam
+spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+n = 300_000
+results = set()
+for background in (False, True):
+    p, g, m, v = arrays = [array("f", [0.5]) * n for _ in range(4)]
+    p, g, m, v = (a.buffer_info()[0] for a in arrays)
+    for step in range(1, 11):
+        _adam.update("adamw", param=p, master=0, grad=g, moments=[m, v], scales=[], n=n, format="fp32",
+                     grad_dtype="fp32", moment_format="fp32", lr=1e-3, step=step, threads=2, background=background)
+    results.add(b"".join(bytes(a) for a in arrays))
+for process in spinning:
+    process.kill()
+print(len(results))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == ["1"]
+
+
 def test_many_callers_at_once(make: Callable[..., Any]) -> None:
     problems = [make(format, "fp32", N, seed=seed) for seed in range(4) for format in ("fp32", "remainder")]
     expected = [problem.copy().call(threads=1) for problem in problems]
 
     def caller(k: int) -> list[Any]:
         order = [(k + i) % len(problems) for i in range(3 * len(problems))]
-        return [(at, problems[at].copy().call(threads=1 + k % 4)) for at in order]
+        given = {"threads": 1 + k % 4, "background": k % 2 == 0}
+        return [(at, problems[at].copy().call(**given)) for at in order]
 
     with ThreadPoolExecutor(6) as executor:
         for results in executor.map(caller, range(6)):
@@ -79,6 +135,7 @@ def test_after_fork(make: Callable[..., Any]) -> None:
     def keep_busy() -> None:
         while not stop.is_set():
             busy.call(threads=2)
+            busy.call(threads=2, background=True)
 
     other = threading.Thread(target=keep_busy)
     other.start()

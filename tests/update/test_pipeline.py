@@ -77,6 +77,7 @@ class Bench:
             tile_pool=self.tiles,
             grad_tile_pool=self.grad_tiles,
             param_pool=Pool(host_tensor, {self.layout.nbytes: 2}, name="shards", poison=POISON) if staged else None,
+            beside_compute=True,
         )
         self.pipeline = UpdatePipeline(places, update_run)
 
