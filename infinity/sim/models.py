@@ -31,6 +31,8 @@ class PlannedModel:
     """Sequences → arguments of a forward that returns the loss, on the meta device."""
     sequence: int
     """Tokens of a sequence."""
+    checkpointed: bool = False
+    """True: blocks keep their inputs only, and backward recomputes them."""
     blocks: int = 0
     with_blocks: Callable[[int], PlannedModel] | None = None
     """Number of blocks → a model that differs in it only; None: not known."""
@@ -53,7 +55,9 @@ def gpt2(shape: GPT2Config, tile_bytes: int | None = None) -> PlannedModel:
     def with_blocks(count: int) -> PlannedModel:
         return gpt2(replace(shape, num_layers=count), tile_bytes)
 
-    return PlannedModel("GPT-2", module, inputs, shape.seq_length, shape.num_layers, with_blocks)
+    return PlannedModel(
+        "GPT-2", module, inputs, shape.seq_length, shape.checkpoint_activations, shape.num_layers, with_blocks
+    )
 
 
 def of_transformers(
@@ -98,7 +102,7 @@ def of_transformers(
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:
         return (torch.zeros(batch, length, dtype=torch.int64, device="meta"),)
 
-    return PlannedModel(str(content["model_type"]), _WithLoss(module), inputs, length)
+    return PlannedModel(str(content["model_type"]), _WithLoss(module), inputs, length, checkpoint)
 
 
 def _without_code(config: Any) -> Any:

@@ -70,12 +70,16 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], ba
     return Needs(tiers, peak, passing, available)
 
 
-def advice(plan: Plan, needs: Needs) -> Iterator[str]:
-    """Yield, for each tier that is exceeded, the bytes it lacks and the changes with which the plan would fit."""
+def advice(plan: Plan, needs: Needs, *, checkpointed: bool) -> Iterator[str]:
+    """Yield, for each tier that is exceeded, the bytes it lacks and the changes with which the plan would fit.
+
+    checkpointed: the model recomputes activations already.
+    """
     for tier in needs.limits:
         missing = needs.missing(tier)
         memory = tier if tier == "nvme" else f"{tier} memory"
-        yield f"{memory} lacks {show_bytes(missing)}: {', and '.join(enough(_changes(plan, needs, tier), missing))}"
+        changes = _changes(plan, needs, tier, checkpointed=checkpointed)
+        yield f"{memory} lacks {show_bytes(missing)}: {', and '.join(enough(changes, missing))}"
 
 
 def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
@@ -91,7 +95,7 @@ def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
     return chosen or [changes[-1][1]]
 
 
-def _changes(plan: Plan, needs: Needs, tier: str) -> list[tuple[int, str]]:
+def _changes(plan: Plan, needs: Needs, tier: str, *, checkpointed: bool) -> list[tuple[int, str]]:
     """Return (the most bytes that it frees, change), the smallest change first."""
     held = needs.tiers[tier]
     states = held["params"] + held["gradients"] + held["optimizer"]
@@ -105,12 +109,21 @@ def _changes(plan: Plan, needs: Needs, tier: str) -> list[tuple[int, str]]:
         place = "lower infinity.memory.device_optimizer, to 0 if it is not set"
     else:
         place = "give offload_param and offload_optimizer the device cpu or nvme"
-    elsewhere = "" if plan.activations is not None else 'set infinity.activations.device to "nvme", '
+    fewer = [] if checkpointed else ["checkpoint activations"]
+    if plan.activations is None:
+        fewer.append('set infinity.activations.device to "nvme"')
     return [
         (states, place),
-        (held["activations"], f"checkpoint activations, {elsewhere}or use a smaller micro-batch"),
+        (held["activations"], _one_of(*fewer, "use a smaller micro-batch")),
         (held["buffers"], "lower infinity.prefetch_bytes or infinity.unit_size"),
     ]
+
+
+def _one_of(*changes: str) -> str:
+    """Return "a", "a or b" or "a, b, or c"."""
+    if len(changes) < 3:
+        return " or ".join(changes)
+    return f"{', '.join(changes[:-1])}, or {changes[-1]}"
 
 
 def _held_by_budget(plan: Plan) -> bool:

@@ -122,11 +122,11 @@ def predict(
         simulation = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
         plan, activations = simulation.plan, _activations(simulation)
     needs = needs_of(plan, machine, activations=activations, baseline_rss=0 if links is None else links.baseline_rss)
-    found, wear = list(advice(plan, needs)), None
+    found, wear = list(advice(plan, needs, checkpointed=model.checkpointed)), None
     if simulation is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         if not found:
-            found += faster(config, simulation, needs)
+            found += faster(config, simulation, needs, checkpointed=model.checkpointed)
             if links is not None and not train_batch:
                 again = partial(_again, make, machine, links, times)
                 found += whole_step(again, config, simulation)

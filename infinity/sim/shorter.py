@@ -26,8 +26,11 @@ _SHARES_IN_FORWARD = (0.15, 0.25)
 """Values of infinity.forward_updates that are tried: forward takes about a third of a pass forward and backward."""
 
 
-def faster(config: Config, simulation: Simulation, needs: Needs) -> Iterator[str]:
-    """Yield changes that shorten the exposed lanes, the longest first, each once."""
+def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed: bool) -> Iterator[str]:
+    """Yield changes that shorten the exposed lanes, the longest first, each once.
+
+    checkpointed: the model recomputes activations already.
+    """
     lanes = sorted(simulation.exposed.items(), key=lambda item: -item[1])
     free = needs.available["host"] - needs.peak["host"]
     given: set[str] = set()
@@ -39,7 +42,7 @@ def faster(config: Config, simulation: Simulation, needs: Needs) -> Iterator[str
         elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
             change = 'infinity.moments "bf16" or "8bit" move fewer bytes'
         elif lane == "activations":
-            change = "raise infinity.activations.memory_bytes, or checkpoint activations"
+            change = "raise infinity.activations.memory_bytes" + ("" if checkpointed else ", or checkpoint activations")
         else:
             change = "raise the micro-batch, which moves no more bytes a step"
         if change not in given:

@@ -353,6 +353,13 @@ def test_activations_that_do_not_fit_name_the_key_that_moves_them(tmp_path: Path
         file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 256, "infinity": {"activations": section}}))
         advice += planned(*SHAPE[:-2], "--host-memory", "64MiB", "--nvme", "8GiB", "--config", file, code=1)["advice"]
     assert ["infinity.activations.device" in line for line in advice] == [True, False]
+    assert all("checkpoint activations" in line for line in advice)
+
+
+def test_activations_that_are_checkpointed_already_need_another_change(tmp_path: Path) -> None:
+    options = (*SHAPE[:-2], "--batch-size", "4096", "--host-memory", "64MiB", "--nvme", "8GiB")
+    line = planned(*options, "--checkpoint-activations", code=1)["advice"][0]
+    assert line.endswith('set infinity.activations.device to "nvme" or use a smaller micro-batch')
 
 
 def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:
