@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 WARM_UP = 3
 """Steps that are not counted: the first records the trace, and bytes of gradients are freed after the third."""
-PREFETCH = "100MB"
-"""One matrix ahead, in place of a block, since its computation takes longer than its read."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
@@ -46,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--steps", type=int, default=3, help=f"counted steps, after {WARM_UP}")
+    parser.add_argument("--prefetch", default="100MB", metavar="SIZE", help="infinity.prefetch_bytes; the default is a matrix")
     parser.add_argument("--limit", default="3GB", metavar="SIZE", help="memory of the control group; empty: no group")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--only", action="store_true", help=argparse.SUPPRESS)
@@ -87,7 +86,7 @@ def train(args: argparse.Namespace) -> harness.Result:
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-4}},
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
-        "infinity": {"moments": "8bit", "prefetch_bytes": PREFETCH},
+        "infinity": {"moments": "8bit", "prefetch_bytes": args.prefetch},
     }
     torch.manual_seed(0)
     model = make_model(args, args.layers, "meta")
@@ -241,8 +240,7 @@ def main() -> None:
     target = harness.target(args)
     if not args.redraw:
         bounds = {"rates": drive_rates(args), "compute": compute_seconds(args)}
-        shape = {name: getattr(args, name) for name in ("layers", "hidden", "sequence", "limit")}
-        shape["prefetch"] = PREFETCH
+        shape = {name: getattr(args, name) for name in ("layers", "hidden", "sequence", "limit", "prefetch")}
         head = harness.head("big", path=args.nvme_path)
         harness.write_json(target, {**head, "args": shape, **run_limited(args), **bounds})
     publish(target)

@@ -26,6 +26,7 @@ namespace {
 // Time that a background job has for each of its pieces before its caller takes part. On an idle processor, a piece of
 // an update takes about a tenth of it.
 constexpr std::chrono::microseconds kPatience{500};
+constexpr int kBackgroundNice = 10;  // added to the process's own
 
 // Unclaimed pieces [next, end) of a job. Aligned to a cache line to avoid false sharing.
 struct alignas(64) Share {
@@ -90,15 +91,15 @@ class Pool {
 
     void run(const std::shared_ptr<Job>& job) {
         const int helpers = job->places;
+        bool waits = priority_ == Priority::kBackground;
         {
             std::lock_guard lock(mutex_);
             grow(helpers);
+            waits = waits && workers_ > 0;
             jobs_.push_back(job);
         }
         for (int k = 0; k < helpers; ++k) wake_.notify_one();
-        const bool finished =
-            priority_ == Priority::kBackground && job->wait_for(kPatience * static_cast<long>(job->count));
-        if (!finished) job->work(0);
+        if (!waits || !job->wait_for(kPatience * static_cast<long>(job->count))) job->work(0);
         {
             std::lock_guard lock(mutex_);  // a worker may have removed it already
             const auto at = std::find(jobs_.begin(), jobs_.end(), job);

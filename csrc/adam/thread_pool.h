@@ -5,9 +5,9 @@
 // unless the scheduler moves it. The caller never waits for a worker that has not started, so that a busy machine (the
 // update runs concurrently with torch's threads) adds no latency. Jobs of several calling threads share the workers.
 //
-// A background job runs on workers of their own, with a lower priority: nice kBackgroundNice above the process. They
-// use the time that threads of other work leave idle, such as those of torch's operations, which wait for their slowest
-// one. The caller sleeps meanwhile. If other programs leave too little time, it takes part after a while.
+// Background jobs have workers of their own, with a lower priority (nice 10 above the process). They use the time that
+// other threads leave idle, such as those of torch's operations, which end with their slowest thread. The caller sleeps
+// meanwhile. It takes part after a while, if other programs leave too little time.
 //
 // After fork() the child starts with new, empty pools.
 #pragma once
@@ -17,8 +17,6 @@
 namespace infinity::adam {
 
 enum class Priority { kNormal, kBackground };
-
-constexpr int kBackgroundNice = 10;
 
 // Calls body(context, k) once for each k in [0, count), on at most `threads` threads, and returns when all are done.
 // `body` must not throw and must not depend on which thread runs it.

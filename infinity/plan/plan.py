@@ -138,7 +138,7 @@ class Plan:
     @property
     def updates_beside_compute(self) -> bool:
         """True if updates overlap with the model's operations on the same processors."""
-        return self.device.type == "cpu" and self.update != "after_backward"
+        return self.device.type == "cpu" and self.update in ("during_backward", "next_forward")
 
     def buffers(self, pool: str) -> int:
         """Return the number of buffers in a pool; 0 if there is none."""

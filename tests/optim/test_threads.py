@@ -72,7 +72,8 @@ import os, subprocess, sys
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from array import array
 from infinity.native import _adam
-spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+spin = "import time; end = time.monotonic() + 60" + chr(10) + "while time.monotonic() < end: pass"
+spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
 n = 300_000
 results = set()
 for background in (False, True):
