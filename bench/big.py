@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--steps", type=int, default=3, help=f"counted steps, after {WARM_UP}")
-    parser.add_argument("--prefetch", default="100MB", metavar="SIZE", help="infinity.prefetch_bytes; the default is a matrix")
+    parser.add_argument("--prefetch", default="100MB", metavar="SIZE", help="infinity.prefetch_bytes")
     parser.add_argument("--limit", default="3GB", metavar="SIZE", help="memory of the control group; empty: no group")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--only", action="store_true", help=argparse.SUPPRESS)
