@@ -3,7 +3,6 @@ threads sleep."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -51,18 +50,20 @@ p, g, m, v = (a.buffer_info()[0] for a in arrays)
 for background in (False, True):
     _adam.update("adamw", param=p, master=0, grad=g, moments=[m, v], scales=[], n=n, format="fp32", grad_dtype="fp32",
                  moment_format="fp32", lr=1e-3, step=1, threads=3, background=background)
-lower = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+own = os.getpriority(os.PRIO_PROCESS, 0)
+expected = [own] * 2 + [min(19, own + 10)] * 3
 for attempt in range(3000):  # a new thread may have had no turn yet
-    found = sorted(os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task"))
-    if found.count(lower) == 3:
+    found = []
+    for thread in os.listdir("/proc/self/task"):  # a sanitizer has a thread of its own
+        if open(f"/proc/self/task/{thread}/comm").read().strip() == "infinity-adam":
+            found.append(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    if sorted(found) == expected:
         break
     time.sleep(0.01)
-print(found)
+print(sorted(found) == expected, found, os.getpriority(os.PRIO_PROCESS, 0) == own)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    lower = min(19, own + 10)
-    assert json.loads(run.stdout) == [own] * 3 + [lower] * 3
+    assert run.stdout.startswith("True") and run.stdout.endswith("True\n"), run.stdout
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
