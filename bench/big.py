@@ -6,7 +6,7 @@
 Random weights, moments of 8 bits, batch 1, sequence 128, checkpointed blocks, all states on nvme, and buffers to fetch
 100 MB ahead (`infinity.prefetch_bytes`). The process runs in a control group with --limit bytes of memory where the
 machine allows that. Beside the step stand the two times that bound it: `compute`, the forward and backward of one block
-in memory × blocks, and the bytes of a step ÷ the drive's mixed bandwidth, both measured in the same run. Writes
+in memory × blocks, and the bytes of a step ÷ the drive's mixed bandwidth, measured before and after each step. Writes
 bench/results/big.json, then draws bench/results/big.md from it.
 """
 
@@ -104,11 +104,8 @@ def train(args: argparse.Namespace) -> harness.Result:
         engine.backward(loss)
         engine.step()
         steps.append({"seconds": time.perf_counter() - began, "loss": loss.item()})
-        print(
-            f"step {number + 1}: {steps[-1]['seconds']:.1f} s, loss {steps[-1]['loss']:.3f}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"step {number + 1}: {steps[-1]['seconds']:.1f} s, loss {steps[-1]['loss']:.3f}", flush=True)
+        sys.stdin.readline()  # the parent measures the drive
     moved = harness.moved_so_far(engine) - first
     result = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -168,24 +165,11 @@ def compute_seconds(args: argparse.Namespace) -> float:
     return seconds[1] + more * (seconds[5] - seconds[1]) / 4
 
 
-def drive_rates(args: argparse.Namespace) -> dict[str, float]:
-    """The drive's write and mixed bandwidth in bytes/s, from `infinity aio-bench`."""
-    rates = {}
-    for op in ("write", "mixed"):
-        command = [
-            sys.executable,
-            "-m",
-            "infinity.cli.main",
-            "aio-bench",
-            "--path",
-            args.nvme_path,
-            "--op",
-            op,
-            "--json",
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rates[op] = json.loads(done.stdout)["gb_per_s"]["median"] * 1e9
-    return rates
+def drive_rate(args: argparse.Namespace, op: str) -> float:
+    """The drive's write or mixed bandwidth in bytes/s, from `infinity aio-bench`."""
+    tool = [sys.executable, "-m", "infinity.cli.main", "aio-bench", "--path", args.nvme_path, "--op", op, "--json"]
+    done = subprocess.run(tool, stdout=subprocess.PIPE, text=True, check=True)
+    return float(json.loads(done.stdout)["gb_per_s"]["median"] * 1e9)
 
 
 # -- the parent --------------------------------------------------------------------------------------------------------
@@ -217,14 +201,26 @@ def run_limited(args: argparse.Namespace) -> harness.Result:
     command = [sys.executable, __file__, *sys.argv[1:], "--only"]
     with memory_group(parse_size(args.limit)) if args.limit else no_group() as group:
         before: list[str] = []
-        environment = {}
+        environment: dict[str, str] = {}
         if group is not None:
             before = ["sh", "-c", f'echo $$ > {shlex.quote(str(group))}/cgroup.procs && exec "$@"', "sh"]
             environment = {"BIG_GROUP": str(group)}
-        done = subprocess.run([*before, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
-    if done.returncode:
-        sys.exit(f"{shlex.join(command)} ended with code {done.returncode}; its error is above.")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        environment |= os.environ
+        mixed = [drive_rate(args, "mixed")]
+        with subprocess.Popen(
+            [*before, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            line = ""
+            for line in process.stdout:
+                if line.startswith("step "):
+                    mixed.append(drive_rate(args, "mixed"))
+                    print(f"{line.rstrip()}, drive {mixed[-1] / 1e9:.2f} GB/s", file=sys.stderr, flush=True)
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+    if process.returncode:
+        sys.exit(f"{shlex.join(command)} ended with code {process.returncode}; its error is above.")
+    return {**json.loads(line), "mixed": mixed}
 
 
 @contextmanager
@@ -239,7 +235,7 @@ def main() -> None:
         return
     target = harness.target(args)
     if not args.redraw:
-        bounds = {"rates": drive_rates(args), "compute": compute_seconds(args)}
+        bounds = {"write": drive_rate(args, "write"), "compute": compute_seconds(args)}
         shape = {name: getattr(args, name) for name in ("layers", "hidden", "sequence", "limit", "prefetch")}
         head = harness.head("big", path=args.nvme_path)
         harness.write_json(target, {**head, "args": shape, **run_limited(args), **bounds})

@@ -5,23 +5,44 @@ from __future__ import annotations
 from harness import Result, spread
 from report.page import Report, setup, table
 
+WARM_UP = 3
 
-def moved(result: Result) -> float:
-    """Seconds of a step's bytes at the drive's mixed bandwidth."""
-    return float((result["read"] + result["written"]) / result["rates"]["mixed"])
+
+def drives(result: Result) -> list[float]:
+    """Bytes/s of the drive around each counted step: the mean of before and after it."""
+    if "rates" in result:  # a run of before, which measured it once
+        return [result["rates"]["mixed"] for _ in result["steps"][WARM_UP:]]
+    mixed = result["mixed"]
+    return [(before + after) / 2 for before, after in zip(mixed[WARM_UP:], mixed[WARM_UP + 1 :], strict=False)]
+
+
+def written_at(result: Result) -> float:
+    """Bytes/s of the drive with writes only."""
+    return float(result["rates"]["write"] if "rates" in result else result["write"])
+
+
+def transfers(result: Result) -> list[float]:
+    """Seconds of a step's bytes at the drive's mixed bandwidth, for each counted step."""
+    return [float(result["read"] + result["written"]) / rate for rate in drives(result)]
+
+
+def ratios(result: Result) -> list[float]:
+    """Time ÷ bound of each counted step."""
+    own = [step["seconds"] for step in result["steps"][WARM_UP:]]
+    bounds = [max(result["compute"], moved) for moved in transfers(result)]
+    return [taken / bound for taken, bound in zip(own, bounds, strict=True)]
 
 
 def seconds(result: Result) -> float:
     """Median of the counted steps."""
-    return spread(step["seconds"] for step in result["steps"][3:]).median
+    return spread(step["seconds"] for step in result["steps"][WARM_UP:]).median
 
 
 def figures(result: Result) -> dict[str, float]:
     parameters, made = result["parameters"], result["construction"]
-    bound = max(result["compute"], moved(result))
     return {
-        "step ÷ bound": seconds(result) / bound,
-        "construction ÷ written at the drive's speed": made["seconds"] / (made["written"] / result["rates"]["write"]),
+        "step ÷ bound": spread(ratios(result)).median,
+        "construction ÷ written at the drive's speed": made["seconds"] / (made["written"] / written_at(result)),
         "peak RSS, GB": result["peak_rss"] / 1e9,
         "read, bytes a parameter": result["read"] / parameters,
         "written, bytes a parameter": result["written"] / parameters,
@@ -55,9 +76,10 @@ def rows_of(result: Result) -> str:
     rows = {
         "step, s": f"{seconds(result):.1f}",
         "compute, s": f"{result['compute']:.1f}",
-        "bytes of a step ÷ drive, mixed, s": f"{moved(result):.1f}",
-        "drive, mixed, GB/s": f"{result['rates']['mixed'] / 1e9:.2f}",
-        "drive, write, GB/s": f"{result['rates']['write'] / 1e9:.2f}",
+        "bytes of a step ÷ drive, mixed, s": f"{spread(transfers(result)).median:.1f}",
+        "drive, mixed, around each step, GB/s": ", ".join(f"{rate / 1e9:.2f}" for rate in drives(result)),
+        "each step ÷ its bound": ", ".join(f"{each:.2f}" for each in ratios(result)),
+        "drive, write, GB/s": f"{written_at(result) / 1e9:.2f}",
         "construction, s": f"{made['seconds']:.1f}",
         "written by the construction, GB": f"{made['written'] / 1e9:.1f}",
         "loss, first and last": f"{losses[0]:.3f}, {losses[-1]:.3f}",
