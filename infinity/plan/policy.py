@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 UpdatedIn = Literal["buffer", "tier", "staging"]
-"""Memory in which parameters are updated: the unit's buffer on the device; their extent in host memory, from which the
-device copies them afterwards; or a host buffer that is copied from and to both.
+"""Memory in which parameters are updated: the unit's buffer on the device; their extent in host memory, which is copied
+to the buffer afterwards, if the unit stays there; or a host buffer that is copied from and to both.
 """
 
 UpdateSchedule = Literal["during_backward", "next_forward", "after_backward"]
@@ -167,9 +167,11 @@ def updated_in(placement: Placement, unit: int, *, host_addressable: bool) -> Up
 
     host_addressable: the host's kernels can work in the device's buffers.
     """
-    if host_addressable or placement.of(unit, State.OPTIM).tier == "device":
+    if placement.of(unit, State.OPTIM).tier == "device":
         return "buffer"
-    return "tier" if placement.of(unit, State.PARAM).tier == "host" else "staging"
+    if placement.of(unit, State.PARAM).tier == "host":
+        return "tier"
+    return "buffer" if host_addressable else "staging"
 
 
 def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) -> bool:

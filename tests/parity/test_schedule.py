@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.plan.placement import State
+from infinity.tiers.slab import SlabTier
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import Result, open_engine, parameters_of, train
@@ -105,3 +107,16 @@ def test_a_share_of_the_units_is_updated_in_the_next_forward(tmp_path: Path) -> 
             if number:  # the first step has no trace
                 assert len(early) > 2 and not early & chosen
                 assert pending & chosen
+
+
+@pytest.mark.parametrize("optim", ["cpu", "nvme"])
+def test_parameters_in_host_memory_are_updated_in_place(optim: str, tmp_path: Path) -> None:
+    """On a CPU too, no step copies parameters from a buffer to their extent."""
+    config = engine_config("cpu", optim, folder=tmp_path, bf16=True, prefetch_bytes=0)
+    with open_engine(seeded(lambda: Stack(width=48, depth=8)), config) as engine:
+        placement, tier = engine.parts.plan.placement, engine.parts.tiers["host"]
+        assert isinstance(tier, SlabTier)
+        extents = [placement.of(unit.index, State.PARAM).offset for unit in engine.parts.units]
+        before = [tier.writes[offset] for offset in extents]
+        train(engine, token_batches(4))
+        assert [tier.writes[offset] for offset in extents] == before
