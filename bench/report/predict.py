@@ -12,6 +12,7 @@ from report.page import Report, setup, table
 
 WITHIN = {"peak": 0.05, "read": 0.01, "written": 0.01, "step": 0.15}
 """Figure → the largest deviation that counts as right."""
+_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
 
 def compared(result: Result) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
@@ -89,6 +90,8 @@ def cell(pair: tuple[float, float] | None, name: str) -> str:
 
 def plot(result: Result, path: Path) -> None:
     """One panel for each of peak and step: predicted over measured, the diagonal, and the limits."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     figure = style.new_figure(
         9, 4.6, title="Predicted and measured", subtitle="one dot a run; the band is the limit of the deviation"
     )
@@ -103,6 +106,10 @@ def plot(result: Result, path: Path) -> None:
         axes.plot(ends, ends, color=style.PEER, linewidth=1)
         axes.scatter(measured, [pair[0] / unit for pair in pairs], s=18, color=style.OURS, zorder=3)
         axes.set(xscale="log", yscale="log", xlabel=f"measured {what}", ylabel=f"predicted {what}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(FixedLocator([tick for tick in _TICKS if ends[0] <= tick <= ends[1]]))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
         style.dress(axes)
     style.save(figure, path)
 
