@@ -24,9 +24,10 @@ from support.models import seeded
 
 MEMORY: dict[str, Any] = {"param": "none", "optim": "none"}
 NVME: dict[str, Any] = {"unit_size": 4096, "prefetch_bytes": 0}
-PLACES = pytest.mark.parametrize("place", [MEMORY, NVME], ids=["memory", "nvme"])
+HOST: dict[str, Any] = {**NVME, "param": "cpu", "optim": "cpu"}
+PLACES = pytest.mark.parametrize("place", [MEMORY, HOST, NVME], ids=["memory", "host", "nvme"])
 LATE_TOO = pytest.mark.parametrize(
-    "place", [MEMORY, NVME, {**NVME, "late": True}], ids=["memory", "nvme", "late device"]
+    "place", [MEMORY, HOST, NVME, {**NVME, "late": True}], ids=["memory", "host", "nvme", "late device"]
 )
 SCHEDULES = pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
 
