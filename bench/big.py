@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import harness
 from infinity.sizes import parse_size
+from report.big import WARM_UP
 from report.page import publish
 
 if TYPE_CHECKING:
     from torch import nn
 
-WARM_UP = 3
-"""Steps that are not counted: the first records the trace, and bytes of gradients are freed after the third."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
@@ -201,11 +200,10 @@ def run_limited(args: argparse.Namespace) -> harness.Result:
     command = [sys.executable, __file__, *sys.argv[1:], "--only"]
     with memory_group(parse_size(args.limit)) if args.limit else no_group() as group:
         before: list[str] = []
-        environment: dict[str, str] = {}
+        environment = dict(os.environ)
         if group is not None:
             before = ["sh", "-c", f'echo $$ > {shlex.quote(str(group))}/cgroup.procs && exec "$@"', "sh"]
-            environment = {"BIG_GROUP": str(group)}
-        environment |= os.environ
+            environment["BIG_GROUP"] = str(group)
         mixed = [drive_rate(args, "mixed")]
         with subprocess.Popen(
             [*before, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

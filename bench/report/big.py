@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from harness import Result, spread
 from report.page import Report, setup, table
 
 WARM_UP = 3
+"""Steps that are not counted: the first records the trace, and bytes of gradients are freed after the third."""
 
 
 def drives(result: Result) -> list[float]:
     """Bytes/s of the drive around each counted step: the mean of before and after it."""
-    if "rates" in result:  # a run of before, which measured it once
-        return [result["rates"]["mixed"] for _ in result["steps"][WARM_UP:]]
-    mixed = result["mixed"]
-    return [(before + after) / 2 for before, after in zip(mixed[WARM_UP:], mixed[WARM_UP + 1 :], strict=False)]
-
-
-def written_at(result: Result) -> float:
-    """Bytes/s of the drive with writes only."""
-    return float(result["rates"]["write"] if "rates" in result else result["write"])
+    return [(before + after) / 2 for before, after in pairwise(result["mixed"][WARM_UP:])]
 
 
 def transfers(result: Result) -> list[float]:
@@ -42,7 +37,7 @@ def figures(result: Result) -> dict[str, float]:
     parameters, made = result["parameters"], result["construction"]
     return {
         "step ÷ bound": spread(ratios(result)).median,
-        "construction ÷ written at the drive's speed": made["seconds"] / (made["written"] / written_at(result)),
+        "construction ÷ written at the drive's speed": made["seconds"] / (made["written"] / result["write"]),
         "peak RSS, GB": result["peak_rss"] / 1e9,
         "read, bytes a parameter": result["read"] / parameters,
         "written, bytes a parameter": result["written"] / parameters,
@@ -79,7 +74,7 @@ def rows_of(result: Result) -> str:
         "bytes of a step ÷ drive, mixed, s": f"{spread(transfers(result)).median:.1f}",
         "drive, mixed, around each step, GB/s": ", ".join(f"{rate / 1e9:.2f}" for rate in drives(result)),
         "each step ÷ its bound": ", ".join(f"{each:.2f}" for each in ratios(result)),
-        "drive, write, GB/s": f"{written_at(result) / 1e9:.2f}",
+        "drive, write, GB/s": f"{result['write'] / 1e9:.2f}",
         "construction, s": f"{made['seconds']:.1f}",
         "written by the construction, GB": f"{made['written'] / 1e9:.1f}",
         "loss, first and last": f"{losses[0]:.3f}, {losses[-1]:.3f}",
