@@ -154,7 +154,6 @@ def _check_script(request: Request) -> None:
 def _start(arguments: list[str]) -> None:
     """Run torchrun in this process, so that signals reach it. Exits with the status of the first rank that failed."""
     from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main
@@ -164,12 +163,26 @@ def _start(arguments: list[str]) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         exit_as_rank(rank, failure.exitcode)
-    except SignalException as error:
-        received = signal.Signals(error.sigval)
-        fail(f"stopped by {received.name}; all ranks have ended", _SIGNALLED + received)
-    except (DistError, RendezvousError) as error:
+    except Exception as error:
+        received = _signal_behind(error)
+        if received is not None:
+            fail(f"stopped by {received.name}; all ranks have ended", _SIGNALLED + received)
+        if not isinstance(error, DistError | RendezvousError):
+            raise
         reason = str(error).partition("\n")[0]
         fail(f"ranks cannot connect: {reason} Choose another --master_addr or --master_port.")
+
+
+def _signal_behind(error: BaseException | None) -> signal.Signals | None:
+    """Return the signal that torchrun received, from its exception or from one that was raised while it passed.
+
+    torch 2.13 raises UnboundLocalError if the signal arrives as one of its timers begins.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    while error is not None and not isinstance(error, SignalException):
+        error = error.__cause__ or error.__context__
+    return None if error is None else signal.Signals(error.sigval)
 
 
 def exit_as_rank(rank: int, status: int) -> NoReturn:

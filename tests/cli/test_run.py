@@ -143,6 +143,33 @@ time.sleep(300)
         assert (tmp_path / f"rank{rank}.signals").read_text() == f"{number.name} "
 
 
+def test_a_signal_as_torchruns_timer_begins(tmp_path: Path) -> None:
+    """torch 2.13 then raises another error, in which the signal is only the context."""
+    text = """
+open(path + ".ready", "w").close()
+import time
+time.sleep(300)
+"""
+    program = """
+import os, signal, sys, time
+from torch.distributed.elastic.metrics import api
+class Clock:
+    def time(self):
+        if os.path.exists(sys.argv[1]):
+            os.remove(sys.argv[1])
+            os.kill(os.getpid(), signal.SIGTERM)
+        return time.time()
+api.time = Clock()
+from infinity.cli.main import app
+app(["run", "--quiet", "--no_local_rank", "--num_gpus", "1", sys.argv[2]])
+"""
+    arguments = [str(tmp_path / "rank0.ready"), str(write(tmp_path, text))]
+    process = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, process.stderr
+    assert process.stderr.splitlines()[-1] == "infinity: stopped by SIGTERM; all ranks have ended"
+    assert "Traceback" not in process.stderr
+
+
 def test_hosts_with_different_slots_join(tmp_path: Path) -> None:
     """Both hosts are this one, started as each host would be."""
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
