@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from infinity.comm.heartbeat import RANK_TIMEOUT
 from infinity.comm.heartbeats import Heartbeats
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
+from infinity.comm.thread import CollectiveThread
 from infinity.errors import RanksError
 from infinity.inputs import number_of
 from infinity.plan.layout import UnitLayout
@@ -90,7 +91,9 @@ class Communicator:
             self._heartbeats = Heartbeats(self._words, self.rank, self.size, rank_timeout)
             pending = None if self.backend == "gloo" else OnDevice(self._group, device)
             self._announcer = Announcer(self._words, self.rank, self.size, pending, self._heartbeats.cause)
-            self._thread = concurrency.one_thread("infinity-comm", device.enter_thread)
+            ranks = dist.get_process_group_ranks(self.replicas)
+            self._thread: Executor = (thread := CollectiveThread("infinity-comm", ranks, device.enter_thread))
+            self._given_up: Callable[[], str] = lambda: thread.error
 
     @property
     def is_single(self) -> bool:
@@ -105,7 +108,7 @@ class Communicator:
     @property
     def error(self) -> str:
         """The error that prevents all further collectives; empty if there is none."""
-        return "" if self.is_single else self._announcer.error
+        return "" if self.is_single else self._announcer.error or self._given_up()
 
     @property
     def cause(self) -> Callable[[], str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from infinity.comm.agreement import failed_collective
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import destroy_group, duplicate_group
+from infinity.comm.thread import CollectiveThread
 from infinity.errors import InfinityError, RanksError
 
 Place = tuple[slice, ...]
@@ -25,18 +27,21 @@ _R = TypeVar("_R")
 
 
 def _exchange(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make `method` raise RanksError, which says why, if a rank leaves without its part."""
+    """Run `method` on the channel's thread. It raises RanksError, which says why, if a rank leaves without its part."""
 
     @wraps(method)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
+        channel = args[0]
+        assert isinstance(channel, SideChannel)
+        if channel._thread is None:
             return method(*args, **kwargs)
+        try:
+            result: _R = channel._thread.submit(method, *args, **kwargs).result()
         except InfinityError:
             raise
         except RuntimeError as error:
-            channel = args[0]
-            assert isinstance(channel, SideChannel)
             raise RanksError(failed_collective(error, channel._cause())) from error
+        return result
 
     return guarded
 
@@ -56,11 +61,14 @@ class SideChannel:
         self._cause = ranks.cause
         self._replicas: dist.ProcessGroup | None = None
         self._model: dist.ProcessGroup | None = None
+        self._thread: CollectiveThread | None = None
         self._number, self._root = ranks.model.number, 0
         """Indices of this rank and of the replica's first rank in the tensor-parallel group."""
         if ranks.replicas is not None:
             self._replicas = duplicate_group(ranks.replicas, "gloo")
             self._model = ranks.model.duplicate_group()
+            groups = [group for group in (self._replicas, self._model) if group is not None]
+            self._thread = CollectiveThread("infinity-side", chain(*map(dist.get_process_group_ranks, groups)))
             self.sum(0.0)  # connects all ranks
             self._root = self.of_model(ranks.model.first).index(True)
 
@@ -130,11 +138,14 @@ class SideChannel:
         if self._replicas is not None:
             found = [None] * self._replicas.size()
             dist.all_gather_object(found, mine, group=self._replicas)
-        return [each for column in self.of_model(found) for each in column]
+        return [each for column in self._of_model(found) for each in column]
 
     @_exchange
     def of_model(self, mine: Any) -> list[Any]:
         """All-gather a small object over the ranks of this replica."""
+        return self._of_model(mine)
+
+    def _of_model(self, mine: Any) -> list[Any]:
         if self._model is None:
             return [mine]
         found = [None] * self._model.size()
@@ -142,7 +153,9 @@ class SideChannel:
         return found
 
     def close(self) -> None:
-        """Leave the groups. No exchange may be in progress."""
+        """Leave the groups. No exchange may be in progress, unless its thread was given up."""
+        if self._thread is not None:
+            self._thread.shutdown()
         for group in (self._replicas, self._model):
             if group is not None:
                 destroy_group(group)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -14,8 +16,11 @@ import pytest
 import torch
 
 import infinity
+from infinity.comm.communicator import Communicator
 from infinity.comm.groups import new_group
+from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError, RanksError, UsageError
+from infinity.plan.layout import Slot, UnitLayout
 from infinity.tiers.device import CpuDevice
 from infinity.units.records import Flats
 from infinity.units.states import UnitStates
@@ -90,6 +95,37 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
         with suppress(CheckpointError):  # of a background save, unless it was raised before
             engine.close()
     return said
+
+
+LARGE = 64 << 20
+"""Elements of a tensor whose exchange takes a tenth of a second."""
+
+
+def killed_in_transit(rank: int, *, collective: str) -> tuple[str, float]:
+    """Rank 1 is killed while parts of a large tensor are in transit. Returns the other's error, and the seconds that
+    closing takes.
+    """
+    ranks = Communicator(CpuDevice(), rank_timeout=TIMEOUT)
+    slot = Slot("weight", (LARGE,), 0, 0)
+    layout = UnitLayout(0, "unit", (slot,), torch.float32, True, LARGE, ranks.size)
+    ranks.set_layouts([layout])
+    side = SideChannel(ranks)
+    flat = torch.ones(LARGE)
+    exchanges: dict[str, Callable[[], object]] = {
+        "gather": lambda: ranks.complete(flat),
+        "reduce": lambda: ranks.reduce(flat, layout, set()).wait(),
+        "save": lambda: side.complete(flat),
+    }
+    exchanges[collective]()
+    if rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(RanksError) as raised:
+        while True:
+            exchanges[collective]()
+    began = time.monotonic()
+    side.close()
+    ranks.close()
+    return str(raised.value), time.monotonic() - began
 
 
 def makes_a_group_alone(rank: int) -> str:

@@ -63,6 +63,14 @@ def test_a_rank_that_is_lost(mortal: Group, where: str, how: str, stage: int, tm
         assert re.search(r"pid \d+", said["raised"])[0] in said["stopped"]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("collective", ["gather", "reduce", "save"])
+def test_a_rank_that_is_killed_in_a_large_exchange(mortal: Group, collective: str) -> None:
+    """gloo does not end the wait for a message in transit."""
+    (said, closing), _ = mortal.run(death_cases.killed_in_transit, timeout=SOON, dies=1, collective=collective)
+    assert re.match(rf"rank 1 \(host .+, pid \d+\) {LOST['killed']}", said)
+    assert closing < 4
+
+
 FAILURES = [(where, how, stage) for where in WHERE for how in FAILED for stage in (3, 0)]
 
 

@@ -1,0 +1,150 @@
+"""A thread for collectives, which is given up if it waits for a lost rank and nothing ends the wait.
+
+gloo ends the waits of a connection that closes, except of a message in transit: a send of which a part is written, or a
+receive of which a part is read, lasts until the timeout of the group, by default 30 minutes (torch 2.13;
+`Pair::signalException` in gloo's transport/tcp/pair.cc). Nothing else ends such a wait or its thread. Those who wait
+for the thread get an error instead, and it is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from infinity.comm.agreement import failed_collective
+from infinity.errors import RanksError
+
+PATIENCE = 5.0
+"""Seconds of one collective after the loss of a rank, whose closed connections end most in milliseconds."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Work: TypeAlias = tuple[Future[Any], Callable[[], Any]]
+
+
+class CollectiveThread(Executor):
+    """Executes collectives of `ranks`, numbers in the whole job, on one thread, first in, first out.
+
+    initializer: called by the thread first. Raises its error, or RuntimeError if the thread cannot start.
+    """
+
+    def __init__(self, name: str, ranks: Iterable[int], initializer: Callable[[], None] = lambda: None) -> None:
+        self.ranks = frozenset(ranks)
+        self.error = ""
+        """Why the thread was given up; empty if it was not."""
+        self._access = threading.RLock()  # the garbage collector may end an engine in a thread that holds it
+        self._unfinished: dict[Future[Any], None] = {}
+        """In order of submission: the thread executes the first one."""
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._closed = False
+        self._long: Future[Any] | None = None
+        """Collective that the last call of `give_up` found the thread in; since `_since`."""
+        self._since = 0.0
+        # A daemon: the end of Python would wait for a thread that was given up. See `_finish`.
+        arguments = (self._queue, self._unfinished, self._access)
+        self._thread = threading.Thread(target=_execute, args=arguments, name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        _threads.add(self)
+        try:
+            self.submit(initializer).result()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
+        future: Future[_R] = Future()
+        with self._access:
+            if self._closed:
+                raise RuntimeError("the thread of collectives has ended")
+            if not self.error:
+                self._unfinished[future] = None
+                self._queue.put((future, lambda: fn(*args, **kwargs)))
+                return future
+        future.set_exception(RanksError(self.error))
+        return future
+
+    def give_up(self, cause: str) -> None:
+        """Fail all collectives with RanksError if calls of this function in `PATIENCE` seconds found the thread in the
+        same one. cause: which rank was lost, and why.
+        """
+        with self._access:
+            first, now = next(iter(self._unfinished), None), time.monotonic()
+            if first is None or first is not self._long:
+                self._long, self._since = first, now
+                return
+            if now - self._since < PATIENCE:
+                return
+            self.error = failed_collective(RuntimeError("it did not end"), cause)
+            failed = list(self._unfinished)
+            self._unfinished.clear()
+            self._long = None
+        for future in failed:
+            future.set_exception(RanksError(self.error))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread after the collectives submitted so far. wait: return then, or when it is given up."""
+        with self._access:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        if wait and threading.current_thread() is not self._thread:
+            self.finish()
+            if not self.error:
+                self._thread.join()
+
+    def finish(self) -> None:
+        """Wait for the collectives submitted so far, or until the thread is given up."""
+        with self._access:
+            last = next(reversed(self._unfinished), None)
+        if last is not None:
+            last.exception()
+
+
+def _execute(queue: SimpleQueue[_Work | None], unfinished: dict[Future[Any], None], access: threading.RLock) -> None:
+    """Run by the thread, which refers to its owner only in its work."""
+    while (item := queue.get()) is not None:
+        future, work = item
+        del item
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - raised by the future
+            failure = error
+        del work  # with its arguments: an idle thread must not keep them alive
+        with access:
+            if future not in unfinished:  # given up meanwhile
+                return
+            del unfinished[future]
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+        del future, result, failure
+
+
+_threads: weakref.WeakSet[CollectiveThread] = weakref.WeakSet()
+
+
+def give_up(rank: int, cause: str) -> None:
+    """Call `CollectiveThread.give_up` of all threads whose ranks contain `rank`, which was lost because of `cause`."""
+    for each in list(_threads):
+        if rank in each.ranks:
+            each.give_up(cause)
+
+
+def _finish() -> None:
+    """Wait at the end of Python for the collectives of open engines, in which other ranks may wait for this one."""
+    for each in list(_threads):
+        each.finish()
+
+
+# As concurrent.futures does: before daemon threads end and before the functions of `atexit`.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_threads.clear)  # a forked child has no such threads
