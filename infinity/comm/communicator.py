@@ -275,13 +275,17 @@ class Communicator:
                 self._leave()
 
     def _leave(self) -> None:
-        """Leave the groups of collectives, which ends the wait of ranks that wait in one for this rank."""
-        if hasattr(self, "_group"):
+        """Leave the groups of collectives, which ends the wait of ranks that wait in one for this rank. Idempotent.
+
+        A thread that was given up may call it beside `close`.
+        """
+        group = self.__dict__.pop("_group", None)
+        if group is not None:
             if self.error:
                 self._announcer.abort()
-            for group in dict.fromkeys((self._group, self._host)):
-                destroy_group(group)
-            del self._group, self._host, self._pairs  # the last references, which keep connections open
+            for each in dict.fromkeys((group, self._host)):
+                destroy_group(each)
+            del self._host, self._pairs  # the last references, which keep connections open
 
     def _together(self, operation: Operation, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it with the same length."""

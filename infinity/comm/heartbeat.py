@@ -23,6 +23,7 @@ import torch.distributed as dist
 from infinity.comm.meeting import Link, meet
 from infinity.comm.processes import Process, oom_kills
 from infinity.comm.stuck import StuckMain
+from infinity.comm.thread import CollectiveThread, threads_with
 from infinity.errors import RanksError
 from infinity.native import _heartbeat
 from infinity.observe.log import logger
@@ -53,16 +54,15 @@ class Report(Enum):
 class Heartbeat:
     """Heartbeats between the `size` ranks of `group`, a gloo group. Constructed on all ranks at once.
 
-    timeout: seconds of silence after which a rank is lost; 0: a silent rank is never lost. end_waits: called with a
-    rank of the whole job that is lost and the report on it, at once and then in every period, by a thread of this
-    object, which holds no reference to its owner.
+    timeout: seconds of silence after which a rank is lost; 0: a silent rank is never lost. on_lost: called with a rank
+    of the whole job that is lost, by a thread of this object, which holds no reference to its owner.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rank: int, size: int, timeout: float, end_waits: Callable[[int, str], None]
+        self, group: dist.ProcessGroup, rank: int, size: int, timeout: float, on_lost: Callable[[int], None]
     ) -> None:
         processes, links = meet(group, rank, size)
-        self._watch = _Watch(processes, rank, links, timeout, end_waits)
+        self._watch = _Watch(processes, rank, links, timeout, on_lost)
         self._watch.start()
         # Unlike weakref.finalize, it also runs at the end of a process that multiprocessing started, and in no fork.
         self._finalizer = Finalize(self, _leave_unclosed, (self._watch,), exitpriority=0)
@@ -100,19 +100,21 @@ class _Watch:
         rank: int,
         links: Mapping[int, Link],
         timeout: float,
-        end_waits: Callable[[int, str], None],
+        on_lost: Callable[[int], None],
     ) -> None:
         self._processes = processes
         self._rank = rank
         self._links = links
         self._timeout = timeout
-        self._end_waits = end_waits
+        self._on_lost = on_lost
         self._period = min(_PERIOD, timeout / 4) if timeout else _PERIOD
         self._silence = dict.fromkeys(links, 0.0)
         self._oom_kills = oom_kills()
         self._main = StuckMain(self._follow)
-        self._lost: tuple[int, str] | None = None
-        """The first lost rank, by its number in the whole job, and the report on it."""
+        self._lost = ""
+        """Text of the first report on a lost rank."""
+        self._waiting: list[weakref.ref[CollectiveThread]] = []
+        """Threads that may wait for a lost rank."""
         self._reports: dict[int, tuple[Report, str]] = {}
         self.is_reported = threading.Event()
         """Set once a rank is lost or failed."""
@@ -197,9 +199,11 @@ class _Watch:
                 if now - turn >= self._period:
                     self._count_silence(min(now - turn, 2 * self._period))
                     turn = now
-                    if self._lost is not None:
-                        self._end_waits(*self._lost)
-                        self._main.check(self._lost[1])
+                    if self._lost:
+                        for each in self._waiting:
+                            if (thread := each()) is not None:
+                                thread.give_up(self._lost)
+                        self._main.check(self._lost)
 
     def _receive(self, rank: int) -> bool:
         """Receive from `rank`. Return whether more can arrive."""
@@ -246,9 +250,10 @@ class _Watch:
         if report in (Report.LOST, Report.FAILED):
             self.is_reported.set()
         if report is Report.LOST:
-            lost = self._processes[rank].rank, text
-            self._lost = self._lost or lost
-            self._end_waits(*lost)
+            self._lost = self._lost or text
+            lost = self._processes[rank].rank
+            self._waiting += threads_with(lost)
+            self._on_lost(lost)
 
     def _send(self, about: int, report: Report, text: str) -> None:
         line = json.dumps([about, report.value, text]).encode() + b"\n"

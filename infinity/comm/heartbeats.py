@@ -12,7 +12,6 @@ from infinity.comm.connections import disconnect
 from infinity.comm.groups import connecting, destroy_group
 from infinity.comm.heartbeat import Heartbeat
 from infinity.comm.model_parallel import TensorParallelMesh
-from infinity.comm.thread import give_up
 
 
 class Heartbeats:
@@ -30,7 +29,7 @@ class Heartbeats:
         # A rank whose construction fails leaves at once, while others are still connecting to it.
         with connecting():
             dist.barrier(group)
-            return Heartbeat(group, rank, size, self._timeout, end_waits)
+            return Heartbeat(group, rank, size, self._timeout, disconnect)
 
     def connect(self, mesh: TensorParallelMesh) -> None:
         """Start the heartbeat of a replica. All its ranks call it, once."""
@@ -58,9 +57,3 @@ class Heartbeats:
         if self._replica is not None:
             destroy_group(self._replica)
             self._replica = None
-
-
-def end_waits(rank: int, cause: str) -> None:
-    """End the waits of the engine's collectives for `rank` of the whole job, which was lost because of `cause`."""
-    disconnect(rank)
-    give_up(rank, cause)

@@ -14,7 +14,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from infinity.comm.agreement import failed_collective
@@ -51,7 +52,8 @@ class CollectiveThread(Executor):
         self._thread = threading.Thread(target=_execute, args=arguments, name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._queue.put, None).atexit = False
-        _threads.add(self)
+        with _access:
+            _threads.add(self)
         try:
             self.submit(initializer).result()
         except BaseException:
@@ -60,12 +62,13 @@ class CollectiveThread(Executor):
 
     def submit(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
         future: Future[_R] = Future()
+        item = future, lambda: fn(*args, **kwargs)
         with self._access:
             if self._closed:
                 raise RuntimeError("the thread of collectives has ended")
             if not self.error:
+                self._queue.put(item)  # first: the collector may close this object before the next line
                 self._unfinished[future] = None
-                self._queue.put((future, lambda: fn(*args, **kwargs)))
                 return future
         future.set_exception(RanksError(self.error))
         return future
@@ -85,6 +88,9 @@ class CollectiveThread(Executor):
             failed = list(self._unfinished)
             self._unfinished.clear()
             self._long = None
+            with suppress(Empty):  # with the memory that the work refers to
+                while True:
+                    self._queue.get_nowait()
         for future in failed:
             future.set_exception(RanksError(self.error))
 
@@ -109,6 +115,7 @@ class CollectiveThread(Executor):
 
 def _execute(queue: SimpleQueue[_Work | None], unfinished: dict[Future[Any], None], access: threading.RLock) -> None:
     """Run by the thread, which refers to its owner only in its work."""
+    _here.is_collective = True
     while (item := queue.get()) is not None:
         future, work = item
         del item
@@ -129,22 +136,42 @@ def _execute(queue: SimpleQueue[_Work | None], unfinished: dict[Future[Any], Non
         del future, result, failure
 
 
+class _Here(threading.local):
+    is_collective = False
+
+
+_here = _Here()
 _threads: weakref.WeakSet[CollectiveThread] = weakref.WeakSet()
+_access = threading.Lock()
+"""Held for changes and copies of `_threads`."""
 
 
-def give_up(rank: int, cause: str) -> None:
-    """Call `CollectiveThread.give_up` of all threads whose ranks contain `rank`, which was lost because of `cause`."""
-    for each in list(_threads):
-        if rank in each.ranks:
-            each.give_up(cause)
+def is_collective() -> bool:
+    """Return whether the calling thread is one of collectives, which no work of its own may wait for."""
+    return _here.is_collective
+
+
+def threads_with(rank: int) -> list[weakref.ref[CollectiveThread]]:
+    """Return the threads whose collectives contain `rank` of the whole job."""
+    with _access:
+        return [weakref.ref(each) for each in _threads if rank in each.ranks]
 
 
 def _finish() -> None:
     """Wait at the end of Python for the collectives of open engines, in which other ranks may wait for this one."""
-    for each in list(_threads):
+    with _access:
+        every = list(_threads)
+    for each in every:
         each.finish()
+
+
+def _forked() -> None:
+    """Forget the threads, which a forked child does not have."""
+    global _access
+    _access = threading.Lock()
+    _threads.clear()
 
 
 # As concurrent.futures does: before daemon threads end and before the functions of `atexit`.
 threading._register_atexit(_finish)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_threads.clear)  # a forked child has no such threads
+os.register_at_fork(after_in_child=_forked)

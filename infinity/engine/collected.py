@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from infinity.comm.thread import is_collective
+
 _MOMENT = 1.0
 """Seconds for which other threads hold one of the locks, at most."""
 
@@ -27,12 +29,13 @@ LOCKS: list[Any] = [
 def end_collected(close: Callable[[], None], process: int) -> None:
     """Call `close`, but in a forked child, where the engine's threads do not exist and joining them would hang.
 
-    The collector may call this in the middle of Python's own code that starts a thread. That code holds a lock which
-    the engine's threads need to end, so another thread then closes, and this one does not wait.
+    The collector may call this in the middle of Python's own code that starts a thread, which holds a lock that the
+    engine's threads need to end, or of a collective, for which a save waits. Another thread then closes, and this one
+    does not wait.
     """
     if os.getpid() != process:
         return
-    if all(map(_can_be_taken, LOCKS)):
+    if not is_collective() and all(map(_can_be_taken, LOCKS)):
         close()
     else:
         _thread.start_new_thread(close, ())  # threading.Thread would take the locks

@@ -83,8 +83,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_long(monkeypatch: pytest.Monk
 def test_silence(pair: tuple[Link, socket.socket], timeout: float, lost: list[int]) -> None:
     """A timeout of 0 is none. A rank is lost once."""
     found: list[int] = []
-    arguments = (timeout, lambda rank, _: found.append(rank))
-    watch = _Watch([Process.own(0), Process.own(1)], 0, {1: pair[0]}, *arguments)
+    watch = _Watch([Process.own(0), Process.own(1)], 0, {1: pair[0]}, timeout, found.append)
     for _ in range(100):
         watch._count_silence(1.0)
     assert found == lost

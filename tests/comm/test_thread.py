@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from infinity.comm import thread
-from infinity.comm.thread import CollectiveThread, give_up
+from infinity.comm.thread import CollectiveThread, threads_with
 from infinity.errors import RanksError
 
 CAUSE = "rank 1 is lost: its process has ended"
@@ -34,8 +34,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def given_up(collectives: CollectiveThread) -> bool:
-    give_up(1, CAUSE)
-    give_up(1, CAUSE)
+    collectives.give_up(CAUSE)
+    collectives.give_up(CAUSE)
     return bool(collectives.error)
 
 
@@ -76,12 +76,26 @@ def test_a_wait_that_nothing_ends_is_given_up(endless: threading.Event) -> None:
         after.result()
 
 
-def test_a_thread_without_the_lost_rank_goes_on(endless: threading.Event) -> None:
-    collectives = CollectiveThread("infinity-comm", [0, 2])
-    waiting = collectives.submit(endless.wait)
-    assert not given_up(collectives)
-    endless.set()
-    assert waiting.result()
+def test_threads_are_found_by_the_ranks_of_their_collectives() -> None:
+    collectives = CollectiveThread("infinity-comm", [70, 72])
+    assert [each() for each in threads_with(72)] == [collectives]
+    assert threads_with(71) == []
+    collectives.shutdown()
+
+
+def test_work_that_is_given_up_is_released(endless: threading.Event) -> None:
+    class Buffer:
+        def use(self) -> None:
+            raise AssertionError
+
+    collectives = CollectiveThread("infinity-comm", [0, 1])
+    collectives.submit(endless.wait)
+    buffer = Buffer()
+    alive = weakref.ref(buffer)
+    collectives.submit(buffer.use)
+    assert given_up(collectives)
+    del buffer
+    assert alive() is None
     collectives.shutdown()
 
 
@@ -91,7 +105,7 @@ def test_an_idle_thread_and_one_that_proceeds_are_not_given_up() -> None:
     waits = [threading.Event() for _ in range(3)]
     futures = [collectives.submit(each.wait) for each in waits]
     for wait, future in zip(waits, futures, strict=True):
-        give_up(1, CAUSE)
+        collectives.give_up(CAUSE)
         wait.set()
         assert future.result()
     collectives.shutdown()
@@ -158,7 +172,7 @@ collectives = thread.CollectiveThread("infinity-comm", [0, 1])
         ("collectives.submit(lambda: (time.sleep(0.5), print('exchanged')))", "exchanged\n"),
         (
             "collectives.submit(threading.Event().wait)\n"
-            "for _ in range(2): thread.give_up(1, 'lost')\n"
+            "for _ in range(2): collectives.give_up('lost')\n"
             "print(collectives.error)",
             "lost. Fix the error and restart all ranks.\n",
         ),

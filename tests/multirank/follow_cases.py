@@ -18,9 +18,9 @@ import torch.distributed as dist
 from infinity.comm.announcements import Announcement, Operation
 from infinity.comm.announcer import Announcer
 from infinity.comm.communicator import Communicator
+from infinity.comm.connections import disconnect
 from infinity.comm.groups import destroy_group, duplicate_group
 from infinity.comm.heartbeat import Heartbeat
-from infinity.comm.heartbeats import end_waits
 from infinity.errors import RanksError
 from infinity.plan.discovered import Member
 from infinity.plan.layout import UnitLayout, layout_unit
@@ -260,7 +260,7 @@ class Executor:
 def on_device(rank: int, *, how: str) -> dict[str, Any]:
     """Rank 1 departs from collectives of a device, ends or stops. Returns the error and its seconds."""
     words, device = duplicate_group(dist.group.WORLD, "gloo"), Executor()
-    heartbeat = Heartbeat(words, rank, dist.get_world_size(), 1.0, end_waits)
+    heartbeat = Heartbeat(words, rank, dist.get_world_size(), 1.0, disconnect)
     announcer = Announcer(words, rank, dist.get_world_size(), device, heartbeat.cause)
     announcer.unit_names = UNITS
     for _ in range(4):

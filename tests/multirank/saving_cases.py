@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import infinity
 from infinity.errors import CheckpointError, RanksError
@@ -121,6 +124,35 @@ def killed(rank: int, *, folder: str, directory: str) -> None:
         left = sorted(path.name for path in Path(directory).iterdir())
         Path(directory, "said").write_text(f"{said}\n{left}")
         os._exit(0)
+
+
+def collected_in_an_exchange(rank: int, *, folder: str) -> list[str]:
+    """The collector finds the engine in an exchange of its background save. Returns the engine's threads after that."""
+    before = set(threading.enumerate())
+    box = [open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES))]
+    train(box[0], token_batches(1, batch=SAMPLES))
+    all_gather, dropped = dist.all_gather, threading.Event()
+
+    def dropping(*given: Any, **options: Any) -> Any:
+        if box and dropped.is_set() and threading.current_thread().name == "infinity-side":
+            box.clear()
+            gc.collect()
+        return all_gather(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        pace = Pace(patch)
+        patch.setattr(dist, "all_gather", dropping)
+        box[0].save_checkpoint(Path(folder, "saved"), "a", background=True)
+        saving = box[0].saving
+        assert saving is not None and pace.held.wait(60)
+        dropped.set()
+        pace.free()
+        saving.wait()
+    assert not box
+    left = [each for each in threading.enumerate() if each not in before and each.name.startswith("infinity-")]
+    for thread in left:
+        thread.join(10)
+    return [thread.name for thread in left if thread.is_alive()]
 
 
 def of_two_minds(rank: int, *, folder: str, directory: str) -> str:

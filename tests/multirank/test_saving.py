@@ -59,6 +59,11 @@ def test_a_group_of_one(single: Group, tmp_path: Path) -> None:
     assert_saves_alike(single, tmp_path, bf16=True)
 
 
+def test_an_engine_that_is_collected_in_an_exchange_of_its_save(single: Group, tmp_path: Path) -> None:
+    """Another thread closes it, since the save waits for the exchange."""
+    assert single.run(cases.collected_in_an_exchange, folder=str(tmp_path)) == [[]]
+
+
 @pytest.mark.parametrize("background", [[True], [True, True, False], [False, True, True]], ids=str)
 def test_closed_right_after(pair: Group, background: list[bool], tmp_path: Path) -> None:
     saved = tmp_path / "saved"
