@@ -13,8 +13,9 @@
 namespace infinity::adam {
 namespace {
 
-constexpr std::size_t kTile = 32768;    // elements that a thread claims at a time
-constexpr std::size_t kInline = 65536;  // below this a second thread does not pay off
+constexpr std::size_t kTile = 32768;      // elements that a thread claims at a time
+constexpr std::size_t kCached = 4 << 20;  // bytes of a copy that caches keep for those who read it
+constexpr std::size_t kInline = 65536;    // below this a second thread does not pay off
 
 int threads_for(std::size_t n, int threads) {
     if (n < kInline) return 1;
@@ -121,6 +122,24 @@ std::uint64_t fingerprint(const Kernels& kernels, const void* memory, std::size_
     std::atomic<std::uint64_t> total = 0;
     for_tiles(count, kTile, threads_for(count, threads), [&](std::size_t begin, std::size_t end) {
         total.fetch_add(kernels.fingerprint(words + begin, begin, end - begin), std::memory_order_relaxed);
+    });
+    return total.load();
+}
+
+std::uint64_t copy(const Kernels& kernels, const void* source, void* target, std::size_t nbytes, int threads) {
+    const auto* const from = static_cast<const std::uint64_t*>(source);
+    auto* const to = static_cast<std::uint64_t*>(target);
+    const std::size_t count = nbytes / sizeof(std::uint64_t);
+    std::atomic<std::uint64_t> total = 0;
+    for_tiles(count, kTile, threads_for(count, threads), [&](std::size_t begin, std::size_t end) {
+        std::uint64_t sum;
+        if (nbytes < kCached) {
+            sum = kernels.fingerprint(from + begin, begin, end - begin);
+            std::memcpy(to + begin, from + begin, (end - begin) * sizeof(std::uint64_t));
+        } else {
+            sum = kernels.copy(from + begin, to + begin, begin, end - begin);
+        }
+        total.fetch_add(sum, std::memory_order_relaxed);
     });
     return total.load();
 }

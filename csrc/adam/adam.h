@@ -43,6 +43,9 @@ double receive(const Kernels& kernels, const void* source, DType source_dtype, v
 // 8.
 std::uint64_t fingerprint(const Kernels& kernels, const void* memory, std::size_t nbytes, int threads);
 
+// Copies the bytes, which must not overlap, and returns their fingerprint, in one pass over memory.
+std::uint64_t copy(const Kernels& kernels, const void* source, void* target, std::size_t nbytes, int threads);
+
 void split(const Kernels& kernels, const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n,
            int threads);
 void join(const Kernels& kernels, const std::uint16_t* param, const std::int16_t* remainder, float* master,

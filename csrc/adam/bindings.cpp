@@ -93,6 +93,19 @@ std::uint64_t py_fingerprint(const py::object& address, const py::object& nbytes
     return fingerprint(kernels, memory, count, workers);
 }
 
+std::uint64_t py_copy(const py::object& source, const py::object& target, const py::object& nbytes,
+                      const py::object& threads, const std::string& isa) {
+    const Kernels& kernels = to_kernels(isa);
+    const std::size_t count = to_count(nbytes);
+    const int workers = to_threads(threads);
+    if (count % 8 != 0) throw py::value_error("nbytes is " + std::to_string(count) + ": pass a multiple of 8");
+    ArrayChecks checks(count / 8);
+    const void* from = pointer<const void>(checks.add("source", source, 8));
+    void* to = pointer<void>(checks.add("target", target, 8));
+    const py::gil_scoped_release release;
+    return copy(kernels, from, to, count, workers);
+}
+
 void py_split(const py::object& master, const py::object& param, const py::object& remainder, const py::object& n,
               const py::object& threads, const std::string& isa) {
     const Kernels& kernels = to_kernels(isa);
@@ -152,6 +165,8 @@ PYBIND11_MODULE(_adam, m) {
           "Set target = source, or target += source; return initial + the sum of squares of the result.");
     m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, "threads"_a = 0, "isa"_a = "auto",
           "Return a 64-bit hash of the bytes, independent of the number of threads.");
+    m.def("copy", &py_copy, "source"_a, "target"_a, "nbytes"_a, "threads"_a = 0, "isa"_a = "auto",
+          "Copy the bytes and return their fingerprint, in one pass over memory.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
           "Split fp32 into bf16 (half away from zero) and the int16 remainder.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",

@@ -143,6 +143,27 @@ std::uint64_t fingerprint(const std::uint64_t* words, std::size_t first, std::si
     return total;
 }
 
+// Copies words and returns their fingerprint. Each block is hashed and written while the first cache holds it. Vectors
+// are written past the caches, since other writes read each line first.
+template <class V>
+std::uint64_t copy(const std::uint64_t* from, std::uint64_t* to, std::size_t first, std::size_t count) {
+    constexpr std::size_t kBlockWords = 512, kLineBytes = 64;
+    std::uint64_t total = 0;
+    for (std::size_t i = 0; i < count; i += kBlockWords) {
+        const std::size_t n = count - i < kBlockWords ? count - i : kBlockWords;
+        total += fingerprint<V>(from + i, first + i, n);
+        if (V::kStreams && n == kBlockWords && reinterpret_cast<std::uintptr_t>(to) % kLineBytes == 0) {
+            const auto* const source = reinterpret_cast<const float*>(from + i);
+            auto* const target = reinterpret_cast<float*>(to + i);
+            for (std::size_t k = 0; k < 2 * kBlockWords; k += V::kWidth) V::stream(target + k, V::load(source + k));
+        } else {
+            std::memcpy(to + i, from + i, n * sizeof(std::uint64_t));
+        }
+    }
+    V::end_stream();
+    return total;
+}
+
 // ---- the table ----
 
 // Root: the rule on square roots of moment number `root`, which 8-bit codes store; -1: no such moment.
@@ -187,6 +208,7 @@ constexpr Kernels make_kernels() {
     k.join = join<U>;
     k.touch = touch<V>;
     k.fingerprint = fingerprint<V>;
+    k.copy = copy<V>;
     return k;
 }
 

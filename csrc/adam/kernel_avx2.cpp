@@ -15,6 +15,9 @@ struct Avx2 {
 
     static Float load(const float* from) { return _mm256_loadu_ps(from); }
     static void store(float* to, Float x) { _mm256_storeu_ps(to, x); }
+    static constexpr bool kStreams = true;
+    static void stream(float* to, Float x) { _mm256_stream_ps(to, x); }
+    static void end_stream() { _mm_sfence(); }
     static Float set(float x) { return _mm256_set1_ps(x); }
     static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
     static Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }

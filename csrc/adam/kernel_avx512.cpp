@@ -16,6 +16,9 @@ struct Avx512 {
 
     static Float load(const float* from) { return _mm512_loadu_ps(from); }
     static void store(float* to, Float x) { _mm512_storeu_ps(to, x); }
+    static constexpr bool kStreams = true;
+    static void stream(float* to, Float x) { _mm512_stream_ps(to, x); }
+    static void end_stream() { _mm_sfence(); }
     static Float set(float x) { return _mm512_set1_ps(x); }
     static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
     static Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }

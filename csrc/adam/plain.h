@@ -18,6 +18,9 @@ struct Plain {
 
     INFINITY_FN static Float load(const float* from) { return *from; }
     INFINITY_FN static void store(float* to, Float x) { *to = x; }
+    static constexpr bool kStreams = false;  // no stores past the caches
+    INFINITY_FN static void stream(float* to, Float x) { *to = x; }
+    INFINITY_FN static void end_stream() {}
     INFINITY_FN static Float set(float x) { return x; }
     INFINITY_FN static Float add(Float a, Float b) { return a + b; }
     INFINITY_FN static Float sub(Float a, Float b) { return a - b; }

@@ -100,6 +100,8 @@ using TouchFn = void (*)(float* words, std::size_t n, bool writes);
 
 // Returns the fingerprint of `count` words from word number `first` on; see fingerprint in adam.h.
 using FingerprintFn = std::uint64_t (*)(const std::uint64_t* words, std::size_t first, std::size_t count);
+// Copies these words and returns their fingerprint.
+using CopyFn = std::uint64_t (*)(const std::uint64_t* from, std::uint64_t* to, std::size_t first, std::size_t count);
 
 // The functions of one instruction set.
 struct Kernels {
@@ -110,6 +112,7 @@ struct Kernels {
     JoinFn join;
     TouchFn touch;
     FingerprintFn fingerprint;
+    CopyFn copy;
 };
 
 }  // namespace infinity::adam

@@ -139,6 +139,12 @@ def fingerprint(address: int, nbytes: int, threads: int = 0, isa: str = "auto") 
     nbytes: a multiple of 8. Defined in csrc/adam/adam.h as a sum over words, independent of the order of summation.
     """
 
+def copy(source: int, target: int, nbytes: int, threads: int = 0, isa: str = "auto") -> int:
+    """Copy the bytes and return their `fingerprint`, in one pass over memory.
+
+    nbytes: a multiple of 8. Copies of 4 MiB and more are written past the caches. Source and target may not overlap.
+    """
+
 def split(master: int, param: int, remainder: int, n: int, threads: int = 0, isa: str = "auto") -> None:
     """Split fp32 `master` into bf16 `param`, rounded half away from zero, and int16 `remainder`, from which `join`
     restores it.

@@ -17,7 +17,7 @@ from infinity.sim.clock import Clock, Record, lane_of
 from infinity.sim.lanes import Stream
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 from infinity.units.modes import outside_modes
 
 META = torch.device("meta")
@@ -172,15 +172,21 @@ class SimulatedHost(SimulatedDevice):
         return True
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
+        self._copy(torch.Tensor.copy_, destination, source)
+        return DONE
+
+    def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        self._copy(_HOST.copy_parameters, destination, source)
+        return Fingerprinted(0)
+
+    def _copy(self, function: Callable[..., Any], destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Take the time of `function`, a copy."""
         lane = lane_of(self._clock.current.name)
         if lane != "activations" and self.in_host_memory(source) != self.in_host_memory(destination):
             lane = "host_to_device" if self.in_host_memory(source) else "device_to_host"
         nbytes = destination.numel()
-        record = self._clock.work(
-            lane, self.host_seconds(2 * nbytes, torch.Tensor.copy_, destination, source), nbytes=nbytes
-        )
-        self._clock.submitted.append(record)
-        return DONE
+        seconds = self.host_seconds(2 * nbytes, function, destination, source)
+        self._clock.submitted.append(self._clock.work(lane, seconds, nbytes=nbytes))
 
     def await_copy(self, transfer: Transfer) -> None:
         transfer.wait()

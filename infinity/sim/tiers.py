@@ -38,6 +38,10 @@ class SimulatedSlab(SlabTier):
         with self._clock.naming(extent.name):
             return super().read(extent, destination, offset)
 
+    def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        with self._clock.naming(extent.name):
+            return super().fetch(extent, destination)
+
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         with self._clock.naming(extent.name):
             return super().write(extent, source, offset)

@@ -51,6 +51,12 @@ class Tier(ABC):
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
         """Fill `destination` (uint8, host or device) from the extent."""
 
+    def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        """Fill a unit's buffer, `destination` (uint8), from a whole extent of parameters. Memory of the host returns
+        `Fingerprinted`.
+        """
+        return self.read(extent, destination)
+
     @abstractmethod
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         """Write `source` (uint8, host or device) to the extent. `source` must not change until the transfer is done."""

@@ -25,7 +25,7 @@ from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 
 
 class Device(ABC):
@@ -76,6 +76,10 @@ class Device(ABC):
         Starts after the compute issued so far by this thread, or after `after` if another thread issued the compute
         that last used the buffers.
         """
+
+    def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Copy parameters from a tier, uint8 (n,), n a multiple of 8. Within host memory, returns `Fingerprinted`."""
+        return self.copy(destination, source)
 
     @abstractmethod
     def await_copy(self, transfer: Transfer) -> None:
@@ -151,6 +155,10 @@ class CpuDevice(Device):
         with self.recorder.copy("", destination.nbytes):
             destination.copy_(source)
         return DONE
+
+    def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        with self.recorder.copy("", destination.nbytes):
+            return Fingerprinted(_adam.copy(source.data_ptr(), destination.data_ptr(), destination.numel()))
 
     def await_copy(self, transfer: Transfer) -> None:
         transfer.wait()

@@ -66,6 +66,10 @@ class SlabTier(Tier):
         with self._copying("host_to_device", extent):
             return self._device.copy(destination, self._view(extent, offset, destination.numel()))
 
+    def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        with self._copying("host_to_device", extent):
+            return self._device.copy_parameters(destination, self._view(extent, 0, destination.numel()))
+
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         self._written.add(extent.offset)
         self.writes[extent.offset] = self.writes.get(extent.offset, 0) + 1

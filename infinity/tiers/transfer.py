@@ -33,6 +33,13 @@ class Done:
 DONE = Done()
 
 
+class Fingerprinted(Done):
+    """A copy within host memory, which took the fingerprint of its bytes (`Device.fingerprint`)."""
+
+    def __init__(self, fingerprint: int) -> None:
+        self.fingerprint = fingerprint
+
+
 class Failed:
     """A transfer that failed to start; `wait` raises its error."""
 

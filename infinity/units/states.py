@@ -95,9 +95,9 @@ class UnitStates:
         return (StateKind("master", torch.float32), *moments)
 
     def fetch(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
-        """Start reading this rank's shard of the parameters into `shard`, uint8 (shard_nbytes,)."""
+        """Start reading this rank's shard of the parameters into `shard`, uint8 (shard_nbytes,). See `Tier.fetch`."""
         extent = self._extent(layout, State.PARAM)
-        return self.tiers[extent.tier].read(extent, shard)
+        return self.tiers[extent.tier].fetch(extent, shard)
 
     @cached_property
     def reads_ahead(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.tiers.device import Device
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE, Together, Transfer
+from infinity.tiers.transfer import DONE, Fingerprinted, Together, Transfer
 from infinity.units import binding, released, residents
 from infinity.units.buffers import UnitBuffers
 from infinity.units.edits import EditChecks
@@ -173,6 +173,8 @@ class UnitStore:
             self._drop(unit, valid=False)
             raise
         self.wait_seconds += now() - began
+        if unit.fingerprint is None and isinstance(unit.fetched, Fingerprinted):
+            unit.fingerprint = unit.fetched.fingerprint  # of the whole buffer: shards of other ranks were not gathered
         if unit in self.kept:
             self._return_to_viewers(unit)
         self._land(unit)

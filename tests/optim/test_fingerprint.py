@@ -51,6 +51,24 @@ def test_threads_and_pieces_change_nothing() -> None:
 
 
 @settings(max_examples=200, deadline=None)
+@given(
+    count=st.one_of(st.integers(0, 1200), st.integers((1 << 19) - 40, (1 << 19) + 1200)),
+    skewed=st.integers(0, 9),
+    threads=st.integers(1, 3),
+    isa=st.sampled_from(_adam.available_isas()),
+)
+def test_a_copy_takes_the_fingerprint_and_keeps_every_byte(count: int, skewed: int, threads: int, isa: str) -> None:
+    """At any alignment, below and above the size from which it is written past the caches."""
+    source = words(count, seed=count)
+    room = torch.full((8 * (count + 32),), 0xA5, dtype=torch.uint8)
+    target = room[8 * skewed : 8 * (skewed + count)]
+    found = _adam.copy(source.data_ptr(), target.data_ptr(), 8 * count, threads, isa)
+    assert found == fingerprint(source)
+    assert torch.equal(target, source)
+    assert room[: 8 * skewed].eq(0xA5).all() and room[8 * (skewed + count) :].eq(0xA5).all()
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_edit_of_floats_shows(data: st.DataObject) -> None:
     """Edits that keep sums or xors change the fingerprint: flipped signs and bits, swapped elements, permuted rows."""
@@ -79,3 +97,11 @@ def test_any_edit_of_floats_shows(data: st.DataObject) -> None:
 def test_impossible_arguments_are_refused(address: int, nbytes: int) -> None:
     with pytest.raises(ValueError):
         _adam.fingerprint(address, nbytes)
+    with pytest.raises(ValueError):
+        _adam.copy(1 << 20, address, nbytes)
+
+
+def test_a_copy_onto_itself_is_refused() -> None:
+    memory = words(64)
+    with pytest.raises(ValueError, match="overlap"):
+        _adam.copy(memory.data_ptr(), memory.data_ptr() + 64, 256)

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from infinity.plan.placement import State
+from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.slab import SlabTier
+from infinity.units.store import UnitStore
+from infinity.units.unit import Unit
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import Result, open_engine, parameters_of, train
@@ -120,3 +123,22 @@ def test_parameters_in_host_memory_are_updated_in_place(optim: str, tmp_path: Pa
         before = [tier.writes[offset] for offset in extents]
         train(engine, token_batches(4))
         assert [tier.writes[offset] for offset in extents] == before
+
+
+def test_a_copy_within_host_memory_takes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit's buffer is not hashed when the unit arrives, unless an update left the parameters in a buffer."""
+    hashed = 0
+    hash_of = UnitStore._fingerprint
+
+    def counted(store: UnitStore, unit: Unit) -> Fingerprint:
+        nonlocal hashed
+        hashed += 1
+        return hash_of(store, unit)
+
+    config = engine_config("cpu", "cpu", bf16=True, prefetch_bytes=0, unit_size=1)
+    with open_engine(seeded(lambda: Stack(width=48, depth=8)), config) as engine:
+        train(engine, token_batches(3))
+        before = engine.ledger.snapshot()
+        monkeypatch.setattr(UnitStore, "_fingerprint", counted)
+        train(engine, token_batches(1))
+        assert (engine.ledger.snapshot() - before).fetches > 10 * hashed

@@ -108,9 +108,10 @@ class Recorder(Machine):
     def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
         tiers = super().open_tiers(plan, device, rank, durable)
         for name, tier in tiers.items():
-            read, write = ("_read", "_write") if name == "nvme" else ("read", "write")
-            lanes = ("nvme_read", "nvme_write") if name == "nvme" else ("host_to_device", "device_to_host")
-            for method, lane in zip((read, write), lanes, strict=True):
+            lanes = {"read": "host_to_device", "fetch": "host_to_device", "write": "device_to_host"}
+            if name == "nvme":
+                lanes = {"_read": "nvme_read", "_write": "nvme_write"}
+            for method, lane in lanes.items():
                 if name != "device":
                     setattr(tier, method, self._recording(lane, getattr(tier, method)))
         return tiers
@@ -124,9 +125,9 @@ class Recorder(Machine):
         return ActivationStore(self.room, device, plan)
 
     def _recording(self, lane: str, transfer: Callable[..., Any]) -> Callable[..., Any]:
-        def record(extent: Any, memory: torch.Tensor, offset: int = 0) -> Any:
+        def record(extent: Any, memory: torch.Tensor, *offset: int) -> Any:
             self.order[present_thread(), lane].append((extent.name, memory.numel()))
-            submitted = transfer(extent, memory, offset)
+            submitted = transfer(extent, memory, *offset)
             submitted.wait()
             return submitted
 
