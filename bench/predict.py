@@ -1,12 +1,13 @@
 """Predictions of `infinity plan` beside real training runs: peak memory, bytes on the drive, seconds of a step.
 
-    python bench/predict.py                                # 28 kinds of runs; about 20 minutes a round on 2 cores
+    python bench/predict.py                                # 28 kinds of runs; about 30 minutes a round on 2 cores
     python bench/predict.py --kinds "small, nvme" --rounds 1 --results /tmp/predict
 
 Four shapes of GPT-2 are trained in four placements, each without a budget and, if there is a slower tier, with
 `infinity.memory.host`. `infinity bench-links` measures the machine's bandwidths before each round. Each run is
-predicted right after it, with operations timed anew, since a shared machine does not keep its speed. Every run and
-prediction is a process of its own. Writes bench/results/predict.json, then draws bench/results/predict.md from it.
+predicted right after it, with operations timed anew, since a shared machine does not keep its speed. Another run gives
+the peak where glibc keeps no large freed blocks, which no prediction counts. Every run and prediction is a process of
+its own. Writes bench/results/predict.json, then draws bench/results/predict.md from it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from training import SHAPES, Shape, gpt2_of
 
 WARM_UP = 3
 """Steps that are not counted: the planner predicts a step that follows the recorded trace."""
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Environment in which glibc returns large blocks to the system when they are freed, instead of keeping them."""
 BUDGET_SHARE = 0.5
 """Part of the bytes of all states that a budget holds, besides the plan's buffers."""
 
@@ -158,7 +161,9 @@ def main() -> None:
             started.append(kind)
             command = [*sys.argv[1:], "--only", kind]
             result = harness.run_child(__file__, command)
-            return result | {"predicted": harness.run_child(__file__, [*command, "--links", json.dumps(links[-1])])}
+            result["predicted"] = harness.run_child(__file__, [*command, "--links", json.dumps(links[-1])])
+            result["peak_returned"] = harness.run_child(__file__, command, environment=RETURNED)["peak_rss"]
+            return result
 
         def show(result: dict[str, Any]) -> str:
             predicted, seconds = result["predicted"]["step"]["seconds"], harness.spread(result["seconds"]).median

@@ -10,7 +10,8 @@ from harness import Result, median, spread
 from report import style
 from report.page import Report, setup, table
 
-WITHIN = {"peak": 0.05, "read": 0.01, "written": 0.01, "step": 0.15}
+_RETURNED = "peak, blocks returned"
+WITHIN = {"peak": 0.05, _RETURNED: 0.05, "read": 0.01, "written": 0.01, "step": 0.15}
 """Figure → the largest deviation that counts as right."""
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
@@ -26,6 +27,8 @@ def compared(result: Result) -> Iterator[tuple[str, dict[str, tuple[float, float
             "written": (median(steps, "nvme_bytes_written"), median(runs, "written")),
             "step": (median(steps, "seconds"), spread(s for run in runs for s in run["seconds"]).median),
         }
+        if "peak_returned" in runs[0]:
+            pairs[_RETURNED] = pairs["peak"][0], median(runs, "peak_returned")
         yield kind, {name: pair for name, pair in pairs.items() if any(pair)}
 
 
@@ -75,8 +78,10 @@ def summary(result: Result) -> str:
 
 
 def rows_of(result: Result) -> str:
-    header = ["run", "peak, MB", "read, MB", "written, MB", "step, s"]
-    rows = [[kind, *(cell(pairs.get(name), name) for name in WITHIN)] for kind, pairs in compared(result)]
+    every = list(compared(result))
+    names = [name for name in WITHIN if any(name in pairs for _, pairs in every)]
+    header = ["run", *(f"{name}, {'s' if name == 'step' else 'MB'}" for name in names)]
+    rows = [[kind, *(cell(pairs.get(name), name) for name in names)] for kind, pairs in every]
     return f"Predicted / measured, and the deviation.\n\n{table(header, rows)}"
 
 
