@@ -1,7 +1,7 @@
 """A second channel between the ranks of an engine, for checkpoints written during training.
 
 Training's collectives run in one order on one thread. A background save has no fixed place in that order, so it has
-process groups of its own, on gloo, since it exchanges host memory only.
+thread and process groups of its own. They use gloo, since only host memory is exchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _R = TypeVar("_R")
 
 
 def _exchange(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run `method` on the channel's thread. It raises RanksError, which says why, if a rank leaves without its part."""
+    """Run `method` on the channel's thread; directly if there is no process group.
+
+    Raises RanksError, with the cause if it is known, if a rank leaves without its part.
+    """
 
     @wraps(method)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -49,8 +52,9 @@ def _exchange(method: Callable[_P, _R]) -> Callable[_P, _R]:
 class SideChannel:
     """Duplicate groups of `ranks`: the data-parallel and the tensor-parallel ranks.
 
-    Constructed on all ranks by the thread that runs the model, then used by one thread at a time. Gathers end on the
-    main rank, which writes.
+    Constructed on all ranks by the thread that runs the model. Exchanges run on a thread of the channel's own, for one
+    caller at a time. `complete` gathers on the ranks of the first replica, `join` on the main rank, which writes;
+    `gather` and `of_model` return on all their ranks.
     """
 
     def __init__(self, ranks: Communicator) -> None:

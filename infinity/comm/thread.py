@@ -1,9 +1,9 @@
 """A thread for collectives, which is given up if it waits for a lost rank and nothing ends the wait.
 
-gloo ends the waits of a connection that closes, except of a message in transit: a send of which a part is written, or a
-receive of which a part is read, lasts until the timeout of the group, by default 30 minutes (torch 2.13;
-`Pair::signalException` in gloo's transport/tcp/pair.cc). Nothing else ends such a wait or its thread. Those who wait
-for the thread get an error instead, and it is left behind.
+When a connection closes, gloo ends its waits, except that for a message in transit. A send of which a part is written,
+or a receive of which a part is read, lasts until the timeout of the group, by default 30 minutes (torch 2.13;
+`Pair::signalException` in gloo's transport/tcp/pair.cc). Nothing else ends such a wait or its thread. So the thread is
+given up, and its callers get RanksError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.comm.agreement import failed_collective
 from infinity.errors import RanksError
 
 PATIENCE = 5.0
-"""Seconds of one collective after the loss of a rank, whose closed connections end most in milliseconds."""
+"""Seconds that each collective gets once a rank is lost. Most fail in milliseconds, when its connections close."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -30,7 +30,7 @@ _Work: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 
 class CollectiveThread(Executor):
-    """Executes collectives of `ranks`, numbers in the whole job, on one thread, first in, first out.
+    """Executes collectives of `ranks` (global ranks) on one thread, first in, first out.
 
     initializer: called by the thread first. Raises its error, or RuntimeError if the thread cannot start.
     """
@@ -45,8 +45,9 @@ class CollectiveThread(Executor):
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._closed = False
         self._long: Future[Any] | None = None
-        """Collective that the last call of `give_up` found the thread in; since `_since`."""
+        """Collective in progress at the last call of `give_up`."""
         self._since = 0.0
+        """Time of the first call that found it, by `time.monotonic`."""
         # A daemon: the end of Python would wait for a thread that was given up. See `_finish`.
         arguments = (self._queue, self._unfinished, self._access)
         self._thread = threading.Thread(target=_execute, args=arguments, name=name, daemon=True)
@@ -61,6 +62,7 @@ class CollectiveThread(Executor):
             raise
 
     def submit(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
+        """Queue a collective. Raises RuntimeError after `shutdown`; after `give_up` the future holds RanksError."""
         future: Future[_R] = Future()
         item = future, lambda: fn(*args, **kwargs)
         with self._access:
@@ -74,8 +76,10 @@ class CollectiveThread(Executor):
         return future
 
     def give_up(self, cause: str) -> None:
-        """Fail all collectives with RanksError if calls of this function in `PATIENCE` seconds found the thread in the
-        same one. cause: which rank was lost, and why.
+        """Fail all pending collectives with RanksError once the thread has stayed in one for `PATIENCE` seconds.
+
+        Called repeatedly after the loss of a rank: the first call in each collective starts its time. cause: which rank
+        was lost, and why.
         """
         with self._access:
             first, now = next(iter(self._unfinished), None), time.monotonic()
@@ -95,7 +99,10 @@ class CollectiveThread(Executor):
             future.set_exception(RanksError(self.error))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the thread after the collectives submitted so far. wait: return then, or when it is given up."""
+        """End the thread after the collectives submitted so far.
+
+        wait: block until then or until it is given up; not in the thread itself. cancel_futures: ignored.
+        """
         with self._access:
             if not self._closed:
                 self._closed = True
@@ -114,7 +121,7 @@ class CollectiveThread(Executor):
 
 
 def _execute(queue: SimpleQueue[_Work | None], unfinished: dict[Future[Any], None], access: threading.RLock) -> None:
-    """Run by the thread, which refers to its owner only in its work."""
+    """Body of the thread. It refers to its owner only in its work, so that an unclosed owner is collected."""
     _here.is_collective = True
     while (item := queue.get()) is not None:
         future, work = item
@@ -147,7 +154,7 @@ _access = threading.Lock()
 
 
 def is_collective() -> bool:
-    """Return whether the calling thread is one of collectives, which no work of its own may wait for."""
+    """Return whether the calling thread is a CollectiveThread's. A wait for later work on it would be a deadlock."""
     return _here.is_collective
 
 
