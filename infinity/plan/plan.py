@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -254,11 +254,18 @@ def _dtype(unit: DiscoveredUnit, wanted: torch.dtype | None) -> torch.dtype:
     return trained_dtype(unit.members[0].name, unit.dtype, wanted, trainable=unit.trainable)
 
 
-def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, str] | None:
-    """Return (memory, bytes needed, bytes available, fix) of the first memory that the plan exceeds; None if it fits.
+class Exceeded(NamedTuple):
+    """A limit of `infinity.memory` that a rank's plan exceeds: bytes needed, bytes allowed, and a fix."""
 
-    available: "host" → bytes; "device" → bytes, unless the device is the host.
-    """
+    tier: str
+    kind: str
+    needed: int
+    limit: int
+    fix: str
+
+
+def exceeded(plan: Plan) -> Iterator[Exceeded]:
+    """Yield the limits of `infinity.memory` that the plan exceeds."""
     needed = plan.peak_nbytes()
     limits = (
         ("device", "memory", needed["device"], plan.device.limit or None),
@@ -268,8 +275,17 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
     for tier, kind, nbytes, limit in limits:
         if limit is not None and nbytes > limit:
             fix = (tier == "device" and _smaller_budget(plan, tier)) or _fix(plan, tier)
-            fix = f"raise infinity.memory.{tier}, or {fix}"
-            return f"{tier} {kind} (infinity.memory.{tier})", nbytes, limit, fix
+            yield Exceeded(tier, kind, nbytes, limit, f"raise infinity.memory.{tier}, or {fix}")
+
+
+def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, str] | None:
+    """Return (memory, bytes needed, bytes available, fix) of the first memory that the plan exceeds; None if it fits.
+
+    available: "host" → bytes; "device" → bytes, unless the device is the host.
+    """
+    for over in exceeded(plan):
+        return f"{over.tier} {over.kind} (infinity.memory.{over.tier})", over.needed, over.limit, over.fix
+    needed = plan.peak_nbytes()
     if plan.device.type == "cpu":
         needed = {"device": 0, "host": needed["device"] + needed["host"]}
     for tier in ("host", "device"):

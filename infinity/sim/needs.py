@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Exceeded, Plan, exceeded
 from infinity.sim.machine import Machine
 from infinity.sim.paper import STATES
 
@@ -28,11 +28,19 @@ class Needs:
     """Tier → bytes of gradients, counted in `tiers` and `peak`, that are stored only in the first steps and in steps
     that depart from the trace."""
     available: Mapping[str, int]
+    exceeded: Sequence[Exceeded] = ()
+    """Limits of `infinity.memory` that the plan of a rank exceeds, at which the engine would not start."""
+
+    @property
+    def lacking(self) -> list[str]:
+        """Return the tiers of which the machine has too little."""
+        return [tier for tier in TIERS if self.peak[tier] > self.available[tier]]
 
     @property
     def limits(self) -> list[str]:
-        """Return the tiers that the plan exceeds."""
-        return [tier for tier in TIERS if self.peak[tier] > self.available[tier]]
+        """Return the tiers of which the machine, or `infinity.memory`, gives too little."""
+        over = {each.tier for each in self.exceeded}
+        return [tier for tier in TIERS if tier in over or tier in self.lacking]
 
     def missing(self, tier: str) -> int:
         return max(0, self.peak[tier] - self.available[tier])
@@ -67,15 +75,18 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], ba
         "host": machine.host_memory,
         "nvme": machine.nvme,
     }
-    return Needs(tiers, peak, passing, available)
+    return Needs(tiers, peak, passing, available, tuple(exceeded(plan)))
 
 
 def advice(plan: Plan, needs: Needs, *, checkpointed: bool) -> Iterator[str]:
-    """Yield, for each tier that is exceeded, the bytes it lacks and the changes with which the plan would fit.
+    """Yield, for each limit of `infinity.memory` and each tier that is exceeded, the bytes it lacks and the changes
+    with which the plan would fit.
 
     checkpointed: the model recomputes activations already.
     """
-    for tier in needs.limits:
+    for over in needs.exceeded:
+        yield f"infinity.memory.{over.tier} lacks {show_bytes(over.needed - over.limit)} a rank: {over.fix}"
+    for tier in needs.lacking:
         missing = needs.missing(tier)
         memory = tier if tier == "nvme" else f"{tier} memory"
         changes = _changes(plan, needs, tier, checkpointed=checkpointed)

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from infinity.gpt2.model import GPT2Config
+import infinity
+from infinity.errors import OutOfMemoryError
+from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.timeline import LANES
 from infinity.sim.paper import BYTES, COLUMNS, FIGURE_2A, TIB, K, Shape, digits
 from support.commands import refused, run
@@ -81,6 +84,31 @@ def test_bytes_are_those_of_a_node() -> None:
     for tier in ("device", "nvme"):
         assert one["tiers"][tier]["params"] <= eight["tiers"][tier]["params"] <= 2 * one["tiers"][tier]["params"]
     assert eight["tiers"]["device"]["buffers"] > 6 * one["tiers"]["device"]["buffers"]
+
+
+@pytest.mark.parametrize("limit", [{"host": "1KiB"}, {"nvme": "64KiB"}], ids=str)
+def test_a_limit_that_the_engine_refuses_does_not_fit(limit: dict[str, str], rates: Path, tmp_path: Path) -> None:
+    """With and without a simulation: the same bytes are missing as in the engine's error."""
+    (tier,) = limit
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "infinity": {"memory": limit},
+    }
+    with torch.device("meta"):
+        model = GPT2(GPT2Config(256, 32, 4, 64, 4))
+    with pytest.raises(OutOfMemoryError, match=rf"infinity\.memory\.{tier}") as refusal:
+        infinity.initialize(model=model, config=config)
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(config))
+    for options in ((), ("--bandwidths", rates)):
+        found = planned(*SHAPE, "--config", file, *MEMORY, *options, code=1)
+        assert (found["fits"], found["limits"]) == (False, [tier])
+        assert found["advice"][0].startswith(f"infinity.memory.{tier} lacks ")
+        assert f"raise infinity.memory.{tier}" in found["advice"][0] and f"raise infinity.memory.{tier}" in str(
+            refusal.value
+        )
 
 
 def test_states_that_a_budget_keeps_on_the_device(rates: Path, tmp_path: Path) -> None:
@@ -212,10 +240,14 @@ def test_a_drive_that_is_worn_out_within_a_year_gets_advice(rates: Path, tmp_pat
     (line,) = advised(written({}, "--endurance", str(int(0.99 * year))))
     assert line.startswith('the drive\'s rating is reached in 361 days: infinity.memory.host "auto" keeps states')
     assert written({"memory": {"host": "auto"}})["step"]["nvme_bytes_written"] == 0
-    (line,) = advised(written({"memory": {"host": 1 << 20}}, "--endurance", "1GB"))
-    less = step["nvme_bytes_written"] - written({"moments": "8bit"})["step"]["nvme_bytes_written"]
+    eight = written({"moments": "8bit"})
+    less = step["nvme_bytes_written"] - eight["step"]["nvme_bytes_written"]
+    full, full_of_eight = (
+        ("--endurance", "1GB", "--host-memory", str(one["peak_host_bytes"])) for one in (before, eight)
+    )
+    (line,) = advised(written({}, *full))
     assert 'infinity.moments "8bit" write' in line
-    (line,) = advised(written({"memory": {"host": 1 << 20}, "moments": "8bit"}, "--endurance", "1GB"))
+    (line,) = advised(written({"moments": "8bit"}, *full_of_eight))
     assert line.endswith("use a drive with a higher rating")
     assert less > 0
 
