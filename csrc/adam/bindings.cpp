@@ -81,12 +81,18 @@ double py_receive(const py::object& source, const py::object& target, const py::
     return receive(kernels, from, from_type, to, to_type, count, add, initial, workers);
 }
 
+// Returns a number of bytes that is a multiple of a word's.
+std::size_t to_whole_words(const py::object& nbytes) {
+    const std::size_t count = to_count(nbytes);
+    if (count % 8 != 0) throw py::value_error("nbytes is " + std::to_string(count) + ": pass a multiple of 8");
+    return count;
+}
+
 std::uint64_t py_fingerprint(const py::object& address, const py::object& nbytes, const py::object& threads,
                              const std::string& isa) {
     const Kernels& kernels = to_kernels(isa);
-    const std::size_t count = to_count(nbytes);
+    const std::size_t count = to_whole_words(nbytes);
     const int workers = to_threads(threads);
-    if (count % 8 != 0) throw py::value_error("nbytes is " + std::to_string(count) + ": pass a multiple of 8");
     ArrayChecks checks(count / 8);
     const void* memory = pointer<const void>(checks.add("address", address, 8));
     const py::gil_scoped_release release;
@@ -96,9 +102,8 @@ std::uint64_t py_fingerprint(const py::object& address, const py::object& nbytes
 std::uint64_t py_copy(const py::object& source, const py::object& target, const py::object& nbytes,
                       const py::object& threads, const std::string& isa) {
     const Kernels& kernels = to_kernels(isa);
-    const std::size_t count = to_count(nbytes);
+    const std::size_t count = to_whole_words(nbytes);
     const int workers = to_threads(threads);
-    if (count % 8 != 0) throw py::value_error("nbytes is " + std::to_string(count) + ": pass a multiple of 8");
     ArrayChecks checks(count / 8);
     const void* from = pointer<const void>(checks.add("source", source, 8));
     void* to = pointer<void>(checks.add("target", target, 8));

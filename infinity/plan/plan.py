@@ -283,7 +283,8 @@ def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, s
 
     available: "host" → bytes; "device" → bytes, unless the device is the host.
     """
-    for over in exceeded(plan):
+    over = next(exceeded(plan), None)
+    if over is not None:
         return f"{over.tier} {over.kind} (infinity.memory.{over.tier})", over.needed, over.limit, over.fix
     needed = plan.peak_nbytes()
     if plan.device.type == "cpu":

@@ -13,6 +13,7 @@ import infinity
 from infinity.errors import OutOfMemoryError
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.timeline import LANES
+from infinity.observe.units import show_bytes
 from infinity.sim.paper import BYTES, COLUMNS, FIGURE_2A, TIB, K, Shape, digits
 from support.commands import refused, run
 
@@ -105,10 +106,9 @@ def test_a_limit_that_the_engine_refuses_does_not_fit(limit: dict[str, str], rat
     for options in ((), ("--bandwidths", rates)):
         found = planned(*SHAPE, "--config", file, *MEMORY, *options, code=1)
         assert (found["fits"], found["limits"]) == (False, [tier])
-        assert found["advice"][0].startswith(f"infinity.memory.{tier} lacks ")
-        assert f"raise infinity.memory.{tier}" in found["advice"][0] and f"raise infinity.memory.{tier}" in str(
-            refusal.value
-        )
+        error = refusal.value
+        lacks = f"infinity.memory.{tier} lacks {show_bytes(error.needed - error.available)} a rank: {error.hint}"
+        assert found["advice"][0] == lacks
 
 
 def test_states_that_a_budget_keeps_on_the_device(rates: Path, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_device_memory_is_freed_and_allocated_again(param: str, optim: str, tmp_
         reserved = engine.parts.plan.nbytes()["device"]
         assert sum(device.alive.values()) > reserved > 100_000  # and gradients of the first step
         engine.offload_states()
-        deadline = time.monotonic() + 10  # threads drop references shortly after their transfers are done
+        deadline = time.monotonic() + 10  # a thread may drop its last reference after the work is done
         while device.alive and time.monotonic() < deadline:
             time.sleep(0.01)
         assert device.alive == {}
