@@ -197,8 +197,13 @@ def ordered(kinds: str, units: str) -> Iterator[None]:
     turns, arranged, first = budget.turns, UNITS[units], kinds.split(", ")
 
     def other(*facts: Any) -> Iterator[tuple[State, list[UnitLayout]]]:
-        moved = dict(turns(*facts))
-        for state in sorted(moved, key=lambda state: first.index(KINDS[state])):
+        moved, rules = dict(turns(*facts)), facts[1]
+
+        def turn(state: State) -> tuple[bool, int]:
+            """Gradients that are updated as they arrive have the last turn in every order, as the engine's."""
+            return state is State.GRAD and rules.grads_pass, first.index(KINDS[state])
+
+        for state in sorted(moved, key=turn):
             yield state, list(arranged(sorted(moved[state], key=lambda unit: unit.index)))
 
     with mock.patch.object(budget, "turns", other):

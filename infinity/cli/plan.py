@@ -37,8 +37,6 @@ class Flags:
     """Flags of the command. None: not given."""
 
     shape: GPT2Config
-    is_shaped: bool
-    """True if a flag of the shape was given."""
     model: Path | None
     seq_length: int | None
     batch_size: int | None
@@ -62,8 +60,6 @@ class Flags:
 def run(flags: Flags) -> None:
     """Print the prediction. Exits with 1 if the model does not fit."""
     with one_line_errors(), warnings_as_notes():
-        if flags.model is not None and (flags.is_shaped or flags.max_model):
-            fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
         timed = {"--bandwidths": flags.bandwidths, "--endurance": flags.endurance, "--trace": flags.trace}
         if flags.formats != "engine" and any(timed.values()):
             given = ", ".join(option for option, value in timed.items() if value)
@@ -228,12 +224,17 @@ def _cell(nbytes: int) -> str:
 
 
 def flags_of(**given: Any) -> Flags:
-    """Return the flags of the command's arguments. Raises ConfigError for an invalid shape."""
+    """Return the flags of the command's arguments. Raises ConfigError for an invalid shape.
+
+    Exits with an error if a folder of a model and a shape are given.
+    """
     names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
     shape = {name: given[name] for name in names if given[name] is not None}
+    if given["model"] is not None and (shape.keys() - {"seq_length"} or given["max_model"]):
+        fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
     default = GPT2Config(
         tie_word_embeddings=not given.pop("untie_embeddings_and_output_weights"),
         checkpoint_activations=given.pop("checkpoint_activations"),
     )
     flags = {name: value for name, value in given.items() if name not in names[:-1]}
-    return Flags(shape=replace(default, **shape), is_shaped=bool(shape.keys() - {"seq_length"}), **flags)
+    return Flags(shape=replace(default, **shape), **flags)

@@ -62,10 +62,10 @@ class Memory(Section):
     host: Literal["auto"] | Size | None = None
     """Limit on the bytes of a node's host memory for states and buffers; a plan that needs more is refused. States that
     `offload_*` places on nvme stay in host memory as far as there is room: first parameters, then optimizer states,
-    then gradients that wait; with several micro-batches, gradients before optimizer states. On the CPU, buffers of
-    units and gradients count, activations do not. `auto`: on the CPU half of the free memory, since activations need
-    the rest; beside an accelerator, the free memory less an eighth and 1 GiB. By default, states stay where `offload_*`
-    places them."""
+    then gradients; with several micro-batches, gradients before optimizer states; on the CPU with one micro-batch,
+    optimizer states before parameters. On the CPU, buffers of units and gradients count, activations do not. `auto`: on
+    the CPU half of the free memory, since activations need the rest; beside an accelerator, the free memory less an
+    eighth and 1 GiB. By default, states stay where `offload_*` places them."""
 
     host_params: CountOrZero | None = None
     """Number of parameters of each rank that stay in host memory although `offload_param` places them on nvme. With

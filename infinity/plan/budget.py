@@ -7,12 +7,13 @@ device, then `fill` those in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 from typing import TypeVar
 
 from infinity.plan.layout import UnitLayout
-from infinity.plan.placement import Placement, Policy, State, aligned
+from infinity.plan.placement import Policy, State, aligned, place
 from infinity.plan.policy import DeviceInfo
 
 _SHARE = 2
@@ -60,12 +61,12 @@ def on_device(
     policy: Policy,
     budget: Budget,
     device: DeviceInfo,
-    needed: Callable[[Faster], tuple[Placement, int]],
+    needed: Callable[[Faster], int],
 ) -> Faster:
     """Return the states that stay on a device with memory of its own, although the config places them elsewhere.
 
-    needed: states on the device → the placement, and the bytes of the device with all buffers. All states of a unit
-    stay together, from the first unit on: backward ends with the gradients of the first units, and the next forward
+    needed: states on the device → bytes of the device with all buffers. All states of a unit stay together, from the
+    first unit on: backward ends with the gradients of the first units, and the next forward
     begins with their parameters, so that nothing hides their update on the host [Note: states on the device].
     """
     if device.host_addressable:
@@ -77,7 +78,7 @@ def on_device(
         return {(unit.index, state): "device" for unit in updated for state in (State.OPTIM, State.GRAD)}
     if not device.limit or not device.updates:
         return {}
-    placement, taken = needed({})
+    placement = place(layouts, policy)
 
     def moved(unit: UnitLayout) -> list[State]:
         return [state for state in State if placement.holds(unit.index, state) and policy.tier_of(state) != "device"]
@@ -87,7 +88,7 @@ def on_device(
 
     first = trained if policy.optim_tier != "device" else []
     rest = spread([layout for layout in layouts if layout not in first])
-    fitting = _within(device.usable // _SHARE - taken, [*first, *rest], nbytes)
+    fitting = _within(device.usable // _SHARE - needed({}), [*first, *rest], nbytes)
     return {(unit.index, state): "device" for unit in fitting for state in moved(unit)}
 
 
@@ -98,50 +99,71 @@ def fill(
     budget: Budget,
     device: DeviceInfo,
     placed: Faster,
-    needed: Callable[[Faster], tuple[Placement, int]],
+    needed: Callable[[Faster], int],
 ) -> Faster:
     """Return `placed`, the states on the device, and the states on nvme that host memory has room for.
 
-    needed: states in faster tiers → the placement, and the bytes of host memory with all buffers. `turns` gives the
-    order in which states get room.
+    needed: states in faster tiers → bytes of host memory with all buffers. `turns` gives the order in which states get
+    room. A kind with no state on nvme needs no buffers, which may take more bytes than its
+    states. So every set of kinds is tried as one that stays whole in host memory. Of the choices that fit, it is the
+    one that keeps most of the first kind, then of the second, and so on; if none fits, the one of the fewest bytes.
     """
-    chosen = dict(placed)
-    if budget.host is None and budget.params is None:
+    kinds = dict(turns(layouts, policy, accumulation, device, placed))
+    if budget.params is not None and State.PARAM in kinds:
+        kinds[State.PARAM] = _within(budget.params, kinds[State.PARAM], lambda unit: unit.shard_numel)
+    if budget.host is None:
+        return {**placed, **({} if budget.params is None else _in_host(State.PARAM, kinds.get(State.PARAM, [])))}
+    host = budget.host
+
+    def filled(whole: Collection[State]) -> Faster:
+        chosen = dict(placed)
+        for state in whole:
+            chosen |= _in_host(state, kinds[state])
+        for state in [state for state in kinds if state not in whole]:
+            every = place(layouts, policy, {**chosen, **_in_host(state, kinds[state])})
+            sizes = {unit.index: aligned(every.of(unit.index, state).nbytes) for unit in kinds[state]}
+            fitting = _within(host - needed(chosen), kinds[state], lambda unit: sizes[unit.index])  # noqa: B023
+            chosen |= _in_host(state, fitting)
         return chosen
-    for state, units in turns(layouts, policy, accumulation, device, placed):
-        if state is not State.PARAM and budget.host is None:
-            continue
-        if state is State.PARAM and budget.params is not None:
-            units = _within(budget.params, units, lambda unit: unit.shard_numel)
-        every = {**chosen, **{(unit.index, state): "host" for unit in units}}
-        if budget.host is None or needed(every)[1] <= budget.host:  # buffers that only states on nvme need are gone
-            chosen = every
-            continue
-        placement, nbytes = needed(chosen)
-        sizes = {unit.index: aligned(placement.of(unit.index, state).nbytes) for unit in units}
-        fitting = _within(budget.host - nbytes, units, lambda unit: sizes[unit.index])  # noqa: B023 - called here
-        chosen |= {(unit.index, state): "host" for unit in fitting}
-    return chosen
+
+    def value(chosen: Faster) -> list[int]:
+        kept = dict.fromkeys(kinds, 0)
+        for unit, state in chosen.keys() - placed.keys():
+            kept[state] += layouts[unit].shard_numel
+        return [min(0, host - needed(chosen)), *kept.values()]
+
+    sets = chain.from_iterable(combinations(kinds, count) for count in range(len(kinds) + 1))
+    return max(map(filled, sets), key=value)
 
 
 def turns(
     layouts: Sequence[UnitLayout], policy: Policy, accumulation: int, device: DeviceInfo, placed: Faster
 ) -> Iterator[tuple[State, list[UnitLayout]]]:
-    """Yield the kinds of states on nvme that a step moves, and the units of each without those in `placed`, in the
-    order in which they get room [Note: placement by budget].
+    """Yield the kinds of states on nvme, and the units of each without those in `placed`, in the order in which they
+    get room [Note: placement by budget].
 
-    Kinds take their turns by the bytes that they save, optimizer states before gradients that save as many. Units are
-    spread evenly over the model, so that the drive is in use as long as the step takes. On a device with memory of its
-    own, if updates follow their gradients, the first units come first.
+    Kinds take their turns by the bytes that they save, optimizer states before gradients that save as many. If the host
+    computes, with one micro-batch, optimizer states come first. Units are spread evenly over the model, so that the
+    drive is in use as long as the step takes. On a device with memory of its own, if updates follow their gradients,
+    the first units come first.
     """
-    in_turn = sorted(_KINDS, key=lambda state: -traffic(state, policy, accumulation))
-    for state in in_turn:
-        if policy.tier_of(state) != "nvme" or not traffic(state, policy, accumulation):
+    updated_first = device.host_addressable and accumulation == 1
+
+    def turn(state: State) -> tuple[bool, float]:
+        return updated_first and state is not State.OPTIM, -traffic(state, policy, accumulation)
+
+    for state in sorted(_KINDS, key=turn):
+        if policy.tier_of(state) != "nvme":
             continue
         units = [layout for layout in layouts if state is State.PARAM or layout.trainable]
         units = [unit for unit in units if (unit.index, state) not in placed]
         from_first = policy.grads_pass and not device.host_addressable
-        yield state, units if from_first else list(spread(units))
+        if units:
+            yield state, units if from_first else list(spread(units))
+
+
+def _in_host(state: State, units: Iterable[UnitLayout]) -> Faster:
+    return {(unit.index, state): "host" for unit in units}
 
 
 def _within(room: int, units: Sequence[UnitLayout], size: Callable[[UnitLayout], int]) -> list[UnitLayout]:

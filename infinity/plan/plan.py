@@ -199,16 +199,10 @@ def make_plan(
     )
     placed = partial(_placed, bare, config, discovered)
 
-    def of_device(faster: Faster) -> tuple[Placement, int]:
-        plan = placed(faster)
-        return plan.placement, plan.peak_nbytes()["device"]
-
-    def of_host(faster: Faster) -> tuple[Placement, int]:
-        plan = placed(faster)
-        return plan.placement, plan.peak_of_host()
-
-    faster = on_device(layouts, rules, budget, device, of_device)
-    return placed(fill(layouts, rules, accumulation, budget, device, faster, of_host))
+    faster = on_device(layouts, rules, budget, device, lambda chosen: placed(chosen).peak_nbytes()["device"])
+    return placed(
+        fill(layouts, rules, accumulation, budget, device, faster, lambda chosen: placed(chosen).peak_of_host())
+    )
 
 
 def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) -> Plan:

@@ -496,6 +496,7 @@ def test_the_largest_model_counts_activations_in_their_tier(tmp_path: Path) -> N
     [
         (1, ("--model", "/absent"), "cannot read"),
         (1, ("--model", "/absent", "--num-layers", "3"), "leave out the flags of GPT-2's shape"),
+        (1, ("--model", "/absent", "--max-model", "--hidden-size", "64"), "leave out the flags of GPT-2's shape"),
         (1, ("--gpus", "2"), "give --gpus and --device-memory"),
         (2, ("--host-memory", "many"), "--host-memory"),
         (1, ("--this-machine", "--nodes", "2"), "--this-machine describes the machine"),

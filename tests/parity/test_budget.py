@@ -9,8 +9,10 @@ import pytest
 
 from infinity.comm.communicator import Communicator
 from infinity.engine.wiring import plan_model
+from infinity.plan import pools
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
+from infinity.tiers import read_ahead, staging
 from infinity.tiers.device import CpuDevice, Device
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -22,6 +24,15 @@ from support.states import states_of
 STEPS = 4
 SHARES = (0.0, 0.15, 0.4, 0.6, 0.85, 1.0)
 """Share of the states on nvme that a budget holds beside the buffers."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging buffers as small beside the states as they are for large models; else a budget that has room for them
+    would have room for all states.
+    """
+    for module in (pools, read_ahead, staging):
+        monkeypatch.setattr(module, "STAGING_BYTES", 64 << 10)
 
 
 def model() -> Stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +30,19 @@ from support.late_device import LateDevice
 from support.models import Stack, seeded
 
 
-def planned(folder: Path, host: Any = None, *, late: bool = False, **options: Any) -> Plan:
+def planned(folder: Path, host: Any = None, *, late: bool = False, model: str = "small", **options: Any) -> Plan:
     if host is not None:
         options["memory"] = {"host": host}
-    config, model, device = engine_config(folder=folder, **options), seeded(Stack), CpuDevice()
+    config, built, device = engine_config(folder=folder, **options), stack(model), CpuDevice()
     seam = LateDevice() if late else device
-    return plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+    return plan_model(built, config, [{"params": list(built.parameters())}], seam, Communicator(seam)).plan
+
+
+@cache
+def stack(size: str) -> Stack:
+    """A model to plan. The states of a deep one take more bytes than their buffers, those of a flat one fewer."""
+    width, depth = {"small": (32, 6), "deep": (256, 24), "flat": (128, 2)}[size]
+    return seeded(lambda: Stack(width, depth))
 
 
 def in_host(plan: Plan, state: State) -> int:
@@ -45,39 +53,56 @@ def share(plan: Plan, state: State) -> float:
     return in_host(plan, state) / sum(e.nbytes for (_, kind), e in plan.placement.extents.items() if kind is state)
 
 
+CASES: dict[str, dict[str, Any]] = {"on arrival": {}, "clipping": {"clip": 1.0}, "accumulation": {"accumulation": 4}}
+
+
+def order_of(case: str, *, late: bool) -> tuple[State, ...]:
+    """Kinds in the order in which they get room."""
+    if case == "accumulation":
+        return State.PARAM, State.GRAD, State.OPTIM
+    return (State.PARAM, State.OPTIM, State.GRAD) if late else (State.OPTIM, State.PARAM, State.GRAD)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
-@pytest.mark.parametrize(
-    ("options", "order"),
-    [
-        ({"clip": 1.0}, (State.PARAM, State.OPTIM, State.GRAD)),
-        ({"accumulation": 4}, (State.PARAM, State.GRAD, State.OPTIM)),
-        ({}, (State.PARAM, State.OPTIM)),
-    ],
-    ids=["clipping", "accumulation", "on arrival"],
-)
-def test_kinds_of_states_fill_host_memory_in_turn(
-    options: dict[str, Any], order: tuple[State, ...], late: bool, tmp_path: Path
-) -> None:
-    """States that a step moves most often come first, and gradients after optimizer states that it moves as often. A
-    larger budget never holds fewer of them.
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", ["small", "deep"])
+def test_kinds_of_states_fill_host_memory_in_turn(model: str, case: str, late: bool, tmp_path: Path) -> None:
+    """States that a step moves most often come first, and optimizer states if the host computes. A larger budget never
+    holds fewer of the first kind, nor of another unless the ones before it get more.
     """
-    least = planned(tmp_path, late=late, **options).peak_of_host()
-    before = [0.0] * len(order)
-    mixed = 0
-    states = sum(extent.nbytes for extent in planned(tmp_path, late=late, **options).placement.extents.values())
-    for host in range(least, least + 2 * states, states // 9):
-        plan = planned(tmp_path, host, late=late, **options)
-        assert plan.peak_of_host() <= host
-        shares = [share(plan, state) for state in order]
-        assert all(now >= then for now, then in zip(shares, before, strict=True))
+    options = {"late": late, "model": model, **CASES[case]}
+    bare = planned(tmp_path, **options)
+    order, before, mixed = order_of(case, late=late), (0.0,), 0
+    states = sum(aligned(extent.nbytes) for extent in bare.placement.extents.values())
+    least = max(planned(tmp_path, 1, **options).peak_of_host(), 1)
+    most = bare.peak_of_host() + states
+    for host in [*range(least, most, (most - least) // 20), most]:
+        plan = planned(tmp_path, host, **options)
+        free = host - plan.peak_of_host()
+        assert free >= 0
+        shares = tuple(share(plan, state) for state in order)
+        assert shares >= before
         before = shares
         mixed += any(0 < each < 1 for each in shares)
-        largest = max(plan.placement.of(layout.index, State.PARAM).nbytes for layout in plan.units)
-        if shares[-1] > 0:  # what is left of an earlier kind had no room when its turn came
-            free = sum(e.nbytes for key, e in plan.placement.extents.items() if key[1] is order[0]) * (1 - shares[0])
-            assert free <= largest * len(plan.units)
-    assert before == [1.0] * len(order)
-    assert mixed
+        left = [extent for extent in plan.placement.extents.values() if extent.tier == "nvme"]
+        assert all(free < aligned(extent.nbytes) for extent in left), "room for one more"
+    assert before == (1.0, 1.0, 1.0)
+    assert mixed or model == "small"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("case", CASES)
+def test_budgets_from_the_least_on_are_accepted(case: str, late: bool, tmp_path: Path) -> None:
+    """The bytes of the error are those of the smallest budget that is accepted. It keeps optimizer states in host
+    memory here, where they take fewer bytes than the buffers with which they are read.
+    """
+    options: dict[str, Any] = {"late": late, "model": "flat", "tile_size": "auto", **CASES[case]}
+    least = planned(tmp_path, 1, **options).peak_of_host()
+    assert least < planned(tmp_path, **options).peak_of_host()
+    for host in (1, least // 2, least - 4096, least - 1, least, least + 1, least + 65536, 2 * least, 8 * least):
+        missing = shortage(planned(tmp_path, host, **options), {"host": 1 << 40, "device": 1 << 40})
+        assert (missing is None) == (host >= least)
+        assert missing is None or missing[1:3] == (least, host)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
@@ -86,18 +111,18 @@ def test_units_of_a_kind_are_spread_unless_updates_on_a_device_follow_gradients(
     clip: float, late: bool, tmp_path: Path
 ) -> None:
     """Backward then ends with the update of the first units, which nothing hides."""
-    options: dict[str, Any] = {"clip": clip, "late": late, "unit_size": 4096}
+    options: dict[str, Any] = {"clip": clip, "late": late, "model": "deep"}
     bare = planned(tmp_path, **options)
-    sizes = [aligned(bare.placement.of(unit.index, State.PARAM).nbytes) for unit in bare.units]
+    first = order_of("clipping" if clip else "on arrival", late=late)[0]
+    sizes = [aligned(bare.placement.of(unit.index, first).nbytes) for unit in bare.units]
     plan = planned(tmp_path, bare.peak_of_host() + sum(sizes) // 2, **options)
-    kept = [unit.index for unit in plan.units if plan.placement.of(unit.index, State.PARAM).tier == "host"]
+    kept = [unit.index for unit in plan.units if plan.placement.of(unit.index, first).tier == "host"]
     assert 2 < len(kept) < len(sizes) - 2
     assert (kept == list(range(len(kept)))) == (late and not clip)
 
 
 def test_a_budget_that_buffers_exceed_is_refused_with_the_missing_bytes(tmp_path: Path) -> None:
-    least = planned(tmp_path).peak_of_host()
-    planned(tmp_path, least)
+    least = planned(tmp_path, 1).peak_of_host()
     config = engine_config(folder=tmp_path, memory={"host": least - 1})
     said = rf"infinity\.memory\.host.*{least:,} bytes are needed.* 1 are missing; raise infinity\.memory\.host"
     with pytest.raises(OutOfMemoryError, match=said):
