@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 SEEDS ?= 0:2000
+BENCH ?= step
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
 JOBS ?= 2
 CASES ?= all
@@ -106,8 +107,8 @@ gpu-bundle: $(VENV)/.created ## fill build/gpu-bundle with what a CUDA machine w
 run: install ## train a GPT-2 with every state on NVMe
 	$(VENV)/bin/python bench/pretrain_gpt2.py $(ARGS)
 
-bench: install ## measure a training step against an in-memory loop
-	$(VENV)/bin/python bench/step.py $(ARGS)
+bench: install ## measure a training step against an in-memory loop; BENCH=predict: another script of bench/
+	$(VENV)/bin/python bench/$(BENCH).py $(ARGS)
 
 clean: ## remove .venv and what was built
 	rm -rf $(VENV) build
