@@ -7,9 +7,9 @@ device, then `fill` those in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import product
 from typing import TypeVar
 
 from infinity.plan.layout import UnitLayout
@@ -19,6 +19,9 @@ from infinity.plan.policy import DeviceInfo
 _SHARE = 2
 """Divisor of the device's memory. States and buffers fill this part; the rest is for activations, which a plan does not
 count."""
+
+_CLASSES = 3
+"""Number of sizes whose units may be kept before smaller ones, such as those of an embedding and a head."""
 
 _KINDS = (State.PARAM, State.OPTIM, State.GRAD)
 """Kinds of states in the order in which those of equal traffic get room."""
@@ -104,8 +107,8 @@ def fill(
     """Return `placed`, the states on the device, and the states on nvme that host memory has room for.
 
     needed: states in faster tiers → bytes of host memory with all buffers. `turns` gives the order in which states get
-    room. A kind with no state on nvme needs no buffers, which may take more bytes than its
-    states. So every set of kinds is tried as one that stays whole in host memory. Of the choices that fit, it is the
+    room. Buffers have the size of the largest states on nvme, so the largest units may need less memory in the host's
+    than on nvme. `_starts` yields the choices that keep these; those that fit are filled. Of the results, it is the
     one that keeps most of the first kind, then of the second, and so on; if none fits, the one of the fewest bytes.
     """
     kinds = dict(turns(layouts, policy, accumulation, device, placed))
@@ -115,25 +118,61 @@ def fill(
         return {**placed, **({} if budget.params is None else _in_host(State.PARAM, kinds.get(State.PARAM, [])))}
     host = budget.host
 
-    def filled(whole: Collection[State]) -> Faster:
-        chosen = dict(placed)
-        for state in whole:
-            chosen |= _in_host(state, kinds[state])
-        for state in [state for state in kinds if state not in whole]:
-            every = place(layouts, policy, {**chosen, **_in_host(state, kinds[state])})
-            sizes = {unit.index: aligned(every.of(unit.index, state).nbytes) for unit in kinds[state]}
-            fitting = _within(host - needed(chosen), kinds[state], lambda unit: sizes[unit.index])  # noqa: B023
-            chosen |= _in_host(state, fitting)
+    def fitting_in(chosen: Faster) -> Faster:
+        """Return states of the first kind that has some for which there is room; empty if none has."""
+        for state, units in kinds.items():
+            left = [unit for unit in units if (unit.index, state) not in chosen]
+            every = place(layouts, policy, {**chosen, **_in_host(state, left)})
+            sizes = {unit.index: aligned(every.of(unit.index, state).nbytes) for unit in left}
+            added = _within(host - needed(chosen), left, lambda unit: sizes[unit.index]) if left else []  # noqa: B023
+            if added:
+                return _in_host(state, added)
+        return {}
+
+    def filled(chosen: Faster) -> Faster:
+        """Return `chosen` with all states for which there is room. States in host memory may leave more room, since
+        buffers become smaller, so the turns begin anew until nothing fits.
+        """
+        while added := fitting_in(chosen):
+            chosen = {**chosen, **added}
         return chosen
 
-    def value(chosen: Faster) -> list[int]:
-        kept = dict.fromkeys(kinds, 0)
+    def kept(chosen: Faster) -> list[int]:
+        elements = dict.fromkeys(kinds, 0)
         for unit, state in chosen.keys() - placed.keys():
-            kept[state] += layouts[unit].shard_numel
-        return [min(0, host - needed(chosen)), *kept.values()]
+            elements[state] += layouts[unit].shard_numel
+        return list(elements.values())
 
-    sets = chain.from_iterable(combinations(kinds, count) for count in range(len(kinds) + 1))
-    return max(map(filled, sets), key=value)
+    whole = place(
+        layouts, policy, {**placed, **{key: "host" for state in kinds for key in _in_host(state, kinds[state])}}
+    )
+    bare = needed(placed)
+    # A choice needs at least the bytes of its states, and gains nothing if it needs more than none.
+    saving = [start for start in _starts(kinds) if sum(whole.of(*key).nbytes for key in start) < bare]
+    starts = [({**placed, **start}, needed({**placed, **start})) for start in saving]
+    accepted = [(start, nbytes) for start, nbytes in starts if nbytes <= host]
+    if not accepted:
+        return min(starts, key=lambda each: each[1])[0]
+    return max((filled(start) for start in _useful(accepted)), key=kept)
+
+
+def _starts(kinds: Mapping[State, Sequence[UnitLayout]]) -> Iterator[Faster]:
+    """Yield every combination of the largest units of each kind: none, those of the largest sizes, or all."""
+
+    def largest(units: Sequence[UnitLayout]) -> list[list[UnitLayout]]:
+        sizes = sorted({unit.shard_numel for unit in units}, reverse=True)
+        least = [*sizes[:_CLASSES], *sizes[-1:]]
+        return [[], *([unit for unit in units if unit.shard_numel >= size] for size in dict.fromkeys(least))]
+
+    for choice in product(*map(largest, kinds.values())):
+        yield {key: "host" for state, units in zip(kinds, choice, strict=True) for key in _in_host(state, units)}
+
+
+def _useful(starts: Sequence[tuple[Faster, int]]) -> Iterator[Faster]:
+    """Yield the choices without those that contain another one of as few bytes: they can only keep other units."""
+    for start, nbytes in starts:
+        if not any(other.keys() < start.keys() and fewer <= nbytes for other, fewer in starts):
+            yield start
 
 
 def turns(

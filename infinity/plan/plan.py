@@ -311,7 +311,8 @@ def _fix(plan: Plan, tier: str) -> str:
     tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
     extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
     pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
-    if extents >= pools or plan.policy.resident:
+    movable = any(plan.policy.tier_of(state) in tiers for state in (State.PARAM, State.OPTIM))
+    if plan.policy.resident or (movable and extents >= pools):
         devices = "nvme" if "host" in tiers else "cpu or nvme"
         return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
     keys = (
@@ -323,4 +324,6 @@ def _fix(plan: Plan, tier: str) -> str:
     if len(slot.shape) != 2 or 2 * slot.numel < largest.numel:
         return keys
     nbytes = slot.numel * largest.dtype.itemsize
-    return f"{keys}; {slot.name} alone has {nbytes:,} bytes, and infinity.nn.tile splits an nn.Linear"
+    return (
+        f"{keys}; {slot.name} alone has {nbytes:,} bytes, which infinity.nn.tile splits if it belongs to an nn.Linear"
+    )

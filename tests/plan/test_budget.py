@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from torch import nn
 
 import infinity
 from infinity.comm.communicator import Communicator
@@ -20,7 +21,8 @@ from infinity.engine import budget as resolved
 from infinity.engine.platform import Machine
 from infinity.engine.wiring import plan_model
 from infinity.errors import ConfigError, OutOfMemoryError, StorageError
-from infinity.plan.budget import spread
+from infinity.plan import budget as budgets, plan as plans
+from infinity.plan.budget import Faster, spread
 from infinity.plan.placement import State, aligned
 from infinity.plan.plan import Plan, shortage
 from infinity.tiers.device import CpuDevice
@@ -39,8 +41,13 @@ def planned(folder: Path, host: Any = None, *, late: bool = False, model: str = 
 
 
 @cache
-def stack(size: str) -> Stack:
-    """A model to plan. The states of a deep one take more bytes than their buffers, those of a flat one fewer."""
+def stack(size: str) -> nn.Module:
+    """A model to plan. The states of a deep one take more bytes than their buffers, those of a flat one fewer. The
+    embedding of an uneven one is much larger than its layers, which have three sizes in an odd one.
+    """
+    if size in ("uneven", "odd"):
+        widths = {"uneven": [128] * 100, "odd": [256, 16, 16]}[size]
+        return seeded(lambda: nn.Sequential(nn.Embedding(4000, 128), *(nn.Linear(128, each) for each in widths)))
     width, depth = {"small": (32, 6), "deep": (256, 24), "flat": (128, 2)}[size]
     return seeded(lambda: Stack(width, depth))
 
@@ -53,6 +60,7 @@ def share(plan: Plan, state: State) -> float:
     return in_host(plan, state) / sum(e.nbytes for (_, kind), e in plan.placement.extents.items() if kind is state)
 
 
+UNEVEN: dict[str, Any] = {"tile_size": "auto", "unit_size": 4096}
 CASES: dict[str, dict[str, Any]] = {"on arrival": {}, "clipping": {"clip": 1.0}, "accumulation": {"accumulation": 4}}
 
 
@@ -65,12 +73,12 @@ def order_of(case: str, *, late: bool) -> tuple[State, ...]:
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", ["small", "deep"])
+@pytest.mark.parametrize("model", ["small", "deep", "uneven"])
 def test_kinds_of_states_fill_host_memory_in_turn(model: str, case: str, late: bool, tmp_path: Path) -> None:
     """States that a step moves most often come first, and optimizer states if the host computes. A larger budget never
     holds fewer of the first kind, nor of another unless the ones before it get more.
     """
-    options = {"late": late, "model": model, **CASES[case]}
+    options = {"late": late, "model": model, **CASES[case], **(UNEVEN if model == "uneven" else {})}
     bare = planned(tmp_path, **options)
     order, before, mixed = order_of(case, late=late), (0.0,), 0
     states = sum(aligned(extent.nbytes) for extent in bare.placement.extents.values())
@@ -87,22 +95,44 @@ def test_kinds_of_states_fill_host_memory_in_turn(model: str, case: str, late: b
         left = [extent for extent in plan.placement.extents.values() if extent.tier == "nvme"]
         assert all(free < aligned(extent.nbytes) for extent in left), "room for one more"
     assert before == (1.0, 1.0, 1.0)
-    assert mixed or model == "small"
+    assert mixed or model != "deep"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("case", CASES)
-def test_budgets_from_the_least_on_are_accepted(case: str, late: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["flat", "uneven"])
+def test_budgets_from_the_least_on_are_accepted(model: str, case: str, late: bool, tmp_path: Path) -> None:
     """The bytes of the error are those of the smallest budget that is accepted. It keeps optimizer states in host
     memory here, where they take fewer bytes than the buffers with which they are read.
     """
-    options: dict[str, Any] = {"late": late, "model": "flat", "tile_size": "auto", **CASES[case]}
+    options: dict[str, Any] = {"late": late, "model": model, **UNEVEN, **CASES[case]}
     least = planned(tmp_path, 1, **options).peak_of_host()
     assert least < planned(tmp_path, **options).peak_of_host()
     for host in (1, least // 2, least - 4096, least - 1, least, least + 1, least + 65536, 2 * least, 8 * least):
         missing = shortage(planned(tmp_path, host, **options), {"host": 1 << 40, "device": 1 << 40})
         assert (missing is None) == (host >= least)
         assert missing is None or missing[1:3] == (least, host)
+        assert missing is None or "offload_param" not in missing[3], "all states may be on nvme already"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_least_budget_is_that_of_the_best_choice(
+    case: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All choices of states are tried: no other one needs fewer bytes of host memory."""
+    needs = []
+
+    def fill(*arguments: Any) -> Faster:
+        needs.append(arguments[-1])
+        return budgets.fill(*arguments)
+
+    monkeypatch.setattr(plans, "fill", fill)
+    plan = planned(tmp_path, 1, late=late, model="odd", **UNEVEN, **CASES[case])
+    states = [(unit.index, state) for unit in plan.units for state in State]
+    assert len(plan.units) == 4 and len({unit.shard_numel for unit in plan.units}) == 3
+    choices = chain.from_iterable(combinations(states, count) for count in range(len(states) + 1))
+    assert plan.peak_of_host() == min(needs[0](dict.fromkeys(choice, "host")) for choice in choices)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
