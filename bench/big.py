@@ -7,7 +7,7 @@ Random weights, moments of 8 bits, batch 1, sequence 128, checkpointed blocks, a
 100 MB ahead (`infinity.prefetch_bytes`). The process runs in a control group with --limit bytes of memory where the
 machine allows that. Beside the step stand the two times that bound it: `compute`, the forward and backward of one block
 in memory × blocks, and the bytes of a step ÷ the drive's mixed bandwidth, measured before and after each step. Writes
-bench/results/big.json, then draws bench/results/big.md from it.
+bench/results/big.json, then draws bench/results/big.md and big.png from it.
 """
 
 from __future__ import annotations

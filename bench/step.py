@@ -12,7 +12,7 @@ by round, since machines are shared: compare medians and ratios. `plain` keeps a
 memory and updates with torch's fused AdamW. `bound` is the bytes a step moved over the disk's mixed bandwidth, measured
 before and after the steps, in the same process, with the update's own pattern (10 MB reads and writes, both in flight);
 with clipping, plus the backward compute, which has nothing to hide the update behind. Writes bench/results/step.json,
-then draws bench/results/step.md from it.
+then draws bench/results/step.md and step.png from it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 from harness import Result, spread
 from report.page import Report, setup, table
+from report.style import MUTED, PEER, Bar, draw_bars, new_figure, save
 
 WARM_UP = 3
 """Steps that are not counted: the first records the trace, and bytes of gradients are freed after the third."""
@@ -83,4 +85,38 @@ def rows_of(result: Result) -> str:
     return table(["figure", "value"], [[name, text] for name, text in rows.items()])
 
 
-REPORT = Report(title, fragments, figures)
+# -- the plot ----------------------------------------------------------------------------------------------------------
+
+CAPTION = "Seconds of a step and of the construction beside their bounds; bytes in memory and on the drive"
+
+
+def plot(result: Result, path: Path) -> None:
+    """Seconds on the left, bytes on the right; grey: what the blue bars are compared with."""
+    made = result["construction"]
+    times = [
+        Bar("step", seconds(result), f"{seconds(result):.1f}"),
+        grey("its bytes ÷ the drive's mixed rate", spread(transfers(result)).median),
+        grey("its compute, alone", result["compute"]),
+        Bar("construction", made["seconds"], f"{made['seconds']:.1f}"),
+        grey("its bytes ÷ the drive's write rate", made["written"] / result["write"]),
+    ]
+    sizes = [
+        Bar("peak RSS", result["peak_rss"] / 1e9, f"{result['peak_rss'] / 1e9:.2f}"),
+        grey("states on the drive", result["drive"] / 1e9),
+        grey("bf16 parameters alone", 2 * result["parameters"] / 1e9),
+    ]
+    height = 0.36 * len(times) + 1.35
+    figure = new_figure(12, height, title=title(result), subtitle="8-bit moments, checkpointed blocks", left=0.02)
+    bottom, area = 0.35 / height, 1 - 1.35 / height
+    draw_bars(figure.add_axes((0.22, bottom, 0.33, area)), times, room=1.2)
+    draw_bars(figure.add_axes((0.71, bottom, 0.27, area)), sizes, room=1.25)
+    figure.text(0.22, 1 - 0.9 / height, "seconds", fontsize=9, color=MUTED)
+    figure.text(0.71, 1 - 0.9 / height, "GB", fontsize=9, color=MUTED)
+    save(figure, path)
+
+
+def grey(name: str, value: float) -> Bar:
+    return Bar(name, value, f"{value:.1f}", PEER)
+
+
+REPORT = Report(title, fragments, figures, plot, CAPTION)

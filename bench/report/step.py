@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from harness import Result, median, spread
+from harness import Result, median, median_ratio, spread
 from report.page import Report, setup, table
+from report.style import MUTED, PEER, Bar, draw_bars, new_figure, save
 
 ROWS = {
     "infinity_seconds": "step, s",
@@ -65,7 +67,7 @@ def column(result: Result, ours: list[dict[str, Any]], clip: str) -> dict[str, f
     return {
         "infinity_seconds": seconds,
         "plain_seconds": base,
-        "ratio_to_plain": seconds / base,
+        "ratio_to_plain": median_ratio(each, (over_steps([run], "seconds") for run in plain)),
         "bound_seconds": spread(drives).median + hidden,
         "ratio_to_bound": spread(own / (drive + hidden) for own, drive in zip(each, drives, strict=True)).median,
         "ratio_to_drive": spread(own / drive for own, drive in zip(each, drives, strict=True)).median,
@@ -117,7 +119,8 @@ def figures_table(result: Result) -> str:
     measured = "before and after the steps of each process" if around else "once a round"
     legend = (
         f"Bound: the bytes of a step ÷ the disk's rate, measured {measured}; with clipping, plus the plain loop's "
-        "backward.\nTimes are medians of steps, and ratios to the disk medians of processes."
+        "backward.\n"
+        "Times are medians of all steps. Ratios are medians over processes; those to plain are taken within a round."
     )
     return f"{legend}\n\n{table(['', *found], rows)}"
 
@@ -133,4 +136,41 @@ def figures(result: Result) -> dict[str, float]:
     return found
 
 
-REPORT = Report(title, fragments, figures)
+# -- the plot ----------------------------------------------------------------------------------------------------------
+
+CAPTION = "Seconds and peak memory of a step, beside the plain loop in memory and the disk"
+
+
+def plot(result: Result, path: Path) -> None:
+    """Step times on the left, peak memory on the right; plain loops first, then the formats of moments."""
+    found = columns(result)
+    times, peaks = [], []
+    for clipping in (False, True):
+        chosen = {name: one for name, one in found.items() if ("clipping" in name) == clipping}
+        plain = next(iter(chosen.values()))
+        name = "plain loop in memory" + (", clipping 1" if clipping else "")
+        times.append(Bar(name, plain["plain_seconds"], f"{plain['plain_seconds']:.2f}", PEER))
+        peaks.append(Bar(name, plain["plain_peak_rss_gb"], f"{plain['plain_peak_rss_gb']:.2f}", PEER))
+        for name, one in chosen.items():
+            label = f"{one['infinity_seconds']:.2f}, {one['ratio_to_plain']:.2f} × plain"
+            times.append(Bar(f"Infinity, {name}", one["infinity_seconds"], label, bound=one["bound_seconds"]))
+            peaks.append(Bar(name, one["peak_rss_gb"], f"{one['peak_rss_gb']:.2f}"))
+    height = 0.36 * len(times) + 1.6
+    figure = new_figure(12, height, title=title(result), subtitle=shape(result), left=0.02)
+    bottom, top = 0.35 / height, 1.2 / height
+    draw_bars(figure.add_axes((0.24, bottom, 0.41, 1 - bottom - top)), times)
+    draw_bars(figure.add_axes((0.69, bottom, 0.29, 1 - bottom - top)), peaks, names=False, room=1.2)
+    bound = "the bytes of a step ÷ the disk's rate; with clipping, plus the plain loop's backward"
+    figure.text(0.02, 1 - 0.84 / height, f"Black lines: {bound}.", fontsize=9, color=MUTED)
+    figure.text(0.24, 1 - 1.12 / height, "seconds a step, median", fontsize=9, color=MUTED)
+    figure.text(0.69, 1 - 1.12 / height, "peak RSS, GB", fontsize=9, color=MUTED)
+    save(figure, path)
+
+
+def shape(result: Result) -> str:
+    args = result["args"]
+    sizes = f"batch {args['batch']}, sequence {args['sequence']}"
+    return f"GPT-2: {sizes}, bf16, AdamW; {args['rounds']} processes of each kind."
+
+
+REPORT = Report(title, fragments, figures, plot, CAPTION)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +31,35 @@ def dress(axes: Any, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.set_axisbelow(True)
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A horizontal bar: its name at the axis, its length, the text at its end, and a bound to mark."""
+
+    name: str
+    value: float
+    label: str
+    colour: str = OURS
+    bound: float | None = None
+
+    @property
+    def reach(self) -> float:
+        return max(self.value, self.bound or 0.0)
+
+
+def draw_bars(axes: Any, bars: Sequence[Bar], *, names: bool = True, room: float = 1.3) -> None:
+    """Draw `bars` from top to bottom. room: the axis's length ÷ the longest bar, for the texts."""
+    places = range(len(bars))[::-1]
+    for place, bar in zip(places, bars, strict=True):
+        axes.barh(place, bar.value, height=0.66, color=bar.colour)
+        if bar.bound is not None:
+            mark(axes, bar.bound, place)
+        axes.text(bar.reach, place, f"  {bar.label}", va="center", fontsize=8, color=LABEL)
+    axes.set_yticks(places, [bar.name for bar in bars] if names else [""] * len(bars), fontsize=8)
+    axes.set_ylim(-0.6, len(bars) - 0.4)
+    axes.set_xlim(0, room * max(bar.reach for bar in bars))
+    dress(axes, "x")
 
 
 def mark(axes: Any, value: float, place: float) -> None:

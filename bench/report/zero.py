@@ -7,7 +7,7 @@ from typing import Any
 
 from harness import Result, grouped, median, median_ratio
 from report.page import Report, setup, table
-from report.style import LABEL, MUTED, OURS, PEER, dress, mark, new_figure, save
+from report.style import MUTED, OURS, PEER, Bar, draw_bars, new_figure, save
 from zero_contenders import CONTENDERS, Contender
 
 COLLECTIVES = {
@@ -135,42 +135,35 @@ def figures(result: Result) -> dict[str, float]:
 
 def plot(result: Result, path: Path) -> None:
     """Step times on the left, bytes on the wire on the right."""
-    found = rows(result)[::-1]
+    found = rows(result)
     height = 0.42 * len(found) + 1.9
     figure = new_figure(12, height, title=title(result), left=0.02)
     bottom, top = 0.45 / height, 1.05 / height
     left = figure.add_axes((0.25, bottom, 0.42, 1 - bottom - top))
     right = figure.add_axes((0.71, bottom, 0.27, 1 - bottom - top))
-    for place, row in enumerate(found):
-        colour = OURS if row["name"].startswith("infinity") else PEER
-        draw_time(left, place, row, colour)
-        draw_bytes(right, place, row, colour)
-    left.set_yticks(range(len(found)), [row["title"] for row in found], fontsize=8)
-    right.set_yticks([])
-    left.set_xlim(0, 1.5 * max(row["seconds"] for row in found) * 1e3)
-    right.set_xlim(0, 1.2 * max(max(row["wire"], row["wire_theory"]) for row in found) / 1e6)
-    for axes in (left, right):
-        dress(axes, "x")
+    draw_bars(left, [time_bar(row) for row in found], room=1.5)
+    draw_bars(right, [bytes_bar(row) for row in found], names=False, room=1.2)
     figure.text(0.25, 1 - 0.88 / height, "ms a step", fontsize=9, color=MUTED)
     figure.text(0.71, 1 - 0.88 / height, "MB that a rank sends; black lines: the theory", fontsize=9, color=MUTED)
     save(figure, path)
 
 
-def draw_time(axes: Any, place: int, row: Row, colour: str) -> None:
+def time_bar(row: Row) -> Bar:
     milliseconds = row["seconds"] * 1e3
     label = f"{milliseconds:.0f} ms"
     if "ratio" in row:
         peer = CONTENDERS[row["against"]].title.split(",")[0].replace("DistributedDataParallel", "DDP")
         label += f", {row['ratio']:.2f} × {peer}"
-    axes.barh(place, milliseconds, height=0.66, color=colour)
-    axes.text(milliseconds, place, f"  {label}", va="center", fontsize=8, color=LABEL)
+    return Bar(row["title"], milliseconds, label, colour(row))
 
 
-def draw_bytes(axes: Any, place: int, row: Row, colour: str) -> None:
-    sent, bound = row["wire"] / 1e6, row["wire_theory"] / 1e6
-    axes.barh(place, sent, height=0.66, color=colour)
-    mark(axes, bound, place)
-    axes.text(max(bound, sent), place, f"  {sent:.0f}", va="center", fontsize=8, color=LABEL)
+def bytes_bar(row: Row) -> Bar:
+    sent = row["wire"] / 1e6
+    return Bar(row["title"], sent, f"{sent:.0f}", colour(row), bound=row["wire_theory"] / 1e6)
+
+
+def colour(row: Row) -> str:
+    return OURS if row["name"].startswith("infinity") else PEER
 
 
 REPORT = Report(title, fragments, figures, plot, "Step time and bytes")
