@@ -19,13 +19,15 @@ import torch
 
 import harness
 from infinity.config import Config
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.gpt2.model import GPT2Config
 from infinity.observe.intervals import seconds, union, within
 from infinity.observe.timeline import LANES
 from infinity.sim.device import DeviceFacts
 from infinity.sim.links import Links
+from infinity.sim.models import gpt2
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
+from infinity.sizes import parse_size
 from report.page import publish
 
 LINKS = Links(
@@ -52,6 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=50257)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
+    parser.add_argument("--tile", default="2GiB", help="largest fp32 weight of a linear layer that is no tile")
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--per-node", type=int, default=16, help="ranks of a node, which share its drive and memory")
     parser.add_argument("--steps", type=int, default=3)
@@ -98,10 +101,10 @@ def simulated(args: argparse.Namespace) -> harness.Result:
         hidden_size=args.hidden,
         num_attention_heads=args.heads,
         checkpoint_activations=True,
+        tie_word_embeddings=False,  # a tied head cannot be tiled
     )
     began = time.process_time()
-    with torch.device("meta"):
-        model = GPT2(shape)
+    model = gpt2(shape, parse_size(args.tile)).module
     built = time.process_time()
     tokens = torch.zeros(args.batch, args.sequence + 1, dtype=torch.int64)
     step = simulate(
@@ -123,6 +126,7 @@ def simulated(args: argparse.Namespace) -> harness.Result:
         "units": len(step.plan.units),
         "ranks": [args.ranks, args.per_node],
         "batch": args.batch,
+        "tile": args.tile,
         "steps": args.steps,
         "process_seconds": {"model": built - began, "simulation": ended - built},
         "step_seconds": step.seconds,
@@ -131,6 +135,7 @@ def simulated(args: argparse.Namespace) -> harness.Result:
         "exposed": dict(step.exposed),
         "moved": dict(step.moved),
         "peak_bytes": dict(step.peak_bytes),
+        "activation_bytes": step.working_bytes,
         "busy": busy(step),
         "links": asdict(LINKS),
         "device": asdict(DEVICE),

@@ -27,10 +27,12 @@ def recipe(result: Result) -> list[str]:
     drive = "/".join(f"{links[key] / 1e9:g}" for key in ("nvme_read", "nvme_write", "nvme_mixed"))
     return [
         f"GPT-2: hidden {shape['hidden_size']}, {shape['num_layers']} layers, sequence {shape['seq_length']}, "
-        f"{result['batch']} sequences a GPU, checkpointed activations, bf16, all states on nvme.",
+        f"{result['batch']} sequences a GPU, checkpointed activations, bf16, all states on nvme, linear layers in "
+        f"tiles of {result['tile']} (`infinity.nn.tile`).",
         f"{ranks} GPUs, {per_node} a node, which share its drive of {drive} GB/s (read/written/mixed) and its memory "
         f"of {links['memory'] / 1e9:g} GB/s.",
-        f"A GPU: {links['flops']['bfloat16'] / 1e12:g} TFLOP/s in bf16, {device['nbytes'] / 2**30:g} GiB, "
+        f"A GPU: {links['flops']['bfloat16'] / 1e12:g} TFLOP/s in bf16, {device['nbytes'] / 2**30:g} GiB of "
+        f"{device['bandwidth'] / 1e12:g} TB/s, "
         f"{links['host_to_device'] / 1e9:g} GB/s to and from it, {links['collective'] / 1e9:g} GB/s of collectives.",
     ]
 
@@ -46,6 +48,7 @@ def step(result: Result) -> str:
         ["longest wait", f"{longest}, {exposed[longest]:.1f} s"],
         ["units", str(result["units"])],
         *([f"peak of the plan on {tier}, GB a rank", f"{n / 1e9:.2f}"] for tier, n in result["peak_bytes"].items()),
+        ["peak of activations on device, GB a rank", f"{result['activation_bytes'] / 1e9:.2f}"],
         ["processor seconds: model", f"{used['model']:.1f}"],
         [f"processor seconds: {result['steps']} simulated steps", f"{used['simulation']:.1f}"],
         ["processor seconds of a simulated step", f"{used['simulation'] / result['steps']:.1f}"],

@@ -328,7 +328,10 @@ def bench_links(
     collective             output of an all-gather, on each rank
     flops                  a transformer block's matmul, by dtype:
                            float32, bfloat16, float16
-    baseline_rss           memory of a process that has imported torch
+    weights                bytes/s at which a matmul of 16 rows reads
+                           its weight, by dtype
+    baseline_rss           memory of a process that trained one small
+                           layer with torch
     machine, measurement   what was measured, and how
 
     For collective, start it on several ranks: torchrun --nproc-per-node 2 -m infinity.cli.main bench-links …
@@ -354,7 +357,7 @@ def plan(
     vocab_size: Annotated[int | None, typer.Option(min=1, help="GPT-2: rows of the embedding.")] = None,
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step, all ranks together; by default the config's, or 8.")
+        int | None, typer.Option(min=1, help="Sequences of a step, of all ranks; by default the config's, or 8 a rank.")
     ] = None,
     untie_embeddings_and_output_weights: Annotated[
         bool, typer.Option("--untie-embeddings-and-output-weights", help="GPT-2: the head has a weight of its own.")
@@ -378,7 +381,7 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
     device_memory: Annotated[str | None, typer.Option(help="Memory of a GPU.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Memory of a node; by default this machine's.")] = None,
-    nvme: Annotated[str | None, typer.Option(help="Drive of a node; by default this folder's free space.")] = None,
+    nvme: Annotated[str | None, typer.Option(help="Drive of a node; by default the free space here.")] = None,
     endurance: Annotated[
         str | None, typer.Option(help="Bytes that the drives of a node are rated for, such as 1.2PB (TBW).")
     ] = None,
@@ -388,7 +391,9 @@ def plan(
     formats: Annotated[
         Formats, typer.Option(help="Formats of states; paper: the ZeRO-Infinity paper's 20 bytes a parameter.")
     ] = Formats.ENGINE,
-    this_machine: Annotated[bool, typer.Option("--this-machine", help="Plan for this machine.")] = False,
+    this_machine: Annotated[
+        bool, typer.Option("--this-machine", help="Plan for this machine, as if idle, and time operations here.")
+    ] = False,
     max_model: Annotated[
         bool, typer.Option("--max-model", help="GPT-2: print the most layers that fit, and predict nothing else.")
     ] = False,

@@ -25,7 +25,7 @@ from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.measured import MeasuredTimes
 from infinity.sim.models import PlannedModel, gpt2, of_transformers
-from infinity.sim.needs import KINDS, TIERS
+from infinity.sim.needs import KINDS, TIERS, memory_name
 from infinity.sim.planner import Formats, Prediction, largest, predict
 from infinity.sim.simulate import Simulation
 
@@ -63,7 +63,9 @@ def run(flags: Flags) -> None:
         timed = {"--bandwidths": flags.bandwidths, "--endurance": flags.endurance, "--trace": flags.trace}
         if flags.formats != "engine" and any(timed.values()):
             given = ", ".join(option for option, value in timed.items() if value)
-            fail(f"--formats paper counts bytes, since the engine does not train in them: leave out {given}")
+            fail(
+                f"--formats paper counts bytes only, since the engine does not train in its formats: leave out {given}"
+            )
         if flags.bandwidths is None and (flags.endurance is not None or flags.trace is not None):
             fail("--endurance and --trace need the seconds of a step: give --bandwidths")
         if flags.trace is not None:
@@ -172,7 +174,7 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     computes = f"{counted(machine.gpus, 'GPU')} each" if machine.gpus else "the host computes"
     work = f"{show_count(found.parameters)} parameters, {found.sequences} sequences a step"
     yield Text(printable(f"{found.model}, {work}; {nodes}, {computes}"), style="bold")
-    fits = "fits" if not needs.limits else f"does not fit: too little {', '.join(needs.limits)}"
+    fits = "fits" if not needs.limits else f"does not fit: too little {' and '.join(map(memory_name, needs.limits))}"
     yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("bytes of a node")
@@ -185,8 +187,8 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     yield table
     for tier in TIERS:
         if passing := needs.passing[tier]:
-            steps = "in steps that use units in a new order, such as the first three"
-            yield f"{show_bytes(passing)} of {tier} hold gradients only {steps}"
+            when = "all in the first three steps, later those of units in a new order or in infinity.forward_updates"
+            yield f"gradients may take {show_bytes(passing)} of {tier}: {when}"
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"

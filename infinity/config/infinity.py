@@ -47,7 +47,7 @@ class Memory(Section):
     """Limit on the bytes of device memory for this engine and the model's activations; by default all of it. On an
     accelerator, torch may allocate no more. On the CPU, the limit covers buffers of units and gradients and states of
     offload device `none`, but no activations. `unit_size: auto` is at most a 16th of the limit, or 64MiB if that is
-    more. `prefetch_bytes: auto` leaves half of the memory without states and gradients to activations.
+    more. `prefetch_bytes: auto` leaves to activations half of the memory that states and gradients do not take.
 
     On an accelerator, states that `offload_*` places elsewhere stay on the device while they and the buffers take at
     most half of the limit. Units get room in the order of the model, each with all its states; frozen units come last.

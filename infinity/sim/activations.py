@@ -38,7 +38,8 @@ def open_simulated_room(
         return SimulatedHostRoom(device, clock, count)
     if drive is None:
         raise ConfigError(
-            "infinity.activations are on nvme, and the bandwidths have no nvme_read and nvme_write: measure them"
+            "infinity.activations are on nvme, and the bandwidths lack nvme_read or nvme_write: measure them with "
+            "infinity bench-links"
         )
     return SimulatedDiskRoom(plan.io, drive, device, count)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from infinity.engine.budget import host_share
 from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Exceeded, Plan, exceeded
@@ -85,12 +86,23 @@ def advice(plan: Plan, needs: Needs, *, checkpointed: bool) -> Iterator[str]:
     checkpointed: the model recomputes activations already.
     """
     for over in needs.exceeded:
-        yield f"infinity.memory.{over.tier} lacks {show_bytes(over.needed - over.limit)} a rank: {over.fix}"
+        yield f"infinity.memory.{over.tier} is {show_bytes(over.needed - over.limit)} a rank too small: {over.fix}"
     for tier in needs.lacking:
         missing = needs.missing(tier)
-        memory = tier if tier == "nvme" else f"{tier} memory"
         changes = _changes(plan, needs, tier, checkpointed=checkpointed)
-        yield f"{memory} lacks {show_bytes(missing)}: {', and '.join(enough(changes, missing))}"
+        yield f"{memory_name(tier)} lacks {show_bytes(missing)}: {', and '.join(enough(changes, missing))}"
+
+
+def memory_name(tier: str) -> str:
+    return tier if tier == "nvme" else f"{tier} memory"
+
+
+def kept_by_auto(plan: Plan, needs: Needs) -> int:
+    """Return the bytes of a node's states that `infinity.memory.host: "auto"` keeps in host memory at most."""
+    computes_on_host = plan.device.host_addressable
+    filled = sum(nbytes for kind, nbytes in needs.tiers["host"].items() if kind != "activations")
+    room = host_share(needs.available["host"], computes_on_host=computes_on_host) - filled
+    return max(0, min(room, needs.available["host"] - needs.peak["host"]))
 
 
 def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:

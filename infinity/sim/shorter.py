@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
-from infinity.sim.needs import Needs
+from infinity.sim.needs import Needs, kept_by_auto
 from infinity.sim.simulate import Simulation
 
 if TYPE_CHECKING:
@@ -32,19 +32,19 @@ def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed
     checkpointed: the model recomputes activations already.
     """
     lanes = sorted(simulation.exposed.items(), key=lambda item: -item[1])
-    free = needs.available["host"] - needs.peak["host"]
+    kept = kept_by_auto(simulation.plan, needs)
     given: set[str] = set()
     for lane, seconds in lanes:
         if seconds < _EXPOSED * simulation.seconds:
             return
-        if lane in ("nvme_read", "nvme_write") and free > 0 and config.infinity.memory.host is None:
-            change = f'set infinity.memory.host to "auto", since {show_bytes(free)} of host memory are free'
+        if lane in ("nvme_read", "nvme_write") and kept > 0 and config.infinity.memory.host is None:
+            change = f'set infinity.memory.host to "auto", which keeps up to {show_bytes(kept)} of states off the drive'
         elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
-            change = 'infinity.moments "bf16" or "8bit" move fewer bytes'
+            change = 'set infinity.moments to "bf16" or "8bit", which moves fewer bytes'
         elif lane == "activations":
             change = "raise infinity.activations.memory_bytes" + ("" if checkpointed else ", or checkpoint activations")
         else:
-            change = "raise the micro-batch, which moves no more bytes a step"
+            change = "raise the micro-batch: a step computes longer and moves as many bytes of states"
         if change not in given:
             given.add(change)
             yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {lane}: {change}"

@@ -114,6 +114,11 @@ def simulate(
     """
     _separate_tiles(model)
     facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
+    if ranks.size > 1 and links.collective is None:
+        raise ConfigError(
+            f"the bandwidths have no collective, which {ranks.size} ranks need: measure it with infinity bench-links "
+            "under torchrun, on at least 2 ranks, or add the bytes/s"
+        )
     place = _device(clock, facts, links, ranks, times)
     compute = Compute(clock, place, links)
     primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links))
@@ -232,7 +237,10 @@ def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks, times:
     if facts.host_addressable:
         return SimulatedHost(clock, facts, memory, times)
     if links.host_to_device is None or links.device_to_host is None:
-        raise ConfigError("a device has memory of its own, and the bandwidths have no host_to_device: measure it there")
+        raise ConfigError(
+            "the bandwidths lack host_to_device or device_to_host, which a plan with GPUs needs: measure them with "
+            "infinity bench-links on a machine with such a GPU, or add the bytes/s"
+        )
     return SimulatedAccelerator(clock, facts, memory, links.host_to_device, links.device_to_host)
 
 

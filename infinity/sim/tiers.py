@@ -75,5 +75,8 @@ class SimulatedNvme(NvmeTier):
 
 def _nvme(plan: Plan, device: Device, drive: Drive | None) -> Tier:
     if drive is None:
-        raise ConfigError("states are on nvme, and the bandwidths have no nvme_read and nvme_write: measure them")
+        raise ConfigError(
+            "states are on nvme, and the bandwidths lack nvme_read or nvme_write: measure them with "
+            "infinity bench-links"
+        )
     return SimulatedNvme(plan, device, drive)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from infinity.observe.units import show_bytes
 from infinity.plan.formats import state_format
 from infinity.plan.placement import State
-from infinity.sim.needs import Needs, enough
+from infinity.sim.needs import Needs, enough, kept_by_auto
 from infinity.sim.simulate import Simulation
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ def _changes(wear: Wear, config: Config, simulation: Simulation, needs: Needs, r
     """Yield (bytes that a step writes less, change)."""
     plan, held = simulation.plan, needs.tiers["nvme"]
     stored = held["params"] + held["gradients"] + held["optimizer"]
-    free = needs.available["host"] - needs.peak["host"]
-    if free > 0 and simulation.nvme_bytes_written and config.infinity.memory.host is None:
+    kept = kept_by_auto(plan, needs)
+    if kept > 0 and simulation.nvme_bytes_written and config.infinity.memory.host is None:
         gradients = sum(n for name, n in simulation.order.get("nvme_write", ()) if name.startswith("gradient")) * ranks
         what = "gradients and states" if gradients else "states"
-        less = int(simulation.nvme_bytes_written * ranks * min(1.0, free / stored))
-        yield less, f'infinity.memory.host "auto" keeps {what} off the drive, up to {show_bytes(less)} a step'
+        less = int(simulation.nvme_bytes_written * ranks * min(1.0, kept / stored))
+        yield less, f'set infinity.memory.host to "auto", which writes up to {show_bytes(less)} of {what} less a step'
     if config.infinity.moments != "8bit":
         less = 0
         for layout in plan.units:
@@ -89,7 +89,7 @@ def _changes(wear: Wear, config: Config, simulation: Simulation, needs: Needs, r
                 smaller = state_format(layout.dtype, config.infinity.master, config.optimizer.rule, "8bit")
                 less += (extent.nbytes - smaller.nbytes(layout.shard_numel)) * ranks * (extent.tier == "nvme")
         if less > 0:
-            yield less, f'infinity.moments "8bit" write {show_bytes(less)} less a step'
+            yield less, f'set infinity.moments to "8bit", which writes {show_bytes(less)} less a step'
 
 
 def _shown(days: float) -> str:

@@ -107,7 +107,7 @@ def test_a_limit_that_the_engine_refuses_does_not_fit(limit: dict[str, str], rat
         found = planned(*SHAPE, "--config", file, *MEMORY, *options, code=1)
         assert (found["fits"], found["limits"]) == (False, [tier])
         error = refusal.value
-        lacks = f"infinity.memory.{tier} lacks {show_bytes(error.needed - error.available)} a rank: {error.hint}"
+        lacks = f"infinity.memory.{tier} is {show_bytes(error.needed - error.available)} a rank too small: {error.hint}"
         assert found["advice"][0] == lacks
 
 
@@ -238,7 +238,7 @@ def test_a_drive_that_is_worn_out_within_a_year_gets_advice(rates: Path, tmp_pat
     year = 365 * step["nvme_bytes_written_a_day"]
     assert not advised(written({}, "--endurance", str(int(1.01 * year))))
     (line,) = advised(written({}, "--endurance", str(int(0.99 * year))))
-    assert line.startswith('the drive\'s rating is reached in 361 days: infinity.memory.host "auto" keeps states')
+    assert line.startswith('the drive\'s rating is reached in 361 days: set infinity.memory.host to "auto"')
     assert written({"memory": {"host": "auto"}})["step"]["nvme_bytes_written"] == 0
     eight = written({"moments": "8bit"})
     less = step["nvme_bytes_written"] - eight["step"]["nvme_bytes_written"]
@@ -246,7 +246,7 @@ def test_a_drive_that_is_worn_out_within_a_year_gets_advice(rates: Path, tmp_pat
         ("--endurance", "1GB", "--host-memory", str(one["peak_host_bytes"])) for one in (before, eight)
     )
     (line,) = advised(written({}, *full))
-    assert 'infinity.moments "8bit" write' in line
+    assert 'infinity.moments to "8bit", which writes' in line
     (line,) = advised(written({"moments": "8bit"}, *full_of_eight))
     assert line.endswith("use a drive with a higher rating")
     assert less > 0

@@ -296,8 +296,16 @@ def test_a_trace_has_the_last_step_in_its_lanes(tmp_path: Path) -> None:
 
 
 def test_states_on_a_drive_without_bandwidth_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no nvme_read and nvme_write"):
+    with pytest.raises(ConfigError, match="lack nvme_read or nvme_write: measure them with infinity bench-links"):
         run(tmp_path, replace(LINKS, nvme_read=None, nvme_write=None, nvme_mixed=None))
+    assert_no_threads()
+
+
+def test_ranks_and_devices_without_bandwidth_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no collective, which 4 ranks need: .* under torchrun"):
+        run(tmp_path, replace(LINKS, collective=None), ranks=Ranks(4, 2))
+    with pytest.raises(ConfigError, match=r"lack host_to_device or device_to_host"):
+        run(tmp_path, replace(LINKS, device_to_host=None), GPU)
     assert_no_threads()
 
 

@@ -23,14 +23,14 @@ def shown(links: Links) -> list[RenderableType]:
     table.add_column("", no_wrap=True)
     table.add_column("median", justify="right", no_wrap=True)
     table.add_column("range", no_wrap=True)
-    table.add_column("of", no_wrap=True)
+    table.add_column("measured on", no_wrap=True)
     for name, rate, show in _rates(links):
         how, ends = measurement["how"][name], [measurement[end].get(name) for end in ("lowest", "highest")]
         if rate is None:
             table.add_row(name, "–", "", how, style="dim")
         else:
             table.add_row(name, show(rate), _range(*map(show, ends)), how)
-    table.add_row("baseline_rss", show_bytes(links.baseline_rss), "", "torch and infinity, without a model")
+    table.add_row("baseline_rss", show_bytes(links.baseline_rss), "", "after training one small layer")
     folders = ", ".join(f"{path} ({kind})" for path, kind in machine["folders"].items())
     parts = (machine["processor"], f"{machine['cores']} cores", f"torch {machine['torch']}")
     where = f"drive: {folders}, {'direct' if machine['direct'] else 'through the page cache'}"
