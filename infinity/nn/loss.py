@@ -30,8 +30,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
             scores = logits[part].float()
             log_normalizer[part] = scores.logsumexp(-1)
             counted = targets[part] != ignore_index
-            picked = scores.gather(1, targets[part].clamp(min=0)[:, None])[:, 0]
-            total += ((log_normalizer[part] - picked) * counted).sum()
+            picked = scores.gather(1, _classes(targets[part], counted))[:, 0]
+            # Ignored rows are filled, not multiplied by 0: their logits may be infinite.
+            total += (log_normalizer[part] - picked).masked_fill_(~counted, 0.0).sum()
         count = (targets != ignore_index).sum()
         ctx.save_for_backward(logits, targets, log_normalizer, count)
         ctx.ignore_index = ignore_index
@@ -46,9 +47,14 @@ class _TokenCrossEntropy(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             counted = targets[part] != ctx.ignore_index
             softmax = (logits[part].float() - log_normalizer[part, None]).exp_()
-            softmax.scatter_add_(1, targets[part].clamp(min=0)[:, None], -torch.ones_like(softmax[:, :1]))
-            grad[part] = softmax.mul_((grad_loss / count * counted)[:, None])
+            softmax.scatter_add_(1, _classes(targets[part], counted), -torch.ones_like(softmax[:, :1]))
+            grad[part] = softmax.mul_((grad_loss / count * counted)[:, None])  # NaN logits stay NaN, as in torch
         return grad, None, None
+
+
+def _classes(targets: Tensor, counted: Tensor) -> Tensor:
+    """Return (rows, 1) indices into the logits; 0 for rows that are not counted, whose targets may be any number."""
+    return targets.masked_fill(~counted, 0)[:, None]
 
 
 def _rows(logits: Tensor) -> int:
@@ -60,9 +66,15 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
     """Return the mean cross entropy in nats, fp32 (), of `logits` (..., V) and int64 `targets` (...).
 
     `logits` may have any float dtype. Targets equal to `ignore_index` are not counted. The mean over
-    no targets is NaN, as in torch.
+    no targets is NaN, as in torch. Raises ValueError for another number of targets than of rows of logits,
+    and IndexError or RuntimeError for a target that is no class.
     """
     flat_logits, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if len(flat_logits) != len(flat_targets):
+        raise ValueError(
+            f"logits {tuple(logits.shape)} have {len(flat_logits)} rows, and targets {tuple(targets.shape)} are "
+            f"{len(flat_targets)}. Pass one target for each row."
+        )
     if logits.dtype == torch.float32 and flat_logits.numel() <= CHUNK_ELEMENTS:  # one chunk
         return F.cross_entropy(flat_logits, flat_targets, ignore_index=ignore_index)
     loss: Tensor = _TokenCrossEntropy.apply(flat_logits, flat_targets, ignore_index)  # type: ignore[no-untyped-call]

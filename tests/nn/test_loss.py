@@ -48,6 +48,45 @@ def test_no_target_counted_is_nan_as_in_torch() -> None:
     assert token_cross_entropy(torch.randn(14, 37, dtype=torch.bfloat16), torch.full((14,), -100)).isnan()
 
 
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("ignore_index", [-100, 0, 255])
+def test_ignored_rows_of_any_logits_count_nothing(ignore_index: int) -> None:
+    """A class masked with minus infinity, as of padding, and rows of NaN leave loss and gradients as torch's."""
+    torch.manual_seed(0)
+    logits = torch.randn(14, 37).bfloat16()
+    logits[:, 0] = -torch.inf
+    targets = torch.randint(1, 37, (14,))
+    targets[3] = targets[7] = ignore_index
+    logits[7, 2:] = torch.nan
+    reference, found = logits.clone().float().requires_grad_(), logits.clone().requires_grad_()
+    expected = F.cross_entropy(reference, targets, ignore_index=ignore_index)
+    torch.autograd.backward(expected)
+
+    loss = token_cross_entropy(found, targets, ignore_index)
+    torch.autograd.backward(loss)
+
+    assert loss.isfinite() and found.grad is not None and reference.grad is not None
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.grad.float(), reference.grad, rtol=1e-2, atol=1e-5, equal_nan=True)
+    assert not found.grad[3].any()
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("target", [-1, 37])
+def test_a_target_that_is_no_class_is_refused(target: int) -> None:
+    targets = torch.full((14,), 5)
+    targets[4] = target
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        token_cross_entropy(torch.randn(14, 37).bfloat16(), targets)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("count", [1, 13, 15, 28])
+def test_another_number_of_targets_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="one target for each row"):
+        token_cross_entropy(torch.randn(14, 37).bfloat16(), torch.zeros(count, dtype=torch.int64))
+
+
 def test_pieces_are_larger_on_other_devices() -> None:
     on_cpu, elsewhere = (module._rows(torch.empty(8, 64, device=device)) for device in ("cpu", "meta"))
     assert elsewhere == 16 * on_cpu == 16 * module.CHUNK_ELEMENTS // 64
