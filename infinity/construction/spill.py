@@ -8,7 +8,6 @@ them, edit them in place or through `.data`, copy or tie them. So reports and mo
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import ItemsView, Mapping, Sequence, ValuesView
@@ -99,7 +98,7 @@ class Spill:
         """Upper bound of the memory of parameters in `_used`, in bytes."""
         self._later: dict[int, _Noted] = {}
         """Parameters whose move is deferred: other references to their memory exist, or another thread may use it."""
-        self._alone = _users(torch.empty(1, device="cpu"))
+        self._alone = storage_users(torch.empty(1, device="cpu"))
 
     @property
     def nbytes(self) -> int:
@@ -155,8 +154,8 @@ class Spill:
         storage = parameter.untyped_storage()
         if storage.nbytes() < PAGE or any(file.let_go(storage) for file in self._files):
             return False
-        del storage  # `_users` would count it
-        if _users(parameter) != self._alone or noted.is_busy():
+        del storage  # `storage_users` would count it
+        if storage_users(parameter) != self._alone or noted.is_busy():
             self._later[id(parameter)] = noted
             return False
         whole = torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage())
@@ -176,12 +175,6 @@ class _Noted(NamedTuple):
 
     def is_busy(self) -> bool:
         return self.thread is not threading.current_thread() and self.thread.is_alive()
-
-
-def _users(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the numbers of tensors and of Python references to the storage of `tensor`, constant overhead included."""
-    storage = tensor.untyped_storage()
-    return storage_users(tensor), sys.getrefcount(storage)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -148,8 +149,12 @@ def _clear_cuda_error() -> None:
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """Return the number of tensors and wrappers that refer to the storage of `tensor`, itself included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    """Return the number of tensors, and of other references to the storage of `tensor`, itself included.
+
+    A storage has one Python object, of which each `untyped_storage()` is a reference.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 def return_freed_memory() -> None:

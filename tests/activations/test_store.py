@@ -115,6 +115,25 @@ def test_what_others_hold_stays_and_is_not_written(make_store: Make) -> None:
     del fillers
 
 
+def test_a_storage_that_others_hold_stays(make_store: Make) -> None:
+    """A kept `untyped_storage()` can be edited, resized and filled again without a version."""
+    store = make_store()
+    held = torch.ones(4096)
+    storage = held.untyped_storage()
+    saved = saved_in(store, held)
+    del held
+    fillers = push_out(store)
+    assert saved.stored.extent is None
+    torch.empty(0).set_(storage, 0, (4096,), (1,)).fill_(2)
+    assert saved.restore()[0] == 2
+    storage.resize_(0)
+    storage.resize_(4 * 4096).copy_(torch.full((4096,), 3.0).untyped_storage())
+    assert saved.restore()[0] == 3
+    del storage
+    fillers += push_out(store)
+    assert saved.stored.memory is None and saved.restore()[0] == 3
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

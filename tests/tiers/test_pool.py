@@ -137,6 +137,15 @@ def test_detached_and_transposed_views_count() -> None:
     assert not lease.is_referenced()
 
 
+def test_a_kept_storage_counts() -> None:
+    made = pool()
+    lease = made.lease(64)
+    kept = lease.tensor[8:16].untyped_storage()
+    assert lease.is_referenced()
+    del kept
+    assert not lease.is_referenced()
+
+
 def test_waiting_for_a_buffer() -> None:
     made = pool({64: 1})
     lease = made.lease(64)
