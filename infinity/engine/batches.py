@@ -25,7 +25,7 @@ from infinity.engine.pieces import NotInPieces
 from infinity.engine.reports import StepReports
 from infinity.engine.step import Call
 from infinity.engine.vertical import Forward, VerticalOrder, backward, hooked, is_plain_thread
-from infinity.errors import ModelError
+from infinity.errors import InfinityError, ModelError
 from infinity.observe.clock import Phase
 from infinity.observe.log import logger
 from infinity.observe.monitor import Monitor
@@ -217,6 +217,10 @@ class BatchTrainer:
                 held = order.hold(forwards)
             except NotInPieces as error:
                 reason = str(error)
+            except RuntimeError as error:  # such as an edit in place of a cut tensor; other ranks wait for this one
+                if isinstance(error, InfinityError) or not engine.ranks.is_single:
+                    raise
+                reason = f"its forward raised an error with all of them together ({error})"
         if random.moved():
             reason = reason or "it draws random numbers"
         if engine.ranks.totals(float(reason is not None))[0]:

@@ -24,15 +24,16 @@ def draw(batches: Iterator[Any], count: int) -> list[Any]:
     drawn: list[Any] = []
     states: list[ModelState] = []
     for batch in batches:
+        drawn.append(batch)
+        if len(drawn) < count:
+            states.append(ModelState(batch, by_value=True))
+            continue
         if any(state.changed() for state in states):
             raise UsageError(
                 "the iterator of engine.train_batch() wrote a micro-batch over an earlier one of the same step. All of "
                 "them are drawn before the first one runs: yield new tensors and containers, or copies (clone())."
             )
-        drawn.append(batch)
-        if len(drawn) == count:
-            return drawn
-        states.append(ModelState(batch))
+        return drawn
     raise UsageError(
         f"the iterator of engine.train_batch() ended after {len(drawn)} of {count} micro-batches "
         "(gradient_accumulation_steps). Nothing was run: make a new iterator for the next epoch, or repeat the data."

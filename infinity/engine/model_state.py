@@ -2,8 +2,9 @@
 numbers.
 
 A snapshot compares attributes by identity, containers and plain objects in them by their contents, and tensors by their
-version. It follows the globals and closures of the functions of a model's classes. It cannot see variables of functions
-that belong to torch, and states of extensions.
+version. It follows the globals and closures of the functions of a model's classes, and the attributes of modules,
+classes and objects that these name. It cannot see variables of torch, of Python's standard library and of `_LIBRARIES`,
+and states of extensions.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import pickle
 import random
 import re
 import sys
+import sysconfig
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import (
@@ -39,11 +41,15 @@ _DEPTH = 12
 """Largest depth of containers and objects below a module."""
 _ENGINES = frozenset({"forward", "_apply", "__prepare_scriptable__", "_parameters"})
 """Attributes of modules that an engine replaces."""
-_LIBRARIES = frozenset({"torch", "infinity", "numpy", "builtins", "typing", "logging", "threading", "functools"})
-"""Packages whose functions, classes and objects are not followed."""
+_LIBRARIES = frozenset({"torch", "infinity", "numpy", "huggingface_hub", "safetensors", "packaging"})
+"""Packages whose functions, classes and objects are not followed, as those of the standard library."""
+_LARGE = frozenset({"transformers"})
+"""Packages whose classes are not followed: many, and without variables that a forward sets."""
+_STANDARD = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
+_DICTIONARIES = frozenset({dict, OrderedDict})
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 _OPAQUE: tuple[type, ...] = (
-    *(int, float, complex, str, bytes, torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType),
+    *(int, float, complex, str, bytes, torch.dtype, torch.device, ModuleType, BuiltinFunctionType),
     *(GetSetDescriptorType, MemberDescriptorType, UnionType, logging.Logger, re.Pattern),
 )
 _COMPARED_BYTES = 64 << 20
@@ -71,6 +77,8 @@ class ModelState:
     def changed(self) -> str | None:
         """Return the class of an object whose contents changed since; None if none did."""
         for owner, before in self._contents.values():
+            if type(owner) in _DICTIONARIES and not owner and not before:  # as hooks of most modules
+                continue
             if not _same(_contents_of(owner), before):
                 return owner.__name__ if isinstance(owner, (type, FunctionType)) else type(owner).__name__
         for tensor, before in self._tensors:
@@ -119,13 +127,23 @@ def _visit(value: Any, found: _Contents, depth: int) -> None:
                 _visit_parts(module, found, depth)
                 for parameter in module.parameters(recurse=False):
                     _visit(parameter, found, depth)
-                for kind in type(module).__mro__:
-                    if id(kind) not in found and not _is_library(kind):
-                        _visit_parts(kind, found, depth)
+                _visit_class(type(module), found, depth)
         return
-    if isinstance(value, _OPAQUE) or (callable(value) and _is_library(value)):
-        return
-    _visit_parts(value, found, depth)
+    if isinstance(value, type):
+        _visit_class(value, found, depth)
+    elif not isinstance(value, _OPAQUE) and not (callable(value) and _is_library(value)):
+        _visit_parts(value, found, depth)
+        _visit_class(type(value), found, depth)
+
+
+def _visit_class(kind: type, found: _Contents, depth: int) -> None:
+    for base in kind.__mro__:
+        if (
+            id(base) not in found
+            and not _is_library(base)
+            and (_package(base) not in _LARGE or issubclass(base, nn.Module))
+        ):
+            _visit_parts(base, found, depth)
 
 
 def _visit_parts(owner: Any, found: _Contents, depth: int) -> None:
@@ -206,9 +224,26 @@ def _variables(function: FunctionType) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not assigned yet
             found[f"cell {name}"] = cell.cell_contents
-    for name in _global_names(function.__code__):
+    names = _global_names(function.__code__)
+    for name in names:
         if name in function.__globals__:
-            found[f"global {name}"] = function.__globals__[name]
+            value = function.__globals__[name]
+            found[f"global {name}"] = value
+            if isinstance(value, ModuleType):
+                found.update(_named_in(value, names, {value}))
+    return found
+
+
+def _named_in(module: ModuleType, names: tuple[str, ...], seen: set[ModuleType]) -> dict[str, Any]:
+    """Return the variables of `module`, and of modules in it, that have one of the names."""
+    if module.__name__.partition(".")[0] in _LIBRARIES:
+        return {}
+    present = vars(module)
+    found = {f"{module.__name__}.{name}": present[name] for name in names if name in present}
+    for value in list(found.values()):
+        if isinstance(value, ModuleType) and value not in seen:
+            seen.add(value)
+            found |= _named_in(value, names, seen)
     return found
 
 
@@ -221,8 +256,20 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", None)).partition(".")[0]
+
+
 def _is_library(value: Any) -> bool:
-    return str(getattr(value, "__module__", None)).partition(".")[0] in _LIBRARIES
+    package = _package(value)
+    return package in _LIBRARIES or (package in sys.stdlib_module_names and _is_standard(package))
+
+
+@functools.lru_cache(4096)
+def _is_standard(package: str) -> bool:
+    """Return whether the module is that of the standard library, not one of the same name in another folder."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return file is None or file.startswith(_STANDARD)
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
@@ -244,8 +291,8 @@ def _same(present: Any, before: Any) -> bool:
     if isinstance(before, dict):
         if len(present) != len(before):
             return False
-        if all(map(operator.is_, present.values(), before.values())) and all(map(_is, present, before)):
-            return True
+        if all(map(operator.is_, present.values(), before.values())) and all(map(operator.is_, present, before)):
+            return True  # of most objects, and quickly
         return all(map(_is, present, before)) and all(map(_is, present.values(), before.values()))
     if isinstance(before, list):
         return len(present) == len(before) and all(map(_is, present, before))

@@ -20,6 +20,33 @@ anchor = torch.zeros((), requires_grad=True)
 """Gives graphs that begin at a cut a leaf. Its gradient is never computed."""
 
 
+class _Count(torch.autograd.Function):
+    """Reports the number of its backward pass."""
+
+    number = -1
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        _Count.number = torch._C._current_graph_task_id()
+
+
+_count: torch.Tensor = _Count.apply(anchor)  # type: ignore[no-untyped-call]
+_one = torch.ones(())
+
+
+def backward_passes() -> int:
+    """Return the number of backward passes that this process has started before, calls of this included.
+
+    Gradients that a forward computes behind a cut run none of its nodes, so that no hook could see them.
+    """
+    torch.autograd.backward(_count, _one, retain_graph=True)
+    return _Count.number
+
+
 class NotInPieces(Exception):
     """The graph cannot be run in pieces. Its text is the reason."""
 

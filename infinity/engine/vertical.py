@@ -19,7 +19,7 @@ from infinity.engine.block_calls import calling
 from infinity.engine.coroutine import Coroutine
 from infinity.engine.model_state import ModelState
 from infinity.engine.parts import EngineParts
-from infinity.engine.pieces import Boundary, Graph, NotInPieces
+from infinity.engine.pieces import Boundary, Graph, NotInPieces, backward_passes
 from infinity.grads.held import HeldGradients
 from infinity.tiers.device import Device
 from infinity.units import residents
@@ -103,6 +103,7 @@ class VerticalOrder:
         state: that of the model before. Call it in an open scope of the store.
         """
         forwards = [Forward(batch, loss_of, self._parts) for batch in batches]
+        passes = backward_passes()
         stages = len(self._blocks) + 2  # the first ends in front of the blocks, the last follows them
         with ExitStack() as undo:
             for number, block in enumerate(self._blocks):
@@ -119,6 +120,8 @@ class VerticalOrder:
                             raise NotInPieces("its forward sets context variables")
                         if is_edge or forward is forwards[-1]:
                             _check_unchanged(state)
+                if backward_passes() != passes + 1:
+                    raise NotInPieces("its forward computes gradients")
             except BaseException:
                 for forward in forwards:
                     forward.cancel()

@@ -24,6 +24,7 @@ from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ModelError, NonFiniteError, UsageError
 from infinity.gpt2.model import GPT2, GPT2Config
+from support import counter
 from support.configs import engine_config
 from support.loops import open_engine, parameters_of
 from support.models import VOCABULARY, Block, Linears, Stack, seeded, token_batches, vector_batches
@@ -580,6 +581,36 @@ def of_depth(model: Any) -> Any:
     return model.state["a"]["b"]["c"]["d"]["e"][0]
 
 
+COUNTER = counter.Counter()
+
+
+def of_module(model: Any) -> Any:
+    counter.count += 1
+    return counter.count
+
+
+def of_function_of_module(model: Any) -> Any:
+    return counter.increase()
+
+
+def of_attribute_of_class(model: Any) -> Any:
+    counter.Counter.total += 1
+    return counter.Counter.total
+
+
+def of_class_method(model: Any) -> Any:
+    return counter.Counter.increase_total()
+
+
+def of_object(model: Any) -> Any:
+    return COUNTER.increase()
+
+
+def of_environment(model: Any) -> Any:
+    os.environ["COUNT"] = str(int(os.environ.get("COUNT", "0")) + 1)
+    return int(os.environ["COUNT"])
+
+
 class Hidden(Stack):
     """The loss is multiplied by numbers which each forward changes."""
 
@@ -587,7 +618,8 @@ class Hidden(Stack):
 
     def __init__(self, number: Callable[[Any], Any], state: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
-        STATE[0] = Hidden.shared["count"] = 0
+        STATE[0] = Hidden.shared["count"] = counter.count = counter.Counter.total = 0
+        os.environ.pop("COUNT", None)
         VARIABLE.set(0)
         self.number = number
         self.state = state()
@@ -600,6 +632,12 @@ class Hidden(Stack):
 HIDDEN: list[Callable[[], nn.Module]] = [
     partial(Hidden, of_global),
     partial(Hidden, of_class),
+    partial(Hidden, of_module),
+    partial(Hidden, of_function_of_module),
+    partial(Hidden, of_attribute_of_class),
+    partial(Hidden, of_class_method),
+    partial(Hidden, of_object),
+    partial(Hidden, of_environment),
     partial(Hidden, of_thread),
     partial(Hidden, of_slots, Slotted),
     partial(Hidden, of_array, lambda: numpy.zeros(1)),
@@ -685,6 +723,15 @@ def test_one_micro_batch_a_step_says_nothing(caplog: pytest.LogCaptureFixture) -
     assert not any("train_batch" in record.message for record in caplog.records)
 
 
+class Doubles(Block):
+    """Edits its input in place where `is_odd`."""
+
+    is_odd = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2) if self.is_odd else x)  # type: ignore[no-any-return]
+
+
 class Sometimes(Stack):
     """From some step on, the model does something else."""
 
@@ -692,6 +739,8 @@ class Sometimes(Stack):
         super().__init__()
         self.way = way
         self.last: Any = None
+        if way == "edit":
+            self.blocks[1] = Doubles(32)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -706,14 +755,21 @@ class Sometimes(Stack):
             self.last = x.detach()
         if odd and self.way == "random":
             x = x * torch.rand(())
+        if self.way == "edit":
+            blocks[1].is_odd = odd
         for block in blocks:
             x = block(x)
         if odd and self.way == "skip":
             x = x + first
+        if odd and self.way.startswith("penalty"):
+            unused = self.way.endswith("unused")
+            (gradient,) = torch.autograd.grad(x.square().sum(), first, create_graph=True, allow_unused=unused)
+            if gradient is not None:
+                x = x + gradient
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("way", ["order", "fewer", "state", "random", "skip"])
+@pytest.mark.parametrize("way", ["order", "fewer", "state", "random", "skip", "edit", "penalty", "penalty, unused"])
 def test_a_step_that_does_not_fit_is_run_again(way: str) -> None:
     """Two steps fit, and the next ones do not: they leave the bits of the ordinary order."""
     batches = []
@@ -824,11 +880,14 @@ def test_a_batch_that_was_edited_is_not_run_again() -> None:
         assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("way", ["tensor", "numpy", "list"])
+@pytest.mark.parametrize("way", ["tensor", "numpy", "list", "data", "storage", "shared"])
 def test_an_iterator_that_overwrites_its_batch_is_refused(way: str) -> None:
     def overwriting() -> Iterator[Any]:
         memory = [numpy.zeros((4, 8), dtype=numpy.int64) for _ in range(2)]
         buffers: list[Any] = [torch.zeros(4, 8, dtype=torch.int64) for _ in range(2)]
+        if way == "shared":
+            for buffer in buffers:
+                buffer.share_memory_()
         for batch in token_batches(6):
             if way == "list":
                 buffers[:] = batch
@@ -837,6 +896,10 @@ def test_an_iterator_that_overwrites_its_batch_is_refused(way: str) -> None:
             for place, buffer, part in zip(memory, buffers, batch, strict=True):
                 if way == "numpy":
                     place[:] = part.numpy()
+                elif way == "storage":
+                    buffer.untyped_storage().copy_(part.contiguous().untyped_storage())
+                elif way in ("data", "shared"):
+                    buffer.data.copy_(part)
                 else:
                     buffer.copy_(part)
             yield tuple(map(torch.from_numpy, memory)) if way == "numpy" else tuple(buffers)
