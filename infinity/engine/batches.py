@@ -230,9 +230,9 @@ class BatchTrainer:
             engine.parts.store.tracer.forget()
             if not state.restore():
                 raise ModelError(
-                    "engine.train_batch() ran the micro-batches of a step together, and the model's forward edited a "
-                    "tensor that the model keeps, or its input, which it had not done before. Nothing was updated. "
-                    "Call engine.backward() and engine.step() for each micro-batch instead."
+                    "engine.train_batch() ran the micro-batches of a step together, and the contents of a "
+                    f"{state.changed()} that the model keeps or is given changed, which they had not done before. "
+                    "Nothing was updated. Call engine.backward() and engine.step() for each micro-batch instead."
                 )
             self._say(reason or "another rank found so")
             return None

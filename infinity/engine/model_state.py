@@ -41,8 +41,10 @@ _DEPTH = 12
 """Largest depth of containers and objects below a module."""
 _ENGINES = frozenset({"forward", "_apply", "__prepare_scriptable__", "_parameters"})
 """Attributes of modules that an engine replaces."""
-_LIBRARIES = frozenset({"torch", "infinity", "numpy", "huggingface_hub", "safetensors", "packaging"})
-"""Packages whose functions, classes and objects are not followed, as those of the standard library."""
+_LIBRARIES = frozenset({"torch", "infinity", "numpy", "huggingface_hub", "safetensors", "packaging", "_pytest"})
+"""Packages whose functions and classes are not followed, as those of the standard library. pytest's are named by each
+`assert` of a model in a test, and reach its log and its threads.
+"""
 _LARGE = frozenset({"transformers"})
 """Packages whose classes are not followed: many, and without variables that a forward sets."""
 _STANDARD = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
