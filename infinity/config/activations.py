@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from infinity.config.fields import Folders, Section, Size, positive_size
+from infinity.config.fields import Folders, Section, Size, positive_size_or_auto
 
 
 class Activations(Section):
@@ -33,4 +33,4 @@ class Activations(Section):
     @field_validator("memory_bytes", mode="before")
     @classmethod
     def _size_or_auto(cls, value: object) -> object:
-        return value if value == "auto" else positive_size(value)
+        return positive_size_or_auto(value)

@@ -38,9 +38,19 @@ class Draft:
         if not self.has(dotted):
             put(self.content, dotted, value)
 
-    def map(self, source: str, value: object, target: str, result: object) -> None:
-        """Set `target` to `result`, because `source` is `value`. A target that is set already wins."""
+    def map(self, source: str, value: object, target: str, result: object, *, places: bool = False) -> None:
+        """Set `target` to `result`, because `source` is `value`. A target that is set already wins.
+
+        places: the keys place states, so that another value of `target` is a problem.
+        """
         if self.has(target):
+            present = look(self.content, target)
+            if places and present != result:
+                self.problems.append(
+                    f"{source}: is {_short(value)}, which is {target} {_short(result)}, but {target} is "
+                    f"{_short(present)}: remove one of them"
+                )
+                return
             self.ignore(source, f"{target} is set and decides")
             return
         put(self.content, target, result)

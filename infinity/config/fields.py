@@ -45,11 +45,31 @@ def _size(value: object) -> int:
 
 
 def positive_size(value: object) -> int:
-    """Return a size in bytes. Called outside of unions, so that an invalid size gives one problem."""
+    """Return a size in bytes."""
     size = _size(value)
     if size == 0:
         raise ValueError("must be more than 0, not 0")
     return size
+
+
+def size_or_auto(value: object) -> int | Literal["auto"]:
+    """Return a size in bytes, or "auto". Called outside of the field's union, so that an invalid value gives one
+    problem instead of one for each member.
+    """
+    return _auto(value) or _size(value)
+
+
+def positive_size_or_auto(value: object) -> int | Literal["auto"]:
+    """Return a size above 0 in bytes, or "auto"."""
+    return _auto(value) or positive_size(value)
+
+
+def _auto(value: object) -> Literal["auto"] | None:
+    if not isinstance(value, str) or value.lower() != "auto":
+        return None
+    if value != "auto":
+        raise ValueError(f'write "auto" in lower case, not {show(value)}')
+    return "auto"
 
 
 def _dtype(value: object) -> object:

@@ -17,24 +17,10 @@ from infinity.config.fields import (
     SizeOrZero,
     Switch,
     aligned,
+    positive_size_or_auto,
     show,
+    size_or_auto,
 )
-from infinity.sizes import parse_size
-
-
-def size_or_auto(value: object) -> object:
-    """Return a size in bytes, or "auto". Called outside of the field's union, so that an invalid value gives one
-    problem instead of one for each member.
-    """
-    return value if value == "auto" else parse_size(value)  # type: ignore[arg-type]
-
-
-def positive_size_or_auto(value: object) -> object:
-    """Return a size above 0 in bytes, or "auto"."""
-    size = size_or_auto(value)
-    if size == 0:
-        raise ValueError("must be more than 0, not 0")
-    return size
 
 
 class Memory(Section):

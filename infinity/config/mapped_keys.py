@@ -97,7 +97,7 @@ def _tile(draft: Draft) -> None:
 def _parameters_in_host_memory(draft: Draft) -> None:
     kept = _elements(draft, "offload_param.max_in_cpu")
     if kept:
-        draft.map(*kept, "infinity.memory.host_params", int(kept[1]))
+        draft.map(*kept, "infinity.memory.host_params", int(kept[1]), places=True)
 
 
 def _states_on_device(draft: Draft) -> None:
@@ -109,14 +109,14 @@ def _states_on_device(draft: Draft) -> None:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
         draft.problems.append(f"{source}: must be a number from 0 to 1, not {show(ratio)}")
     else:
-        draft.map(source, ratio, "infinity.memory.device_optimizer", round(1 - ratio, 9))
+        draft.map(source, ratio, "infinity.memory.device_optimizer", round(1 - ratio, 9), places=True)
 
 
 def _activations(draft: Draft) -> None:
     section = "activation_checkpointing"
     value = draft.take(f"{section}.cpu_checkpointing")
     if value is True:
-        draft.map(f"{section}.cpu_checkpointing", value, "infinity.activations.device", "cpu")
+        draft.map(f"{section}.cpu_checkpointing", value, "infinity.activations.device", "cpu", places=True)
     elif value is not ABSENT:
         draft.problems.append(f"{section}.cpu_checkpointing: must be true or false, not {show(value)}")
     if look(draft.content, section) == {}:

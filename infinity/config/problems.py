@@ -25,7 +25,7 @@ def problems(error: ValidationError, model: type[BaseModel], content: Mapping[An
         if detail["type"].startswith("union_tag"):
             dotted += f".{detail['ctx']['discriminator'].strip(chr(39))}"
         if detail["type"] == "extra_forbidden":
-            lines.append(unknown_key(dotted, model))
+            lines += _unknown(dotted, detail["input"], model)
         else:
             text = _sentence(detail, dotted)
             # The text of an error about several keys contains their names.
@@ -33,6 +33,15 @@ def problems(error: ValidationError, model: type[BaseModel], content: Mapping[An
     if len(details) > _MOST:
         lines.append(f"and {len(details) - _MOST:,} problems more")
     return lines
+
+
+def _unknown(dotted: str, value: object, model: type[BaseModel]) -> list[str]:
+    """Return the error lines for `dotted`, which the schema lacks: a key, or a section of DeepSpeed with keys."""
+    if dotted not in TABLE:
+        return [unknown_key(dotted, model)]
+    if not isinstance(value, Mapping):  # its keys that are known have been translated
+        return [f"{dotted}: must be a section, {{ … }}, not {show(value)}"]
+    return [unknown_key(f"{dotted}.{name}", model) for name in value]
 
 
 def unknown_key(dotted: str, model: type[BaseModel]) -> str:
@@ -43,11 +52,13 @@ def unknown_key(dotted: str, model: type[BaseModel]) -> str:
         return f"{dotted}: not a key of this {section.rpartition('.')[0]}.type"
     known += TABLE
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    return f"{dotted}: unknown key; {_meant(name, siblings, known)}"
+    return f"{dotted}: unknown key; {_meant(section, name, siblings, known)}"
 
 
-def _meant(name: str, siblings: Mapping[str, str], known: Sequence[str]) -> str:
+def _meant(section: str, name: str, siblings: Mapping[str, str], known: Sequence[str]) -> str:
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    if section in elsewhere:
+        return f"it is in a section of that name already: move its keys up into {section}"
     if elsewhere:
         return f"a key of that name is {_alternatives(elsewhere)}"
     near = difflib.get_close_matches(name.lower(), siblings, n=1)

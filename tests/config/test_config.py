@@ -137,10 +137,28 @@ def test_a_configuration_never_changes() -> None:
         ({"unheard_of": "auto"}, "unheard_of: unknown key"),
         ({"unheard_of": None}, "unheard_of: unknown key"),
         ({3: 4}, "3: Keys should be strings"),
+        (
+            {"activation_checkpointing": {"partition_activation": True}},
+            "activation_checkpointing.partition_activation: unknown key; the nearest is activation_checkpointing.part",
+        ),
+        ({"flops_profiler": 3}, "flops_profiler: must be a section, { … }, not 3"),
+        ({"activation_checkpointing": True}, "activation_checkpointing: must be a section, { … }, not true"),
+        (
+            {"infinity": {"infinity": {"unit_size": 1}}},
+            "infinity.infinity: unknown key; it is in a section of that name already: move its keys up into infinity",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_with_what_was_meant(config: dict[Any, Any], says: str) -> None:
     assert says in refusal(config)
+
+
+@pytest.mark.parametrize("key", ["unit_size", "prefetch_bytes", "activations.memory_bytes", "memory.host"])
+def test_auto_is_in_lower_case(key: str) -> None:
+    section: Any = "Auto"
+    for name in reversed(key.split(".")):
+        section = {name: section}
+    assert f'infinity.{key}: write "auto" in lower case, not "Auto"' in refusal({"infinity": section})
 
 
 def test_the_tables_hold_no_key_that_is_taken() -> None:

@@ -56,6 +56,28 @@ def test_a_sub_group_bounds_the_tile(elements: float, tile: int | str) -> None:
     assert Config.load(zero(sub_group_size=elements)).infinity.tile_size == tile
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "value", "contradiction"),
+    [
+        (
+            zero(offload_param={"device": "nvme", "nvme_path": "/x", "max_in_cpu": 1000}),
+            "memory.host_params",
+            1000,
+            4000,
+        ),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0.3}), "memory.device_optimizer", 0.7, 0.5),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activations.device", "cpu", "nvme"),
+    ],
+)
+def test_two_keys_may_not_place_states_differently(
+    theirs: dict[str, Any], ours: str, value: object, contradiction: object
+) -> None:
+    section, _, name = ours.partition(".")
+    Config.load({**copy.deepcopy(theirs), "infinity": {section: {name: value}}})
+    said = refusal({**copy.deepcopy(theirs), "infinity": {section: {name: contradiction}}})
+    assert f"which is infinity.{ours} {value}, but infinity.{ours} is {contradiction}: remove one of them" in said
+
+
 def test_the_first_of_two_names_decides() -> None:
     config = Config.load(zero(stage3_prefetch_bucket_size=1000, prefetch_bucket_size=2000))
     assert config.infinity.prefetch_bytes == 4000
