@@ -58,12 +58,15 @@ class NotEnoughError(InfinityError):
     `needed` and `available` are bytes, `where` is a folder or the name of a tier, `hint` says what would make it fit.
     """
 
-    what = "room"
+    @staticmethod
+    def lacking(where: str) -> str:
+        """Return what is too little, as the error's text names it."""
+        return f"room in {where}"
 
     def __init__(self, where: str, needed: int, available: int, hint: str = "") -> None:
         self.where, self.needed, self.available, self.hint = where, needed, available, hint
         text = (
-            f"too little {self.what} in {where}: {needed:,} bytes are needed, {available:,} are available, "
+            f"too little {self.lacking(where)}: {needed:,} bytes are needed, {available:,} are available, "
             f"{max(0, needed - available):,} are missing"
         )
         super().__init__(f"{text}; {hint}" if hint else text)
@@ -75,13 +78,17 @@ class NotEnoughError(InfinityError):
 class OutOfSpaceError(NotEnoughError):
     """Too little space on a file system."""
 
-    what = "space"
+    @staticmethod
+    def lacking(where: str) -> str:
+        return f"space in {where}"
 
 
 class OutOfMemoryError(NotEnoughError, MemoryError):
     """Too little memory on the host or the device."""
 
-    what = "memory"
+    @staticmethod
+    def lacking(where: str) -> str:
+        return where
 
 
 class StorageError(InfinityError):

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,8 +35,10 @@ from infinity.plan.pools import (
     READ_AHEAD,
     STAGING,
     PoolSpec,
+    cached_bytes,
     exchange_pool,
     gradient_pools,
+    least_unit_bytes,
     staging_pools,
     unit_pool,
     update_pools,
@@ -60,6 +62,10 @@ class Plan:
     pools: tuple[PoolSpec, ...]
     prefetch_bytes: int
     """Bytes of units to fetch ahead of the one in use."""
+    cached_bytes: int
+    """Bytes of units that stay after their use."""
+    least_unit_bytes: int
+    """Bytes of the buffers of units without those for units ahead and cached."""
     io: IoPlan | None
     """None: no state lives on nvme."""
     activations: ActivationPlan | None
@@ -144,6 +150,10 @@ class Plan:
         """Return the number of buffers in a pool; 0 if there is none."""
         return sum(self.buffers_of(pool).values())
 
+    def buffer_bytes(self, pool: str) -> int:
+        """Return the bytes of a pool; 0 if there is none."""
+        return sum(size * count for size, count in self.buffers_of(pool).items())
+
     def buffers_of(self, pool: str) -> Mapping[int, int]:
         """Return the buffers of a pool, bytes → count; empty if there is none."""
         return next((spec.sizes for spec in self.pools if spec.name == pool), {})
@@ -179,6 +189,8 @@ def make_plan(
         in_forward=updated_in_forward(layouts, config.infinity.forward_updates) if train else frozenset(),
         pools=(),
         prefetch_bytes=0,
+        cached_bytes=0 if rules.resident else cached_bytes(config, layouts),
+        least_unit_bytes=least_unit_bytes(discovered, layouts, repeats=not train),
         io=None,
         activations=plan_activations(config, device),
         ranks=ranks,
@@ -246,84 +258,3 @@ def lay_out(
 
 def _dtype(unit: DiscoveredUnit, wanted: torch.dtype | None) -> torch.dtype:
     return trained_dtype(unit.members[0].name, unit.dtype, wanted, trainable=unit.trainable)
-
-
-class Exceeded(NamedTuple):
-    """A limit of `infinity.memory` that a rank's plan exceeds: bytes needed, bytes allowed, and a fix."""
-
-    tier: str
-    kind: str
-    needed: int
-    limit: int
-    fix: str
-
-
-def exceeded(plan: Plan) -> Iterator[Exceeded]:
-    """Yield the limits of `infinity.memory` that the plan exceeds."""
-    needed = plan.peak_nbytes()
-    limits = (
-        ("device", "memory", needed["device"], plan.device.limit or None),
-        ("host", "memory", plan.peak_of_host(), plan.budget.host),
-        ("nvme", "space", needed["nvme"], plan.budget.nvme),
-    )
-    for tier, kind, nbytes, limit in limits:
-        if limit is not None and nbytes > limit:
-            fix = (tier == "device" and _smaller_budget(plan, tier)) or _fix(plan, tier)
-            yield Exceeded(tier, kind, nbytes, limit, f"raise infinity.memory.{tier}, or {fix}")
-
-
-def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, str] | None:
-    """Return (memory, bytes needed, bytes available, fix) of the first memory that the plan exceeds; None if it fits.
-
-    available: "host" → bytes; "device" → bytes, unless the device is the host.
-    """
-    over = next(exceeded(plan), None)
-    if over is not None:
-        return f"{over.tier} {over.kind} (infinity.memory.{over.tier})", over.needed, over.limit, over.fix
-    needed = plan.peak_nbytes()
-    if plan.device.type == "cpu":
-        needed = {"device": 0, "host": needed["device"] + needed["host"]}
-    for tier in ("host", "device"):
-        if needed[tier] > available.get(tier, 0):
-            fix = _smaller_budget(plan, tier) or _fix(plan, tier)
-            return f"{tier} memory", needed[tier], available.get(tier, 0), fix
-    return None
-
-
-def _smaller_budget(plan: Plan, tier: str) -> str:
-    """Return the fix that lowers the bytes that a budget holds in `tier`; empty if it holds none."""
-    extents = plan.placement.extents.items()
-    if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
-        return ""
-    if tier == "device" and plan.budget.device_optimizer:
-        return "lower infinity.memory.device_optimizer (raise offload_optimizer.ratio)"
-    if tier != "host":
-        return ""
-    if plan.budget.host is not None:
-        return "lower infinity.memory.host"
-    return "lower infinity.memory.host_params (offload_param.max_in_cpu)"
-
-
-def _fix(plan: Plan, tier: str) -> str:
-    """Return the fix that lowers the bytes in `tier`: of its extents, or of its pools if they are larger."""
-    if tier == "nvme":
-        return "take fewer bytes a parameter (bf16, infinity.moments), or use more ranks"
-    tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
-    extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
-    pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
-    movable = any(plan.policy.tier_of(state) in tiers for state in (State.PARAM, State.OPTIM))
-    if plan.policy.resident or (movable and extents >= pools):
-        devices = "nvme" if "host" in tiers else "cpu or nvme"
-        return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
-    keys = (
-        "lower infinity.prefetch_bytes, infinity.cache_bytes or infinity.unit_size, which size the buffers of units "
-        "and gradients, or infinity.tile_size"
-    )
-    largest = max(plan.units, key=lambda layout: layout.nbytes)
-    slot = max(largest.slots, key=lambda slot: slot.numel)
-    if len(slot.shape) != 2 or 2 * slot.numel < largest.numel:
-        return keys
-    nbytes = slot.numel * largest.dtype.itemsize
-    return (
-        f"{keys}; {slot.name} alone has {nbytes:,} bytes, which infinity.nn.tile splits if it belongs to an nn.Linear"
-    )

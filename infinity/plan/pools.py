@@ -108,11 +108,10 @@ def unit_pool(
     if policy.resident:
         return PoolSpec(UNITS, "device", size_classes(sizes, 0, [sizes])), sum(sizes)
     asked, largest = config.infinity.prefetch_bytes, max(sizes)
-    beside = _cached_bytes(config, largest, len(sizes)) // largest + _UPDATED
+    beside = cached_bytes(config, layouts) // largest + _UPDATED
 
     def pool(ahead: Sequence[range]) -> PoolSpec:
-        together = _together(sizes, ahead, discovered.held_together, beside, repeats=repeats)
-        return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, together))
+        return _unit_buffers(sizes, ahead, discovered, beside, repeats=repeats)
 
     if asked != "auto":
         prefetch = max(int(asked), largest) if asked else 0  # a smaller budget would hold a buffer and never fill it
@@ -124,6 +123,19 @@ def unit_pool(
         if count == 1 or room is None or found.nbytes <= room // _SHARE:
             return found, max(sum(sizes[run.start : run.stop]) for run in ahead)
         count -= 1
+
+
+def least_unit_bytes(discovered: Discovered, layouts: Sequence[UnitLayout], *, repeats: bool = False) -> int:
+    """Return the bytes of the pool of units if none is prefetched or cached."""
+    sizes = [layout.nbytes for layout in layouts]
+    return _unit_buffers(sizes, list(_runs(sizes, 0)), discovered, _UPDATED, repeats=repeats).nbytes
+
+
+def _unit_buffers(
+    sizes: Sequence[int], ahead: Sequence[range], discovered: Discovered, beside: int, *, repeats: bool
+) -> PoolSpec:
+    together = _together(sizes, ahead, discovered.held_together, beside, repeats=repeats)
+    return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, together))
 
 
 def _runs(sizes: list[int], nbytes: int) -> Iterator[range]:
@@ -157,12 +169,13 @@ def _together(
                 yield [sizes[unit] for unit in near | units]
 
 
-def _cached_bytes(config: Config, largest: int, units: int) -> int:
+def cached_bytes(config: Config, layouts: Sequence[UnitLayout]) -> int:
     """Return the bytes of units that stay resident: `infinity.cache_bytes`."""
     asked = config.infinity.cache_bytes
     if asked != "auto":
         return int(asked)
-    return largest * units if largest * units <= _STAYS else 0
+    whole = max(layout.nbytes for layout in layouts) * len(layouts)
+    return whole if whole <= _STAYS else 0
 
 
 def gradient_pools(

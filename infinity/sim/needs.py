@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from infinity.engine.budget import host_share
 from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
-from infinity.plan.plan import Exceeded, Plan, exceeded
+from infinity.plan.plan import Plan
+from infinity.plan.shortage import Exceeded, exceeded
 from infinity.sim.machine import Machine
 from infinity.sim.paper import STATES
 

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from infinity.errors import OutOfMemoryError
-from infinity.plan.plan import Plan, shortage
+from infinity.plan.plan import Plan
 from infinity.plan.pools import READ_AHEAD
+from infinity.plan.shortage import shortage
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device

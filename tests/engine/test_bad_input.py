@@ -173,12 +173,12 @@ def huge() -> nn.Module:
 @pytest.mark.parametrize(
     ("param", "optim", "kind", "said"),
     [
-        ("nvme", "nvme", OutOfMemoryError, "too little memory in host memory"),  # the buffer of a unit
-        ("cpu", "cpu", OutOfMemoryError, "too little memory in host memory"),
-        ("none", "none", OutOfMemoryError, "too little memory in host memory"),
-        ("nvme", "cpu", OutOfMemoryError, "too little memory in host memory"),
-        ("cpu", "nvme", OutOfMemoryError, "too little memory in host memory"),
-        ("none", "nvme", OutOfMemoryError, "too little memory in host memory"),
+        ("nvme", "nvme", OutOfMemoryError, "too little host memory"),  # the buffer of a unit
+        ("cpu", "cpu", OutOfMemoryError, "too little host memory"),
+        ("none", "none", OutOfMemoryError, "too little host memory"),
+        ("nvme", "cpu", OutOfMemoryError, "too little host memory"),
+        ("cpu", "nvme", OutOfMemoryError, "too little host memory"),
+        ("none", "nvme", OutOfMemoryError, "too little host memory"),
     ],
 )
 def test_a_model_larger_than_its_tiers(

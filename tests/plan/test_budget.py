@@ -24,7 +24,8 @@ from infinity.errors import ConfigError, OutOfMemoryError, StorageError
 from infinity.plan import budget as budgets, plan as plans
 from infinity.plan.budget import Faster, spread
 from infinity.plan.placement import State, aligned
-from infinity.plan.plan import Plan, shortage
+from infinity.plan.plan import Plan
+from infinity.plan.shortage import shortage
 from infinity.tiers.device import CpuDevice
 from infinity.update.kernels import NATIVE
 from support.configs import engine_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,9 @@ from infinity.engine.describe import describe
 from infinity.engine.wiring import plan_model
 from infinity.errors import OutOfMemoryError
 from infinity.plan.placement import State
-from infinity.plan.plan import Plan, shortage
+from infinity.plan.plan import Plan
 from infinity.plan.policy import DeviceInfo
+from infinity.plan.shortage import shortage
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
@@ -105,6 +107,25 @@ def test_what_it_says_is_allocated(options: dict[str, Any], late: bool, tmp_path
         at_start = plan.nbytes()
         at_start["nvme"] += plan.passing.get("nvme", 0)
         assert held == at_start == engine.ledger.tier_bytes()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("options", [{}, {"prefetch_bytes": 0}, {"cache_bytes": "auto"}, {"unit_size": 4096}], ids=str)
+def test_a_shortage_names_the_keys_that_size_the_buffers(options: dict[str, Any], late: bool, tmp_path: Path) -> None:
+    """Each key with what its buffers take, the most bytes first; none that is 0 already."""
+    plan = described({"prefetch_bytes": "auto", "cache_bytes": 0, **options}, tmp_path, LateDevice() if late else None)
+    missing = shortage(plan, {"host": 0, "device": 0})
+    assert missing is not None
+    found = re.findall(r"(infinity\.\w+(?: and infinity\.\w+)?) \((?:its buffers take )?([\d,]+)", missing[3])
+    sizes = {key: int(nbytes.replace(",", "")) for key, nbytes in found}
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    assert not any("prefetch_bytes" in key for key in sizes) or plan.prefetch_bytes
+    assert not any("cache_bytes" in key for key in sizes) or options.get("cache_bytes") == "auto"
+    assert missing[0] == "host memory"
+    less = described({**options, "prefetch_bytes": 0, "cache_bytes": 0}, tmp_path, LateDevice() if late else None)
+    ahead = sum(nbytes for key, nbytes in sizes.items() if "prefetch_bytes" in key or "cache_bytes" in key)
+    assert plan.peak_of_host() - less.peak_of_host() == ahead
+    assert sizes["infinity.tile_size"] == sum(pool.nbytes for pool in plan.pools if "tiles" in pool.name)
 
 
 def test_several_folders_are_counted_in_whole_chunks(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Memory that a plan exceeds, and the change that helps most. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from infinity.plan.placement import State
+from infinity.plan.plan import Plan
+from infinity.plan.pools import ACTIVATIONS, COLLECTIVES, GRADIENT_TILES, READ_AHEAD, STAGING, TILES, UNITS
+
+_KEYS = {
+    TILES: "infinity.tile_size",
+    GRADIENT_TILES: "infinity.tile_size",
+    READ_AHEAD: "infinity.read_ahead_bytes",
+    ACTIVATIONS: "infinity.activations.memory_bytes",
+}
+"""Pool → the key that sizes it, if not `infinity.unit_size`."""
+_FIXED = frozenset({STAGING, COLLECTIVES})
+"""Pools whose size no key lowers."""
+
+
+class Exceeded(NamedTuple):
+    """A limit of `infinity.memory` that a rank's plan exceeds: bytes needed, bytes allowed, and a fix."""
+
+    tier: str
+    kind: str
+    needed: int
+    limit: int
+    fix: str
+
+
+def exceeded(plan: Plan) -> Iterator[Exceeded]:
+    """Yield the limits of `infinity.memory` that the plan exceeds."""
+    needed = plan.peak_nbytes()
+    limits = (
+        ("device", "memory", needed["device"], plan.device.limit or None),
+        ("host", "memory", plan.peak_of_host(), plan.budget.host),
+        ("nvme", "space", needed["nvme"], plan.budget.nvme),
+    )
+    for tier, kind, nbytes, limit in limits:
+        if limit is not None and nbytes > limit:
+            fix = (tier == "device" and _smaller_budget(plan, tier)) or _fix(plan, tier)
+            yield Exceeded(tier, kind, nbytes, limit, f"raise infinity.memory.{tier}, or {fix}")
+
+
+def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, str] | None:
+    """Return (memory, bytes needed, bytes available, fix) of the first memory that the plan exceeds; None if it fits.
+
+    available: "host" → bytes; "device" → bytes, unless the device is the host.
+    """
+    over = next(exceeded(plan), None)
+    if over is not None:
+        return f"{over.tier} {over.kind} (infinity.memory.{over.tier})", over.needed, over.limit, over.fix
+    needed = plan.peak_nbytes()
+    if plan.device.type == "cpu":
+        needed = {"device": 0, "host": needed["device"] + needed["host"]}
+    for tier in ("host", "device"):
+        if needed[tier] > available.get(tier, 0):
+            fix = _smaller_budget(plan, tier) or _fix(plan, tier)
+            return f"{tier} memory", needed[tier], available.get(tier, 0), fix
+    return None
+
+
+def _smaller_budget(plan: Plan, tier: str) -> str:
+    """Return the fix that lowers the bytes that a budget holds in `tier`; empty if it holds none."""
+    extents = plan.placement.extents.items()
+    if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
+        return ""
+    if tier == "device" and plan.budget.device_optimizer:
+        return "lower infinity.memory.device_optimizer (raise offload_optimizer.ratio)"
+    if tier != "host":
+        return ""
+    if plan.budget.host is not None:
+        return "lower infinity.memory.host"
+    return "lower infinity.memory.host_params (offload_param.max_in_cpu)"
+
+
+def _fix(plan: Plan, tier: str) -> str:
+    """Return the fix that lowers the bytes in `tier`: of its extents, or of its pools if they are larger."""
+    if tier == "nvme":
+        return "take fewer bytes a parameter (bf16, infinity.moments), or use more ranks"
+    tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
+    extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
+    pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
+    movable = any(plan.policy.tier_of(state) in tiers for state in (State.PARAM, State.OPTIM))
+    if plan.policy.resident or (movable and extents >= pools):
+        devices = "nvme" if "host" in tiers else "cpu or nvme"
+        return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
+    keys = _keys_of_buffers(plan, tiers)
+    if not keys:
+        return "use a smaller model, or more ranks"
+    (first, nbytes), *others = keys
+    changes = [f"{first} (its buffers take {nbytes:,} bytes)", *(f"{name} ({nbytes:,})" for name, nbytes in others)]
+    fix = f"lower {' or '.join([', '.join(changes[:-1]), changes[-1]] if others else changes)}"
+    largest = max(plan.units, key=lambda layout: layout.nbytes)
+    slot = max(largest.slots, key=lambda slot: slot.numel)
+    if len(slot.shape) != 2 or 2 * slot.numel < largest.numel:
+        return fix
+    fix += f"; {slot.name} alone has {slot.numel * largest.dtype.itemsize:,} bytes: if it belongs to an nn.Linear, "
+    return f"{fix}infinity.nn.tile splits it, and with a smaller infinity.unit_size each tile is a unit"
+
+
+def _keys_of_buffers(plan: Plan, tiers: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the keys that size the buffers in `tiers`, each with the bytes of these; the most bytes first."""
+    ahead = max(0, plan.buffer_bytes(UNITS) - plan.least_unit_bytes) if "device" in tiers else 0
+    keys = ("infinity.prefetch_bytes", plan.prefetch_bytes), ("infinity.cache_bytes", plan.cached_bytes)
+    found = {" and ".join(key for key, nbytes in keys if nbytes): ahead, "infinity.unit_size": -ahead}
+    for pool in plan.pools:
+        if pool.tier in tiers and pool.name not in _FIXED:
+            key = _KEYS.get(pool.name, "infinity.unit_size")
+            found[key] = found.get(key, 0) + pool.nbytes
+    return sorted(((key, nbytes) for key, nbytes in found.items() if nbytes > 0), key=lambda item: -item[1])
