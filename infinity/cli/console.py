@@ -19,7 +19,7 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.sizes import parse_size
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
@@ -43,18 +43,26 @@ def note(text: object) -> None:
 
 def fail(message: object, code: int = FAILED) -> NoReturn:
     """Print one line to stderr and exit with `code`."""
-    text = " ".join(str(message).split()).replace("(nvme_path)", "(--path)")
-    typer.echo(f"infinity: {printable(text)}", err=True)
+    fail_with_all([message], code)
+
+
+def fail_with_all(messages: Sequence[object], code: int = FAILED) -> NoReturn:
+    """Print a line to stderr for each message and exit with `code`."""
+    for message in messages:
+        text = " ".join(str(message).split()).replace("(nvme_path)", "(--path)")
+        typer.echo(f"infinity: {printable(text)}", err=True)
     raise typer.Exit(code)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn OSError, InfinityError and Ctrl-C in the block into one line on stderr and an exit code."""
+    """Turn OSError, InfinityError and Ctrl-C in the block into a line on stderr for each problem, and an exit code."""
     try:
         yield
     except OSError as error:
         fail(f"{error.filename or 'I/O'}: {error.strerror or error}")
+    except ConfigError as error:
+        fail_with_all(error.problems)
     except InfinityError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -351,11 +351,17 @@ class Formats(str, Enum):
 
 @app.command("plan")
 def plan(
-    num_layers: Annotated[int | None, typer.Option(min=1, help="GPT-2: transformer blocks.")] = None,
-    hidden_size: Annotated[int | None, typer.Option(min=1, help="GPT-2: width of the residual stream.")] = None,
-    num_attention_heads: Annotated[int | None, typer.Option(min=1, help="GPT-2: heads of a block.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="GPT-2: rows of the embedding.")] = None,
-    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="GPT-2: transformer blocks; by default 12.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, help="GPT-2: width of the model; by default 768.")] = None,
+    num_attention_heads: Annotated[
+        int | None, typer.Option(min=1, help="GPT-2: heads of a block; by default 12.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="GPT-2: rows of the embedding; by default 50257.")
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence; by default 1024, or the model's most.")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Sequences of a step, of all ranks; by default the config's, or 8 a rank.")
     ] = None,

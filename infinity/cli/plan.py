@@ -66,8 +66,9 @@ def run(flags: Flags) -> None:
             fail(
                 f"--formats paper counts bytes only, since the engine does not train in its formats: leave out {given}"
             )
-        if flags.bandwidths is None and (flags.endurance is not None or flags.trace is not None):
-            fail("--endurance and --trace need the seconds of a step: give --bandwidths")
+        for option, value in timed.items():
+            if value is not None and flags.bandwidths is None:
+                fail(f"{option} needs the seconds of a step: give --bandwidths")
         if flags.trace is not None:
             check_output("--trace", flags.trace)
         config, machine, links = _config(flags), _machine(flags), _links(flags)
@@ -103,7 +104,10 @@ def _maker(flags: Flags) -> Callable[[], PlannedModel]:
 
 
 def _tile_bytes(flags: Flags) -> int | None:
-    return None if flags.tile is None else size_of("--tile", flags.tile)
+    nbytes = None if flags.tile is None else size_of("--tile", flags.tile)
+    if nbytes == 0:
+        fail("--tile must be more than 0, not 0")
+    return nbytes
 
 
 def _config(flags: Flags) -> Config:
@@ -158,13 +162,15 @@ def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | 
         return gpt2(replace(flags.shape, num_layers=layers), tile_bytes)
 
     found = largest(make, config, machine, baseline, train_batch=flags.train_batch, formats=flags.formats)
-    if found is None:
-        fail(f"no GPT-2 of width {flags.shape.hidden_size} fits: not even one layer")
-    parameters = replace(flags.shape, num_layers=found).num_parameters
+    width, limits = flags.shape.hidden_size, " and ".join(map(memory_name, found.limits))
+    if not found.blocks:
+        fail(f"no GPT-2 of width {width} fits: one layer exceeds {limits}")
+    parameters = replace(flags.shape, num_layers=found.blocks).num_parameters
     if flags.as_json:
-        say_json({"num_layers": found, "hidden_size": flags.shape.hidden_size, "parameters": parameters})
+        counts = {"num_layers": found.blocks, "hidden_size": width, "parameters": parameters}
+        say_json({**counts, "limits": found.limits})
     else:
-        say(f"{found} layers of width {flags.shape.hidden_size}: {show_count(parameters)} parameters")
+        say(f"{found.blocks} layers of width {width}: {show_count(parameters)} parameters; one more exceeds {limits}")
 
 
 def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]:
@@ -199,7 +205,10 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     elif found.formats != "engine":
         yield "formats of the ZeRO-Infinity paper: 20 bytes a parameter; buffers are the engine's"
     else:
-        yield "no step time: measure the machine's bandwidths with infinity bench-links, and pass --bandwidths"
+        yield (
+            "no step time, and a peak of host memory without the processes themselves: measure the machine with "
+            "infinity bench-links, and pass --bandwidths"
+        )
     for line in found.advice:
         yield f"advice: {line}"
 
@@ -234,6 +243,8 @@ def flags_of(**given: Any) -> Flags:
     shape = {name: given[name] for name in names if given[name] is not None}
     if given["model"] is not None and (shape.keys() - {"seq_length"} or given["max_model"]):
         fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
+    if given["max_model"] and given["num_layers"] is not None:
+        fail("--max-model finds the number of layers: leave out --num-layers")
     default = GPT2Config(
         tie_word_embeddings=not given.pop("untie_embeddings_and_output_weights"),
         checkpoint_activations=given.pop("checkpoint_activations"),

@@ -5,6 +5,7 @@ An update writes the slot that is not committed, so that the last committed step
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from infinity.plan.placement import Extent, Placement, State, aligned
@@ -30,6 +31,12 @@ class DurablePlan:
     run: str
     extents: tuple[Durable, ...]
     nbytes: int
+
+    def added(self) -> Iterator[tuple[State, int]]:
+        """Yield the state and the bytes of each slot that no extent of the placement is."""
+        for each in self.extents:
+            slots = (each.second,) if each.first is each.working else (each.first, each.second)
+            yield from ((each.state, aligned(slot.nbytes)) for slot in slots)
 
     @property
     def slot_nbytes(self) -> int:

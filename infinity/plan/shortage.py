@@ -87,18 +87,25 @@ def _fix(plan: Plan, tier: str) -> str:
     if plan.policy.resident or (movable and extents >= pools):
         devices = "nvme" if "host" in tiers else "cpu or nvme"
         return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
-    keys = _keys_of_buffers(plan, tiers)
-    if not keys:
+    fix = smaller_buffers(plan, tiers)
+    if not fix:
         return "use a smaller model, or more ranks"
-    (first, nbytes), *others = keys
-    changes = [f"{first} (its buffers take {nbytes:,} bytes)", *(f"{name} ({nbytes:,})" for name, nbytes in others)]
-    fix = f"lower {' or '.join([', '.join(changes[:-1]), changes[-1]] if others else changes)}"
     largest = max(plan.units, key=lambda layout: layout.nbytes)
     slot = max(largest.slots, key=lambda slot: slot.numel)
     if len(slot.shape) != 2 or 2 * slot.numel < largest.numel:
         return fix
     fix += f"; {slot.name} alone has {slot.numel * largest.dtype.itemsize:,} bytes: if it belongs to an nn.Linear, "
     return f"{fix}infinity.nn.tile splits it, and with a smaller infinity.unit_size each tile is a unit"
+
+
+def smaller_buffers(plan: Plan, tiers: Sequence[str]) -> str:
+    """Return the keys to lower for smaller buffers in `tiers`, with the bytes of a rank; empty: there are none."""
+    keys = _keys_of_buffers(plan, tiers)
+    if not keys:
+        return ""
+    (first, nbytes), *others = keys
+    changes = [f"{first} (its buffers take {nbytes:,} bytes)", *(f"{name} ({nbytes:,})" for name, nbytes in others)]
+    return f"lower {' or '.join([', '.join(changes[:-1]), changes[-1]] if others else changes)}"
 
 
 def _keys_of_buffers(plan: Plan, tiers: Sequence[str]) -> list[tuple[str, int]]:

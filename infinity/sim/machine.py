@@ -39,13 +39,14 @@ class Machine:
     """Processors of a node for updates; 0: as many as here."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.gpus < 0 or self.host_memory < 1:
-            raise ConfigError("a machine has at least one node, 0 or more GPUs, and host memory")
-        if bool(self.gpus) != bool(self.device_memory):
-            raise ConfigError(
-                f"the machine has {self.gpus} GPUs with {self.device_memory} bytes each: give --gpus and "
-                "--device-memory, or neither"
-            )
+        if self.nodes < 1 or self.gpus < 0:
+            raise ConfigError(f"a machine has 1 or more nodes and 0 or more GPUs, not {self.nodes} and {self.gpus}")
+        if self.host_memory < 1:
+            raise ConfigError(f"a node has more than {self.host_memory} bytes of host memory (--host-memory)")
+        if self.gpus and not self.device_memory:
+            raise ConfigError(f"give the memory of each of the {self.gpus} GPUs: --device-memory")
+        if self.device_memory and not self.gpus:
+            raise ConfigError("--device-memory is that of a GPU, and the machine has none: give --gpus")
 
     @classmethod
     def here(cls, folder: Path | None = None) -> Machine:

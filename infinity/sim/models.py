@@ -71,16 +71,22 @@ def of_transformers(
     file = folder / "config.json" if folder.is_dir() else folder
     try:
         content = parse_json(read_input(file, _LARGEST_CONFIG))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"--model {folder}: cannot read {file} ({error}). Give a folder with a config.json."
+            f"--model {folder}: cannot read {file} ({error.strerror or error}). Give a folder with a config.json."
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"--model {folder}: {file} is not valid JSON ({error}).") from error
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     except ImportError as error:
         raise ConfigError("--model needs transformers: pip install transformers") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise ConfigError(f"--model {folder}: {file} has no model_type. Give the config.json of a transformers model.")
+    if (kind := content["model_type"]) not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"--model {folder}: transformers {__version__} has no model of the model_type {kind!r} of {file}."
+        )
     try:
         settings = AutoConfig.for_model(**_without_code(content))
         _check_layers(settings)

@@ -9,7 +9,7 @@ from infinity.engine.budget import host_share
 from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
-from infinity.plan.shortage import Exceeded, exceeded
+from infinity.plan.shortage import Exceeded, exceeded, smaller_buffers
 from infinity.sim.machine import Machine
 from infinity.sim.paper import STATES
 
@@ -58,6 +58,9 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], ba
     tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
     for (_, state), extent in plan.placement.extents.items():
         tiers[extent.tier][_KIND[state]] += extent.nbytes * ranks
+    if plan.io is not None and plan.io.durable is not None:
+        for state, nbytes in plan.io.durable.added():
+            tiers["nvme"][_KIND[state]] += nbytes * ranks
     for pool in plan.pools:
         tiers[pool.tier]["buffers"] += pool.nbytes * ranks
     peak = {tier: nbytes * ranks for tier, nbytes in plan.peak_nbytes().items()}
@@ -80,17 +83,27 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], ba
     return Needs(tiers, peak, passing, available, tuple(exceeded(plan)))
 
 
-def advice(plan: Plan, needs: Needs, *, checkpointed: bool) -> Iterator[str]:
+@dataclass(frozen=True)
+class Savings:
+    """Changes of activations that are left to make."""
+
+    checkpoint: bool
+    """The model can recompute activations, and does not."""
+    smaller_batch: bool
+    """A micro-batch has several sequences."""
+    moved: Mapping[str, int]
+    """Tier → bytes of a node that `infinity.activations.device` `"nvme"` frees there."""
+
+
+def advice(plan: Plan, needs: Needs, savings: Savings) -> Iterator[str]:
     """Yield, for each limit of `infinity.memory` and each tier that is exceeded, the bytes it lacks and the changes
     with which the plan would fit.
-
-    checkpointed: the model recomputes activations already.
     """
     for over in needs.exceeded:
         yield f"infinity.memory.{over.tier} is {show_bytes(over.needed - over.limit)} a rank too small: {over.fix}"
     for tier in needs.lacking:
         missing = needs.missing(tier)
-        changes = _changes(plan, needs, tier, checkpointed=checkpointed)
+        changes = _changes(plan, needs, tier, savings)
         yield f"{memory_name(tier)} lacks {show_bytes(missing)}: {', and '.join(enough(changes, missing))}"
 
 
@@ -119,7 +132,7 @@ def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
     return chosen or [changes[-1][1]]
 
 
-def _changes(plan: Plan, needs: Needs, tier: str, *, checkpointed: bool) -> list[tuple[int, str]]:
+def _changes(plan: Plan, needs: Needs, tier: str, savings: Savings) -> list[tuple[int, str]]:
     """Return (the most bytes that it frees, change), the smallest change first."""
     held = needs.tiers[tier]
     states = held["params"] + held["gradients"] + held["optimizer"]
@@ -133,21 +146,23 @@ def _changes(plan: Plan, needs: Needs, tier: str, *, checkpointed: bool) -> list
         place = "lower infinity.memory.device_optimizer, to 0 if it is not set"
     else:
         place = "give offload_param and offload_optimizer the device cpu or nvme"
-    fewer = [] if checkpointed else ["checkpoint activations"]
-    if plan.activations is None:
-        fewer.append('set infinity.activations.device to "nvme"')
-    return [
-        (states, place),
-        (held["activations"], _one_of(*fewer, "use a smaller micro-batch")),
-        (held["buffers"], "lower infinity.prefetch_bytes or infinity.unit_size"),
+    found = [(states, place)]
+    if moved := savings.moved.get(tier, 0):
+        found.append((moved, f'set infinity.activations.device to "nvme", which frees {show_bytes(moved)}'))
+    fewer = [
+        change
+        for change, is_left in (
+            ("checkpoint activations", savings.checkpoint),
+            ("use a smaller micro-batch", savings.smaller_batch),
+        )
+        if is_left
     ]
-
-
-def _one_of(*changes: str) -> str:
-    """Return "a", "a or b" or "a, b, or c"."""
-    if len(changes) < 3:
-        return " or ".join(changes)
-    return f"{', '.join(changes[:-1])}, or {changes[-1]}"
+    if fewer:
+        found.append((held["activations"], " or ".join(fewer)))
+    tiers = ("device", "host") if plan.device.host_addressable else (tier,)
+    if buffers := smaller_buffers(plan, tiers):
+        found.append((held["buffers"], buffers))
+    return found
 
 
 def _held_by_budget(plan: Plan) -> bool:

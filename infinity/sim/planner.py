@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.models import PlannedModel
-from infinity.sim.needs import Needs, advice, needs_of
+from infinity.sim.needs import Needs, Savings, advice, needs_of
 from infinity.sim.paper import plan_as_paper
 from infinity.sim.ranks import Ranks
 from infinity.sim.shorter import faster, split_updates, whole_step
@@ -84,6 +85,7 @@ class Prediction:
             "limits": self.needs.limits,
             "peak_host_bytes": self.needs.peak["host"],
             "peak_device_bytes": self.needs.peak["device"],
+            "peak_nvme_bytes": self.needs.peak["nvme"],
             "tiers": {tier: dict(kinds) for tier, kinds in self.needs.tiers.items()},
             "passing": dict(self.needs.passing),
             "step": step,
@@ -122,17 +124,22 @@ def predict(
         simulation = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
         plan, activations = simulation.plan, _activations(simulation)
     needs = needs_of(plan, machine, activations=activations, baseline_rss=0 if links is None else links.baseline_rss)
-    found, wear = list(advice(plan, needs, checkpointed=model.checkpointed)), None
-    if simulation is not None:
+    savings = Savings(
+        checkpoint=not model.checkpointed,
+        smaller_batch=config.resolve_batch(machine.ranks).micro > 1,
+        moved=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch),
+    )
+    found, wear = list(advice(plan, needs, savings)), None
+    if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
+        again = partial(_again, make, machine, links, times)
         if not found:
             found += faster(config, simulation, needs, checkpointed=model.checkpointed)
-            if links is not None and not train_batch:
-                again = partial(_again, make, machine, links, times)
+            if not train_batch:
                 found += whole_step(again, config, simulation)
                 found += split_updates(again, config, simulation)
         if wear is not None:
-            found += longer(wear, config, simulation, needs, machine.ranks_per_node)
+            found += longer(wear, partial(again, train_batch=train_batch), config, machine.ranks_per_node)
         if simulation.ordinary:
             found.append(f"train_batch runs micro-batches one after the other, since {simulation.ordinary}")
     sequences = config.resolve_batch(machine.ranks).train
@@ -149,6 +156,33 @@ def predict(
         is_measured=simulation is not None and times is not None,
         wear=wear,
     )
+
+
+def _moved_to_nvme(
+    make: Callable[[], PlannedModel],
+    config: Config,
+    machine: Machine,
+    needs: Needs,
+    links: Links | None,
+    times: Times | None,
+    *,
+    train_batch: bool,
+) -> dict[str, int]:
+    """Return tier → bytes of a node that `infinity.activations.device: "nvme"` frees in tiers that lack memory."""
+    section = config.infinity.activations
+    if section.device != "none" or not machine.nvme or not {"device", "host"} & set(needs.lacking):
+        return {}
+    section = section.model_copy(update={"device": "nvme", "nvme_path": section.nvme_path or (Path(),)})
+    config = config.model_copy(update={"infinity": config.infinity.model_copy(update={"activations": section})})
+    if links is None:
+        plan = plan_of(make(), config, machine)
+        activations = _activations_of(make(), config, machine, train_batch=train_batch)
+    else:
+        seen = _simulated(make(), config, machine, links, train_batch=train_batch, times=times)
+        plan, activations = seen.plan, _activations(seen)
+    rss = 0 if links is None else links.baseline_rss
+    after = needs_of(plan, machine, activations=activations, baseline_rss=rss).peak
+    return {tier: max(0, needs.peak[tier] - after[tier]) for tier in needs.lacking}
 
 
 def _simulated(
@@ -185,6 +219,7 @@ def _again(
     train_batch: bool = False,
 ) -> tuple[Simulation, Needs]:
     """Simulate another run of the same model. Returns it and the memory that it needs."""
+    config = machine.resolved(config)
     seen = _simulated(make(), config, machine, links, train_batch=train_batch, times=times)
     return seen, needs_of(seen.plan, machine, activations=_activations(seen), baseline_rss=links.baseline_rss)
 
@@ -261,6 +296,13 @@ def plan_of(model: PlannedModel, config: Config, machine: Machine, formats: Form
     return plan if formats == "engine" else plan_as_paper(plan, config)
 
 
+class Largest(NamedTuple):
+    """The most blocks with which a model fits, 0 if it fits with none, and the tiers that one more exceeds."""
+
+    blocks: int
+    limits: list[str]
+
+
 def largest(
     make: Callable[[int], PlannedModel],
     config: Config,
@@ -269,21 +311,21 @@ def largest(
     *,
     train_batch: bool = False,
     formats: Formats = "engine",
-) -> int | None:
-    """Return the most blocks with which a model fits; None if one does not. make: blocks → model."""
+) -> Largest:
+    """Return the most blocks with which a model fits. make: blocks → model."""
     config = machine.resolved(config)
     activations = Activations(make, config, machine, train_batch=train_batch)
 
-    def fits(blocks: int) -> bool:
+    def limits(blocks: int) -> list[str]:
         plan, saved = plan_of(make(blocks), config, machine, formats), activations.of(blocks)
-        return not needs_of(plan, machine, activations=saved, baseline_rss=baseline_rss).limits
+        return needs_of(plan, machine, activations=saved, baseline_rss=baseline_rss).limits
 
-    if not fits(1):
-        return None
-    low, high = 1, 2
-    while fits(high):
+    low, high, over = 0, 1, limits(1)
+    while not over:
         low, high = high, 2 * high
+        over = limits(high)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        found = limits(middle)
+        low, high, over = (low, middle, found) if found else (middle, high, over)
+    return Largest(low, over)

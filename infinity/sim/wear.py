@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from infinity.errors import InfinityError
 from infinity.observe.units import show_bytes
-from infinity.plan.formats import state_format
-from infinity.plan.placement import State
-from infinity.sim.needs import Needs, enough, kept_by_auto
+from infinity.sim.shorter import Again
 from infinity.sim.simulate import Simulation
 
 if TYPE_CHECKING:
@@ -42,16 +42,26 @@ class Wear:
         return self._rating / self.a_day
 
     @property
+    def steps(self) -> float:
+        """Steps until the rating is reached, or `PETABYTE` without one."""
+        return self._rating / self.written
+
+    @property
+    def lasts(self) -> str:
+        """Return the days and steps until the rating is reached, as text."""
+        return f"{_shown(self.days)}, or {_rounded(self.steps):,} steps"
+
+    @property
     def _rating(self) -> int:
         return PETABYTE if self.rated is None else self.rated
 
     def to_json(self) -> dict[str, float]:
-        return {"rated_bytes": self._rating, "days": self.days}
+        return {"rated_bytes": self._rating, "days": self.days, "steps": self.steps}
 
     def __str__(self) -> str:
         if self.rated is None:
-            return f"each PB that the drive is rated for lasts {_shown(self.days)}"
-        return f"the drive's rating of {show_bytes(self.rated)} is reached in {_shown(self.days)}"
+            return f"each PB that the drive is rated for lasts {self.lasts}"
+        return f"the drive's rating of {show_bytes(self.rated)} is reached in {self.lasts}"
 
 
 def wear_of(simulation: Simulation, ranks_per_node: int, rated: int | None) -> Wear | None:
@@ -61,36 +71,42 @@ def wear_of(simulation: Simulation, ranks_per_node: int, rated: int | None) -> W
     return Wear(written, simulation.seconds, rated) if written else None
 
 
-def longer(wear: Wear, config: Config, simulation: Simulation, needs: Needs, ranks_per_node: int) -> Iterator[str]:
-    """Yield changes with which a rating lasts a year that would not, the smallest first."""
+def longer(wear: Wear, again: Again, config: Config, ranks_per_node: int) -> Iterator[str]:
+    """Yield changes with which a rating lasts more steps that would not last a year, as simulated; the most first."""
     if wear.rated is None or wear.days >= _YEAR:
         return
-    missing = int(wear.written * (1 - wear.days / _YEAR))
-    changes = list(_changes(wear, config, simulation, needs, ranks_per_node))
-    found = ", and ".join(enough(changes, missing)) if changes else "use a drive with a higher rating"
-    yield f"the drive's rating is reached in {_shown(wear.days)}: {found}"
+    found = []
+    for change, changed in _changes(config):
+        try:
+            seen, needs = again(changed)
+        except InfinityError:  # such as 8-bit moments of tiles that cut their blocks
+            continue
+        after = wear_of(seen, ranks_per_node, wear.rated)
+        steps = math.inf if after is None else after.steps
+        if not needs.limits and steps > wear.steps:
+            found.append((steps, f"{'never' if after is None else f'in {after.lasts}'} with {change}"))
+    changes = ", ".join(text for _, text in sorted(found, key=lambda item: -item[0]))
+    yield f"the drive's rating is reached in {wear.lasts}; {changes or 'use a drive with a higher rating'}"
 
 
-def _changes(wear: Wear, config: Config, simulation: Simulation, needs: Needs, ranks: int) -> Iterator[tuple[int, str]]:
-    """Yield (bytes that a step writes less, change)."""
-    plan, held = simulation.plan, needs.tiers["nvme"]
-    stored = held["params"] + held["gradients"] + held["optimizer"]
-    kept = kept_by_auto(plan, needs)
-    if kept > 0 and simulation.nvme_bytes_written and config.infinity.memory.host is None:
-        gradients = sum(n for name, n in simulation.order.get("nvme_write", ()) if name.startswith("gradient")) * ranks
-        what = "gradients and states" if gradients else "states"
-        less = int(simulation.nvme_bytes_written * ranks * min(1.0, kept / stored))
-        yield less, f'set infinity.memory.host to "auto", which writes up to {show_bytes(less)} of {what} less a step'
-    if config.infinity.moments != "8bit":
-        less = 0
-        for layout in plan.units:
-            if plan.placement.holds(layout.index, State.OPTIM):
-                extent = plan.placement.of(layout.index, State.OPTIM)
-                smaller = state_format(layout.dtype, config.infinity.master, config.optimizer.rule, "8bit")
-                less += (extent.nbytes - smaller.nbytes(layout.shard_numel)) * ranks * (extent.tier == "nvme")
-        if less > 0:
-            yield less, f'set infinity.moments to "8bit", which writes {show_bytes(less)} less a step'
+def _changes(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield changes with which a step may write less."""
+    section, memory = config.infinity, config.infinity.memory
+    if memory.host is None:
+        memory = memory.model_copy(update={"host": "auto"})
+        yield 'infinity.memory.host "auto"', _with(config, memory=memory)
+    if section.moments != "8bit":
+        yield 'infinity.moments "8bit"', _with(config, moments="8bit")
+
+
+def _with(config: Config, **keys: object) -> Config:
+    return config.model_copy(update={"infinity": config.infinity.model_copy(update=keys)})
 
 
 def _shown(days: float) -> str:
     return f"{days:.3g} days" if days < 2 * _YEAR else f"{days / _YEAR:.3g} years"
+
+
+def _rounded(steps: float) -> int:
+    """Return the whole number of steps, to three digits."""
+    return int(float(f"{steps:.3g}"))

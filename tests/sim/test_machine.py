@@ -36,7 +36,7 @@ def test_budgets_are_of_a_rank(gpus: int, host: int) -> None:
 
 
 def test_gpus_without_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match="give --gpus and --device-memory, or neither"):
+    with pytest.raises(ConfigError, match="give the memory of each of the"):
         Machine(1 << 34, gpus=8)
 
 
