@@ -236,15 +236,16 @@ def alignment() -> int:
     return max(4096, mmap.PAGESIZE)
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, key: str = "nvme_path") -> None:
+    """Raise StorageError unless `folder` is one. key: of the config, for the error's text."""
     try:
         folder.stat()
     except FileNotFoundError:
-        raise StorageError(f"{folder} does not exist; create it, or name another folder (nvme_path)") from None
+        raise StorageError(f"{folder} does not exist; create it, or name another folder ({key})") from None
     except OSError as error:
-        raise StorageError(f"{folder}: {error.strerror}; name another folder (nvme_path)") from error
+        raise StorageError(f"{folder}: {error.strerror}; name another folder ({key})") from error
     if not folder.is_dir():
-        raise StorageError(f"{folder} is not a folder; name one (nvme_path)")
+        raise StorageError(f"{folder} is not a folder; name one ({key})")
 
 
 def _by_file_system(folders: Sequence[Path], sizes: Sequence[int]) -> list[tuple[list[Path], int]]:

@@ -110,6 +110,23 @@ def test_a_second_folder_that_takes_no_files(leaves_nothing: Path, tmp_path: Pat
     refused(StorageError, said, seeded(Stack), raw([str(leaves_nothing), str(tmp_path / second)]))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing", r"missing does not exist; create it, or name another folder \(infinity.activations.nvme_path\)"),
+        ("file", r"is not a folder; name one \(infinity.activations.nvme_path\)"),
+        ("/proc", "cannot create a file in"),
+    ],
+)
+def test_a_folder_of_activations_without_files(leaves_nothing: Path, tmp_path: Path, name: str, said: str) -> None:
+    """It is refused by `initialize`, not by the first forward; see `leaves_nothing`."""
+    (tmp_path / "file").write_text("")
+    config = raw(leaves_nothing)
+    activations = {"device": "nvme", "nvme_path": str(tmp_path / name)}
+    config["infinity"] = {**config.get("infinity", {}), "activations": activations}
+    refused(StorageError, said, seeded(Stack), config)
+
+
 def test_one_folder_twice(leaves_nothing: Path) -> None:
     folders = [str(leaves_nothing), f"{leaves_nothing}/../{leaves_nothing.name}"]
     refused(ConfigError, "nvme_path: lists one folder twice", seeded(Stack), raw(folders))
