@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from infinity.engine.block_calls import calling
 from infinity.engine.coroutine import Coroutine
+from infinity.engine.loss_check import check_scalar
 from infinity.engine.model_state import ModelState
 from infinity.engine.parts import EngineParts
 from infinity.engine.pieces import Boundary, Graph, NotInPieces, backward_passes
@@ -98,7 +99,8 @@ class VerticalOrder:
         self._has_run = False
 
     def forward(self, batches: Sequence[Any], loss_of: LossOf, state: ModelState) -> list[Forward]:
-        """Run the forwards of all micro-batches. Raises NotInPieces if the model does not fit, with all of them ended.
+        """Run the forwards of all micro-batches. Raises NotInPieces if the model does not fit, and UsageError for a
+        loss that is no scalar with a graph, with all of them ended.
 
         state: that of the model before. Call it in an open scope of the store.
         """
@@ -122,6 +124,8 @@ class VerticalOrder:
                             _check_unchanged(state)
                 if backward_passes() != passes + 1:
                     raise NotInPieces("its forward computes gradients")
+                for forward in forwards:
+                    check_scalar(forward.loss)
             except BaseException:
                 for forward in forwards:
                     forward.cancel()

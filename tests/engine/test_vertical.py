@@ -1008,6 +1008,14 @@ def test_a_step_that_has_begun() -> None:
             engine.train_batch(batches)
 
 
+LOSSES: dict[str, Any] = {
+    "NaN": lambda loss: loss * float("nan"),
+    "a float": lambda loss: float(loss),
+    "a vector": lambda loss: loss.expand(2),
+    "without a graph": lambda loss: loss.detach(),
+}
+
+
 class Fails(Stack):
     """Raises in the forward, or in the backward, of the micro-batch that begins with the last token."""
 
@@ -1023,7 +1031,7 @@ class Fails(Stack):
             if bad and number == 3 and self.where == "backward":
                 x.register_hook(self.fail)
         loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-        return loss * float("nan") if bad and self.where == "loss" else loss
+        return LOSSES[self.where](loss) if bad and self.where in LOSSES else loss
 
     @staticmethod
     def fail(gradient: torch.Tensor) -> None:
@@ -1031,7 +1039,7 @@ class Fails(Stack):
 
 
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
-@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+@pytest.mark.parametrize("where", ["forward", *LOSSES, "backward"])
 def test_a_step_that_fails_leaves_no_trace(where: str, update: str) -> None:
     """The next steps have the bits of a run without it."""
     batches = [(tokens.clamp(max=VOCABULARY - 2), targets) for tokens, targets in token_batches(12)]
@@ -1044,7 +1052,8 @@ def test_a_step_that_fails_leaves_no_trace(where: str, update: str) -> None:
             losses, iterator = [], iter(batches)
             for step in range(STEPS):
                 if fails and step in (0, 2, 3):
-                    with pytest.raises(NonFiniteError if where == "loss" else ValueError):
+                    error = NonFiniteError if where == "NaN" else UsageError if where in LOSSES else ValueError
+                    with pytest.raises(error):
                         engine.train_batch(iter(bad))
                     if engine._broken:  # units had been updated
                         assert where == "backward" and update == "during_backward" and step
