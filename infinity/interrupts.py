@@ -1,4 +1,4 @@
-"""Defers Ctrl-C until states are consistent.
+"""Defers Ctrl-C until states are consistent, and handles SIGTERM.
 
 Python raises KeyboardInterrupt between any two bytecodes, such as between leasing a buffer and recording its owner, or
 between creating an update and queueing it. Such sections run under `uninterrupted`, which raises the interrupt at their
@@ -18,10 +18,13 @@ from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 _SIGINT: int = _signal.SIGINT
+_SIGTERM: int = _signal.SIGTERM
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _active = False
+_ending = False
+"""True: SIGTERM arrived in an `uninterrupted` block, after which the process ends."""
 _main = threading.main_thread().ident
 
 
@@ -72,6 +75,8 @@ class uninterrupted:
         _signal.signal(_SIGINT, handler)
         if self._waiting:
             handler(_SIGINT, sys._getframe())
+        if _ending:
+            _end()
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)
@@ -88,3 +93,41 @@ class uninterrupted:
             self._waiting = False
             raise ForcedInterrupt("interrupted a second time, while states were being transferred")
         self._waiting = True
+
+
+def on_sigterm(action: Callable[[], None]) -> Callable[[], None]:
+    """Call `action` in the main thread when this process receives SIGTERM. Returns a function that ends this.
+
+    A handler of the user's own stays, and other threads cannot set one. A forked child ends as it does by default.
+    """
+    if threading.get_ident() != _main or _signal.getsignal(_SIGTERM) != _signal.SIG_DFL:
+        return lambda: None
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            action()
+            return
+        _signal.signal(_SIGTERM, _signal.SIG_DFL)  # nothing else would end the child, such as a worker of a pool
+        _signal.raise_signal(_SIGTERM)
+
+    def restore() -> None:
+        if threading.get_ident() == _main and _signal.getsignal(_SIGTERM) is handle:
+            _signal.signal(_SIGTERM, _signal.SIG_DFL)
+
+    _signal.signal(_SIGTERM, handle)
+    return restore
+
+
+def exit_on_sigterm() -> Callable[[], None]:
+    """Let SIGTERM end the process by SystemExit, as an error would, so that engines are closed. Returns a function that
+    ends this. An `uninterrupted` block is finished before.
+    """
+    return on_sigterm(_end)
+
+
+def _end() -> None:
+    global _ending
+    _ending = _active
+    if not _active:
+        raise SystemExit(128 + _SIGTERM)

@@ -138,6 +138,10 @@ class Commits:
             if tier in self._memory
         )
 
+    def ask_to_stop(self) -> None:
+        """Note that this rank is to stop, such as by SIGTERM. The step under way is then the last."""
+        self.asked_to_stop = True
+
     def wait(self) -> None:
         """Wait for the last commit. Raises StorageError if it failed; its updates must have begun."""
         if self._last is not None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +25,7 @@ from infinity.durable.manifest import read_manifest
 from infinity.durable.record import BUFFERS, CHECKSUMS, CLIENT_STATE, RNG, Progress, Record
 from infinity.durable.run import DurableRun
 from infinity.errors import CheckpointError, StorageError, UsageError
+from infinity.interrupts import on_sigterm
 from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -70,7 +67,7 @@ class DurableSteps:
         self._has_begun = False
         self._stops = False
         """True if a commit that this step waited for agreed to stop, so that all ranks see the same."""
-        self._restore_handler = self._watch_sigterm()
+        self._restore_handler = on_sigterm(self._commits.ask_to_stop)
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
@@ -217,34 +214,6 @@ class DurableSteps:
             commits.close()
 
         return end, run.close
-
-    # -- signals -----------------------------------------------------------------------------------------------------
-
-    def _watch_sigterm(self) -> Callable[[], None]:
-        """Note SIGTERM, after which the step under way is the last. Returns a function that ends this.
-
-        A handler of the user's own stays, and threads cannot set one.
-        """
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        ):
-            return lambda: None
-        commits, process = self._commits, os.getpid()
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if os.getpid() == process:
-                commits.asked_to_stop = True
-                return
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked child, which nothing else would end
-            signal.raise_signal(signal.SIGTERM)
-
-        def restore() -> None:
-            if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is note:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-        signal.signal(signal.SIGTERM, note)
-        return restore
 
 
 def client_state_of(record: Record, path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from infinity.concurrency import now
 from infinity.errors import UsageError
+from infinity.interrupts import exit_on_sigterm
 from infinity.observe.log import logger
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Recording
@@ -31,6 +32,7 @@ class Profiler:
         """The file to write; None: no profile is asked for."""
         self._recording: Recording | None = None
         """None: the next step has not begun."""
+        self._restore_handler: Callable[[], None] = _nothing
 
     def begin(self, steps: int, out: str | os.PathLike[str], nbytes: Mapping[str, int] | None) -> None:
         """Record the next `steps` steps. nbytes: present bytes in tiers; None: a step is under way.
@@ -53,6 +55,7 @@ class Profiler:
         _under_way.add(path)
         self._steps = self._left = steps
         self._out = path
+        self._restore_handler = exit_on_sigterm()
         if nbytes is not None:
             self._start(nbytes)
 
@@ -77,6 +80,7 @@ class Profiler:
         self._out = self._recording = None
         if out is not None:
             _under_way.discard(out)
+            self._restore_handler()
         if recording is None or out is None:
             return
         self._recorder.stop(recording)
@@ -94,6 +98,10 @@ class Profiler:
     def _start(self, nbytes: Mapping[str, int]) -> None:
         self._recording = self._recorder.start()
         self._recorder.sample(nbytes)
+
+
+def _nothing() -> None:
+    """Stands for a handler that was not set."""
 
 
 def _rank() -> int:

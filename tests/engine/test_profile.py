@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.interrupts import exit_on_sigterm, uninterrupted
 from infinity.observe.timeline import LANES
 from infinity.sim.links import Links
 from infinity.sim.simulate import simulate
@@ -225,23 +227,60 @@ def test_an_engine_that_closes_in_its_first_step_leaves_a_valid_trace(tmp_path: 
 
 
 ENDING = """
-import sys, torch, infinity
+import os, signal, sys, torch, infinity
 from support.models import Stack, seeded, token_batches
 engine, *_ = infinity.initialize(model=seeded(Stack), config={"train_micro_batch_size_per_gpu": 4})
 engine.profile(9, sys.argv[1])
 loss = engine(*token_batches(1)[0])
 engine.backward(loss)
 engine.step()
-raise KeyboardInterrupt
 """
 
 
-def test_a_process_that_ends_without_closing_leaves_a_valid_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 128 + signal.SIGTERM),
+        (
+            "loss = engine(*token_batches(1)[0]); loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGTERM)); "
+            "engine.backward(loss)",
+            128 + signal.SIGTERM,
+        ),
+    ],
+    ids=["Ctrl-C", "SIGTERM between steps", "SIGTERM in backward"],
+)
+def test_a_process_that_ends_without_closing_leaves_a_valid_trace(how: str, code: int, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     tests = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", ENDING, file], cwd=tests, capture_output=True, text=True, timeout=120)
-    assert "KeyboardInterrupt" in done.stderr
-    assert len(json.loads(file.read_text())["otherData"]["steps"]) == 1
+    script = [sys.executable, "-c", ENDING + how, file]
+    done = subprocess.run(script, cwd=tests, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert json.loads(file.read_text())["otherData"]["steps"][0]["complete"]
+
+
+def test_sigterm_ends_the_process_as_before_once_the_profile_has_ended(tmp_path: Path) -> None:
+    engine = opened()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    engine.profile(1, tmp_path / "trace.json")
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    train(engine)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    engine.close()
+
+
+def test_sigterm_waits_for_states_to_be_consistent() -> None:
+    restore = exit_on_sigterm()
+    try:
+        done = []
+        with pytest.raises(SystemExit), uninterrupted():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("the block")
+        assert done == ["the block"]
+        with uninterrupted():
+            pass
+    finally:
+        restore()
 
 
 def test_a_file_that_cannot_be_written_at_the_end_ends_no_training(
