@@ -18,6 +18,9 @@ from infinity.observe.intervals import seconds, union
 from infinity.observe.timeline import LANES
 from infinity.observe.units import show_bytes
 
+_SHORT = 1.0
+"""Seconds of all steps below which the table has milliseconds."""
+
 
 def run(file: Path, png: Path | None, as_json: bool) -> None:
     """Print the lanes of `file`, and draw them to `png`."""
@@ -65,21 +68,22 @@ def lanes(trace: Trace) -> dict[str, dict[str, Any]]:
 
 def _shown(file: Path, trace: Trace, found: dict[str, dict[str, Any]]) -> Iterator[str | RenderableType]:
     yield Text(printable(f"{file.name}, {trace.describe()}"), style="bold")
+    whole = trace.seconds or 1.0
+    unit, factor, digits = ("s", 1.0, 3) if whole >= _SHORT else ("ms", 1e3, 2)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("lane")
-    for title in ("busy s", "share", "exposed s", "moved", "GB/s"):
+    for title in (f"busy {unit}", "share", f"exposed {unit}", "moved", "GB/s"):
         table.add_column(title, justify="right", no_wrap=True)
-    whole = trace.seconds or 1.0
     for lane, each in found.items():
         rate = each["bytes_per_second"]
         table.add_row(
             lane,
-            f"{each['busy_seconds']:.3f}",
+            f"{factor * each['busy_seconds']:.{digits}f}",
             f"{100 * each['busy_seconds'] / whole:.0f} %",
-            "" if lane == "compute" else f"{each['exposed_seconds']:.3f}",
+            "" if lane == "compute" else f"{factor * each['exposed_seconds']:.{digits}f}",
             show_bytes(each["bytes"]) if each["bytes"] else "–",
             f"{rate / 1e9:.2f}" if rate else "–",
         )
     yield table
     waited = sum(each["exposed_seconds"] for each in found.values())
-    yield f"exposed: {waited:.3f} s, {100 * waited / whole:.0f} % of the steps"
+    yield f"exposed: {factor * waited:.{digits}f} {unit}, {100 * waited / whole:.0f} % of the steps"

@@ -45,7 +45,7 @@ class Profiler:
                 f"{self._left} more steps: call it after these"
             )
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise UsageError(f"engine.profile(steps={steps!r}) records nothing: pass a number of steps from 1")
+            raise UsageError(f"engine.profile(steps={steps!r}): pass a whole number of steps from 1")
         if not isinstance(out, str | os.PathLike) or not os.fspath(out):
             raise UsageError(f"engine.profile(out={out!r}) names no file: pass a path such as trace.json")
         path = _of_rank(Path(out).resolve())  # a link stays one

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.comm.dtensor import is_plain
@@ -51,7 +52,16 @@ def tile(model: nn.Module, max_bytes: int | str) -> list[str]:
         for name, child in parent._modules.items():
             if child in replaced:
                 parent._modules[name] = replaced[child]
-    left = [name for name, p in model.named_parameters() if p.numel() * p.element_size() > limit]
+    tiled = {name: module for name, module in model.named_modules() if isinstance(module, TiledLinear)}
+    coarse = [name for name, module in tiled.items() if any(_exceeds(p, limit) for p in module.parameters())]
+    if coarse:
+        logger.warning(
+            "infinity.nn.tile: tiles of an earlier call stay, though they are larger than max_bytes: %s. Tile a model "
+            "once, with the smaller max_bytes.",
+            ", ".join(coarse),
+        )
+    own = {id(p) for module in tiled.values() for p in module.parameters()}
+    left = [name for name, p in model.named_parameters() if _exceeds(p, limit) and id(p) not in own]
     if left:
         logger.warning("infinity.nn.tile: larger than max_bytes, and not of an nn.Linear: %s", ", ".join(left))
     return list(found.values())
@@ -61,7 +71,11 @@ def _is_large(module: nn.Module, limit: int) -> bool:
     # Subclasses compute something else, or have owners that read their weights.
     if type(module) is not nn.Linear or not isinstance(module._parameters.get("weight"), nn.Parameter):
         return False
-    return module.weight.numel() * module.weight.element_size() > limit
+    return _exceeds(module.weight, limit)
+
+
+def _exceeds(parameter: torch.Tensor, limit: int) -> bool:
+    return parameter.numel() * parameter.element_size() > limit
 
 
 def _problem(model: nn.Module, module: nn.Linear, names: dict[int, list[str]]) -> str | None:

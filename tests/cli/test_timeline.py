@@ -64,6 +64,16 @@ def test_the_table_has_a_line_for_each_lane(file: Path) -> None:
     assert lines[-1] == "exposed: 1.000 s, 25 % of the steps"
 
 
+def test_short_steps_are_shown_in_milliseconds(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    work = [Span("nvme_read", "parameters", 2_000_000, "model", 0.0005, 0.0015)]
+    path.write_text(json.dumps(chrome_trace(work, [StepSpan(0.0, 0.004, {"nvme_read": 0.0005})], [])))
+    lines = run("timeline", path).stdout.splitlines()
+    assert "busy ms" in lines[2] and "exposed ms" in lines[2]
+    assert [line.split()[:5] for line in lines if "nvme_read" in line] == [["nvme_read", "1.00", "25", "%", "0.50"]]
+    assert lines[-1] == "exposed: 0.50 ms, 12 % of the steps"
+
+
 def test_a_step_that_did_not_end_is_shown_as_such(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(chrome_trace(WORK, [*STEPS[:1], StepSpan(2.0, 2.5, {}, is_complete=False)], [])))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -259,9 +260,15 @@ def test_a_process_that_ends_without_closing_leaves_a_valid_trace(how: str, code
     assert json.loads(file.read_text())["otherData"]["steps"][0]["complete"]
 
 
-def test_sigterm_ends_the_process_as_before_once_the_profile_has_ended(tmp_path: Path) -> None:
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_the_process_as_before_once_the_profile_has_ended(default_sigterm: None, tmp_path: Path) -> None:
     engine = opened()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     engine.profile(1, tmp_path / "trace.json")
     assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     train(engine)
@@ -269,7 +276,7 @@ def test_sigterm_ends_the_process_as_before_once_the_profile_has_ended(tmp_path:
     engine.close()
 
 
-def test_sigterm_waits_for_states_to_be_consistent() -> None:
+def test_sigterm_waits_for_states_to_be_consistent(default_sigterm: None) -> None:
     restore = exit_on_sigterm()
     try:
         done = []
@@ -300,7 +307,7 @@ def test_a_file_that_cannot_be_written_at_the_end_ends_no_training(
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])
 def test_steps_that_are_none_are_refused(tmp_path: Path, steps: Any) -> None:
-    with opened() as engine, pytest.raises(UsageError, match="pass a number of steps from 1"):
+    with opened() as engine, pytest.raises(UsageError, match="pass a whole number of steps from 1"):
         engine.profile(steps, tmp_path / "trace.json")
 
 

@@ -216,6 +216,16 @@ def test_a_layer_under_two_names_stays_one_layer() -> None:
     assert {"a.weight", "b.0.weight"} <= set(model.state_dict())
 
 
+def test_larger_tiles_of_an_earlier_call_are_named_by_their_layer(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 4096))
+    assert tile(model, "512KiB") == ["1"]
+    with caplog.at_level(logging.WARNING, "infinity"):
+        assert tile(model, "512KiB") == [] and not caplog.records
+        assert tile(model, "256KiB") == []
+    (record,) = caplog.records
+    assert "tiles of an earlier call stay, though they are larger than max_bytes: 1." in record.getMessage()
+
+
 def test_larger_parameters_of_other_modules_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "infinity"):
         tile(seeded(Stack), 7000)
