@@ -363,7 +363,8 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens of a sequence; by default 1024, or the model's most.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step, of all ranks; by default the config's, or 8 a rank.")
+        int | None,
+        typer.Option(min=1, help="Sequences of a step, of all ranks; by default the config's, or 8 a rank."),
     ] = None,
     untie_embeddings_and_output_weights: Annotated[
         bool, typer.Option("--untie-embeddings-and-output-weights", help="GPT-2: the head has a weight of its own.")
@@ -385,9 +386,9 @@ def plan(
     ] = None,
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of a node; 0: the host computes.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
-    device_memory: Annotated[str | None, typer.Option(help="Memory of a GPU.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory of a node; by default this machine's.")] = None,
-    nvme: Annotated[str | None, typer.Option(help="Drive of a node; by default the free space here.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Bytes of a GPU's memory, such as 32GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Bytes of a node's memory; by default as here.")] = None,
+    nvme: Annotated[str | None, typer.Option(help="Bytes of a node's drives; by default the free space here.")] = None,
     endurance: Annotated[
         str | None, typer.Option(help="Bytes that the drives of a node are rated for, such as 1.2PB (TBW).")
     ] = None,
@@ -398,7 +399,8 @@ def plan(
         Formats, typer.Option(help="Formats of states; paper: the ZeRO-Infinity paper's 20 bytes a parameter.")
     ] = Formats.ENGINE,
     this_machine: Annotated[
-        bool, typer.Option("--this-machine", help="Plan for this machine, as if idle, and time operations here.")
+        bool,
+        typer.Option("--this-machine", help="Plan for this machine; with --bandwidths, time operations here."),
     ] = False,
     max_model: Annotated[
         bool, typer.Option("--max-model", help="GPT-2: print the most layers that fit, and predict nothing else.")

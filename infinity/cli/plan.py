@@ -30,6 +30,8 @@ from infinity.sim.planner import Formats, Prediction, largest, predict
 from infinity.sim.simulate import Simulation
 
 _DEFAULT_BATCH = 8
+_PROCESS = 10**9
+"""Bytes that a process may take beside its engine, with torch imported."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,12 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     needs, seen = found.needs, found.simulation
     nodes = counted(machine.nodes, "node")
     computes = f"{counted(machine.gpus, 'GPU')} each" if machine.gpus else "the host computes"
-    work = f"{show_count(found.parameters)} parameters, {found.sequences} sequences a step"
+    work = f"{show_count(found.parameters)} parameters, {counted(found.sequences, 'sequence')} a step"
     yield Text(printable(f"{found.model}, {work}; {nodes}, {computes}"), style="bold")
-    fits = "fits" if not needs.limits else f"does not fit: too little {' and '.join(map(memory_name, needs.limits))}"
+    small = f"{' and '.join(map(memory_name, needs.limits))} {'is' if len(needs.limits) == 1 else 'are'}"
+    fits = "fits" if not needs.limits else f"does not fit: {small} too small"
+    if not needs.limits and found.simulation is None and needs.spare("host") < _PROCESS * found.ranks_per_node:
+        fits += f", if the processes themselves take less than {show_bytes(needs.spare('host'))} of host memory"
     yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("bytes of a node")
@@ -193,8 +198,10 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     yield table
     for tier in TIERS:
         if passing := needs.passing[tier]:
-            when = "all in the first three steps, later those of units in a new order or in infinity.forward_updates"
-            yield f"gradients may take {show_bytes(passing)} of {tier}: {when}"
+            yield (
+                f"the table has {show_bytes(passing)} of {tier} for stored gradients: after three steps, only those of "
+                "units that run in a new order or are updated in the next forward (infinity.forward_updates)"
+            )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"
@@ -206,8 +213,8 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
         yield "formats of the ZeRO-Infinity paper: 20 bytes a parameter; buffers are the engine's"
     else:
         yield (
-            "no step time, and a peak of host memory without the processes themselves: measure the machine with "
-            "infinity bench-links, and pass --bandwidths"
+            "step time and the memory of the processes themselves are not known: measure the machine with infinity "
+            "bench-links, and pass --bandwidths"
         )
     for line in found.advice:
         yield f"advice: {line}"
@@ -227,6 +234,9 @@ def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:
     if wear is not None:
         lines[0] += f"; {show_bytes(wear.a_day)} written a day"
         lines.insert(1, f"  {wear}")
+    if seen.commit_bytes_written:
+        commits = show_bytes(seen.commit_bytes_written * ranks)
+        lines.append(f"{commits} of these are commits of states in memory, whose time is not simulated")
     yield from lines
 
 

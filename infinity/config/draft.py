@@ -47,8 +47,8 @@ class Draft:
             present = look(self.content, target)
             if places and present != result:
                 self.problems.append(
-                    f"{source}: is {_short(value)}, which is {target} {_short(result)}, but {target} is "
-                    f"{_short(present)}: remove one of them"
+                    f"{source}: {_short(value)} sets {target} to {_short(result)}, which is set to {_short(present)}: "
+                    "remove one of them"
                 )
                 return
             self.ignore(source, f"{target} is set and decides")

@@ -110,7 +110,7 @@ class BatchTrainer:
     def _run(
         self, batches: list[Any], loss_fn: LossFunction | None, end_micro_batch: Callable[[], None]
     ) -> list[torch.Tensor]:
-        if len(batches) == 1 or self.reason:
+        if len(batches) == 1 or self.reason or self._is_profiled:
             return self._ordinary(batches, loss_fn, end_micro_batch)
         reason = self._obstacle()
         if reason is not None:
@@ -125,7 +125,7 @@ class BatchTrainer:
         return losses
 
     def _obstacle(self) -> str | None:
-        """Return why no step, or this one, may run vertically, as far as is known before it."""
+        """Return why no step may run vertically, as far as is known before this one."""
         engine, parts = self._engine, self._engine.parts
         if parts.plan.buffers(pools.UNITS) >= len(parts.units):
             return "all parameters fit in the buffers of the device, so none would move less often"
@@ -137,10 +137,13 @@ class BatchTrainer:
             return f"{name or 'the model'} has hooks, which would run in another order"
         if not is_plain_thread(engine.parts.device):
             return "train_batch() was called in a context of this thread (autocast, a mode, hooks or a stream)"
-        profiler = engine.config.flops_profiler
-        if profiler.enabled and profiler.profile_step == engine.global_steps:
-            return "this step is profiled"
         return None
+
+    @property
+    def _is_profiled(self) -> bool:
+        """Return whether `flops_profiler` counts this step, in the order of a loop."""
+        profiler = self._engine.config.flops_profiler
+        return profiler.enabled and profiler.profile_step == self._engine.global_steps
 
     def _say(self, reason: str) -> None:
         if self._engine.ranks.is_main_rank:
@@ -182,13 +185,13 @@ class BatchTrainer:
                 end_micro_batch()
         blocks, reason = calls.sequence(), None
         if random.moved():
-            reason = "it draws random numbers, as for dropout, in the order of micro-batches"
+            reason = "the model draws random numbers, as for dropout"
         elif changed is not None:
-            reason = f"its forward changes attributes (of a {changed}), which micro-batches would share"
+            reason = f"the model's forward changes attributes (of a {changed}), which micro-batches would share"
         elif calls.differentiated:
-            reason = "its forward differentiates through its blocks"
+            reason = "the model's forward differentiates through its blocks"
         elif blocks is None:
-            reason = "it calls no list of blocks one after the other"
+            reason = "the model does not call the blocks of one list one after the other"
         found = None if reason is not None or blocks is None else [calls.numbers[block] for block in blocks]
         if any(other != found for other in engine.ranks.gather(found)):
             reason = reason or "ranks found different blocks"
@@ -220,9 +223,9 @@ class BatchTrainer:
             except RuntimeError as error:  # such as an edit in place of a cut tensor; other ranks wait for this one
                 if isinstance(error, InfinityError) or not engine.ranks.is_single:
                     raise
-                reason = f"its forward raised an error with all of them together ({error})"
+                reason = f"the model's forward raised an error with all of them together ({error})"
         if random.moved():
-            reason = reason or "it draws random numbers"
+            reason = reason or "the model draws random numbers"
         if engine.ranks.totals(float(reason is not None))[0]:
             for forward in forwards:
                 forward.cancel()
@@ -230,11 +233,11 @@ class BatchTrainer:
             engine.parts.store.tracer.forget()
             if not state.restore():
                 raise ModelError(
-                    "engine.train_batch() ran the micro-batches of a step together, and the contents of a "
-                    f"{state.changed()} that the model keeps or is given changed, which they had not done before. "
-                    "Nothing was updated. Call engine.backward() and engine.step() for each micro-batch instead."
+                    f"engine.train_batch(): the forward changed a {state.changed()} that all micro-batches share, for "
+                    "the first time in this step. Nothing was updated. Call engine.backward() and engine.step() for "
+                    "each micro-batch instead."
                 )
-            self._say(reason or "another rank found so")
+            self._say(reason or "another rank cannot run them together")
             return None
         losses = [forward.loss for forward in forwards if forward.loss is not None]
         scaled = self._scaled(losses)
@@ -254,8 +257,8 @@ class BatchTrainer:
             backward(forwards, scaled, begin, end)
         if random.moved():
             raise ModelError(
-                "the backward of engine.train_batch() drew random numbers, which it had not done before: micro-batches "
-                "would get others than one after the other. Call engine.backward() and engine.step() for each instead."
+                "engine.train_batch(): the backward drew random numbers for the first time, so results would differ "
+                "from those of a loop. Call engine.backward() and engine.step() for each micro-batch instead."
             )
         step.end_pieces()
         return [loss.detach() for loss in losses]

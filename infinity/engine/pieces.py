@@ -158,7 +158,7 @@ class Graph:
                 known = self._piece_of.setdefault(node, -1)
                 if known < 0:
                     if node.name() == _REENTRANT:
-                        raise NotInPieces("it uses reentrant checkpoints: pass use_reentrant=False to checkpoint()")
+                        raise NotInPieces("it has reentrant checkpoints: pass use_reentrant=False to checkpoint()")
                     self._piece_of[node] = piece
                     pending.append(node)
                 elif known != piece:

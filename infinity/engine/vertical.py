@@ -119,11 +119,11 @@ class VerticalOrder:
                         if (forward.loss is None) != (stage < stages - 1):
                             raise NotInPieces("the model does not call all its blocks")
                         if forward.has_set_context:
-                            raise NotInPieces("its forward sets context variables")
+                            raise NotInPieces("the model's forward sets context variables")
                         if is_edge or forward is forwards[-1]:
                             _check_unchanged(state)
                 if backward_passes() != passes + 1:
-                    raise NotInPieces("its forward computes gradients")
+                    raise NotInPieces("the model's forward computes gradients")
                 for forward in forwards:
                     check_scalar(forward.loss)
             except BaseException:
@@ -156,7 +156,7 @@ class VerticalOrder:
             for forward in forwards:
                 of_unit: dict[int, set[int]] = {}
                 if not all(boundary.roots for boundary in forward.boundaries[1:-1]):
-                    raise NotInPieces("its blocks take no tensor that requires a gradient")
+                    raise NotInPieces("the blocks take no tensor that requires a gradient")
                 graph = Graph(forward.pieces)
                 for key, leaf in graph.leaves.items():
                     unit = self._parts.unit_of.get(key)
@@ -208,7 +208,7 @@ def _pause_after(forward: Forward, output: Any) -> Any:
 def _check_unchanged(state: ModelState) -> None:
     changed = state.changed()
     if changed is not None:
-        raise NotInPieces(f"its forward changes attributes (of a {changed}), which micro-batches would share")
+        raise NotInPieces(f"the model's forward changes attributes (of a {changed}), which micro-batches would share")
 
 
 def _check_sum(leaf: torch.Tensor, edges: Sequence[tuple[int, int]]) -> None:

@@ -63,7 +63,10 @@ def tile(model: nn.Module, max_bytes: int | str) -> list[str]:
     own = {id(p) for module in tiled.values() for p in module.parameters()}
     left = [name for name, p in model.named_parameters() if _exceeds(p, limit) and id(p) not in own]
     if left:
-        logger.warning("infinity.nn.tile: larger than max_bytes, and not of an nn.Linear: %s", ", ".join(left))
+        logger.warning(
+            "infinity.nn.tile: only plain nn.Linear layers are tiled. Larger than max_bytes remain: %s",
+            ", ".join(left),
+        )
     return list(found.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.pools import ACTIVATIONS, COLLECTIVES, GRADIENT_TILES, READ_AHEAD, STAGING, TILES, UNITS
@@ -68,18 +69,18 @@ def _smaller_budget(plan: Plan, tier: str) -> str:
     if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
         return ""
     if tier == "device" and plan.budget.device_optimizer:
-        return "lower infinity.memory.device_optimizer (raise offload_optimizer.ratio)"
+        return "lower infinity.memory.device_optimizer (in DeepSpeed's keys: raise offload_optimizer.ratio)"
     if tier != "host":
         return ""
     if plan.budget.host is not None:
         return "lower infinity.memory.host"
-    return "lower infinity.memory.host_params (offload_param.max_in_cpu)"
+    return "lower infinity.memory.host_params (in DeepSpeed's keys: offload_param.max_in_cpu)"
 
 
 def _fix(plan: Plan, tier: str) -> str:
     """Return the fix that lowers the bytes in `tier`: of its extents, or of its pools if they are larger."""
     if tier == "nvme":
-        return "take fewer bytes a parameter (bf16, infinity.moments), or use more ranks"
+        return 'use fewer bytes per parameter (bf16, or infinity.moments "8bit"), or more ranks'
     tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
     extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
     pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
@@ -94,21 +95,24 @@ def _fix(plan: Plan, tier: str) -> str:
     slot = max(largest.slots, key=lambda slot: slot.numel)
     if len(slot.shape) != 2 or 2 * slot.numel < largest.numel:
         return fix
-    fix += f"; {slot.name} alone has {slot.numel * largest.dtype.itemsize:,} bytes: if it belongs to an nn.Linear, "
-    return f"{fix}infinity.nn.tile splits it, and with a smaller infinity.unit_size each tile is a unit"
+    return (
+        f"{fix}. The largest parameter is {slot.name} ({show_bytes(slot.numel * largest.dtype.itemsize)}). If it is an "
+        "nn.Linear's, split it with infinity.nn.tile, and set infinity.unit_size to no more than a tile"
+    )
 
 
 def smaller_buffers(plan: Plan, tiers: Sequence[str]) -> str:
     """Return the keys to lower for smaller buffers in `tiers`, with the bytes of a rank; empty: there are none."""
-    keys = _keys_of_buffers(plan, tiers)
+    keys = keys_of_buffers(plan, tiers)
     if not keys:
         return ""
     (first, nbytes), *others = keys
-    changes = [f"{first} (its buffers take {nbytes:,} bytes)", *(f"{name} ({nbytes:,})" for name, nbytes in others)]
+    changes = [f"{first} (its buffers take {show_bytes(nbytes)})"]
+    changes += [f"{name} ({show_bytes(nbytes)})" for name, nbytes in others]
     return f"lower {' or '.join([', '.join(changes[:-1]), changes[-1]] if others else changes)}"
 
 
-def _keys_of_buffers(plan: Plan, tiers: Sequence[str]) -> list[tuple[str, int]]:
+def keys_of_buffers(plan: Plan, tiers: Sequence[str]) -> list[tuple[str, int]]:
     """Return the keys that size the buffers in `tiers`, each with the bytes of these; the most bytes first."""
     ahead = max(0, plan.buffer_bytes(UNITS) - plan.least_unit_bytes) if "device" in tiers else 0
     keys = ("infinity.prefetch_bytes", plan.prefetch_bytes), ("infinity.cache_bytes", plan.cached_bytes)

@@ -42,7 +42,7 @@ class Machine:
         if self.nodes < 1 or self.gpus < 0:
             raise ConfigError(f"a machine has 1 or more nodes and 0 or more GPUs, not {self.nodes} and {self.gpus}")
         if self.host_memory < 1:
-            raise ConfigError(f"a node has more than {self.host_memory} bytes of host memory (--host-memory)")
+            raise ConfigError(f"--host-memory must be more than 0, not {self.host_memory}")
         if self.gpus and not self.device_memory:
             raise ConfigError(f"give the memory of each of the {self.gpus} GPUs: --device-memory")
         if self.device_memory and not self.gpus:

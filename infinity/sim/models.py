@@ -89,11 +89,17 @@ def of_transformers(
         )
     try:
         settings = AutoConfig.for_model(**_without_code(content))
-        _check_layers(settings)
+        layers = getattr(settings, "num_hidden_layers", 0)
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            raise _TooManyLayers
         with torch.device("meta"):
             module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, trust_remote_code=False
             )
+    except _TooManyLayers:
+        raise ConfigError(
+            f"--model {folder}: {file} has {layers:,} layers. infinity plan accepts at most {_MOST_LAYERS:,}."
+        ) from None
     except Exception as error:
         why = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"--model {folder}: transformers refuses {file}: {why:.300}") from error
@@ -124,11 +130,8 @@ def _without_code(config: Any) -> Any:
     }
 
 
-def _check_layers(settings: Any) -> None:
-    """Raise ValueError for more layers than can be constructed, even without values."""
-    layers = getattr(settings, "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise ValueError(f"it has {layers:,} layers, and {_MOST_LAYERS:,} can be planned")
+class _TooManyLayers(Exception):
+    """More layers than can be constructed, even without values."""
 
 
 class _WithLoss(nn.Module):

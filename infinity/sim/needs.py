@@ -44,6 +44,9 @@ class Needs:
         over = {each.tier for each in self.exceeded}
         return [tier for tier in TIERS if tier in over or tier in self.lacking]
 
+    def spare(self, tier: str) -> int:
+        return self.available[tier] - self.peak[tier]
+
     def missing(self, tier: str) -> int:
         return max(0, self.peak[tier] - self.available[tier])
 
@@ -104,7 +107,9 @@ def advice(plan: Plan, needs: Needs, savings: Savings) -> Iterator[str]:
     for tier in needs.lacking:
         missing = needs.missing(tier)
         changes = _changes(plan, needs, tier, savings)
-        yield f"{memory_name(tier)} lacks {show_bytes(missing)}: {', and '.join(enough(changes, missing))}"
+        freed = sum(nbytes for nbytes, _ in changes)
+        more = f". This frees at most {show_bytes(freed)}: use a smaller model or more nodes" if freed < missing else ""
+        yield f"{memory_name(tier)} is {show_bytes(missing)} too small: {', and '.join(enough(changes, missing))}{more}"
 
 
 def memory_name(tier: str) -> str:
@@ -143,7 +148,7 @@ def _changes(plan: Plan, needs: Needs, tier: str, savings: Savings) -> list[tupl
     elif tier == "host":
         place = "give offload_param and offload_optimizer the device nvme"
     elif _held_by_budget(plan):
-        place = "lower infinity.memory.device_optimizer, to 0 if it is not set"
+        place = "set infinity.memory.device_optimizer to 0, or lower it"
     else:
         place = "give offload_param and offload_optimizer the device cpu or nvme"
     found = [(states, place)]
@@ -158,7 +163,7 @@ def _changes(plan: Plan, needs: Needs, tier: str, savings: Savings) -> list[tupl
         if is_left
     ]
     if fewer:
-        found.append((held["activations"], " or ".join(fewer)))
+        found.append((held["activations"], ", and if that is not enough ".join(fewer)))
     tiers = ("device", "host") if plan.device.host_addressable else (tier,)
     if buffers := smaller_buffers(plan, tiers):
         found.append((held["buffers"], buffers))

@@ -277,8 +277,8 @@ def _check_flops(config: Config, links: Links) -> None:
     dtype = str(compute_dtype(config) or torch.float32).removeprefix("torch.")
     if links.flops.get(dtype) is None:
         raise ConfigError(
-            f"the bandwidths have no flops.{dtype}, in which the model computes: measure them with infinity "
-            "bench-links on that machine, or add the FLOP/s"
+            f"the bandwidths have no FLOP/s of {dtype} (flops.{dtype}), the dtype of this model: measure the machine "
+            "with infinity bench-links, add the value, or pass a --config with another dtype"
         )
 
 

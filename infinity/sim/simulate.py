@@ -72,7 +72,18 @@ class Simulation:
 
     @property
     def nvme_bytes_written(self) -> int:
-        return self.moved.get("nvme_write", 0)
+        return self.moved.get("nvme_write", 0) + self.commit_bytes_written
+
+    @property
+    def commit_bytes_written(self) -> int:
+        """Bytes of trained states in memory that the commit of a durable step writes to nvme. They take no simulated
+        time.
+        """
+        io, units = self.plan.io, self.plan.units
+        if io is None or io.durable is None:
+            return 0
+        copied = (each for each in io.durable.extents if each.first is not each.working and units[each.unit].trainable)
+        return sum(each.working.nbytes for each in copied)
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:

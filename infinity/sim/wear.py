@@ -75,6 +75,7 @@ def longer(wear: Wear, again: Again, config: Config, ranks_per_node: int) -> Ite
     """Yield changes with which a rating lasts more steps that would not last a year, as simulated; the most first."""
     if wear.rated is None or wear.days >= _YEAR:
         return
+    lasts = f"{_rounded(wear.steps):,} ({_shown(wear.days)})"
     found = []
     for change, changed in _changes(config):
         try:
@@ -84,9 +85,13 @@ def longer(wear: Wear, again: Again, config: Config, ranks_per_node: int) -> Ite
         after = wear_of(seen, ranks_per_node, wear.rated)
         steps = math.inf if after is None else after.steps
         if not needs.limits and steps > wear.steps:
-            found.append((steps, f"{'never' if after is None else f'in {after.lasts}'} with {change}"))
-    changes = ", ".join(text for _, text in sorted(found, key=lambda item: -item[0]))
-    yield f"the drive's rating is reached in {wear.lasts}; {changes or 'use a drive with a higher rating'}"
+            then = "no step writes to it"
+            if after is not None:
+                then = f"its rating lasts {_rounded(steps):,} steps ({_shown(after.days)}) instead of {lasts}"
+            found.append((steps, f"to spare the drive, {change}: {then}"))
+    if not found:
+        yield f"the drive's rating lasts {_shown(wear.days)}: use a drive with a higher rating"
+    yield from (text for _, text in sorted(found, key=lambda item: -item[0]))
 
 
 def _changes(config: Config) -> Iterator[tuple[str, Config]]:
@@ -94,9 +99,9 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
     section, memory = config.infinity, config.infinity.memory
     if memory.host is None:
         memory = memory.model_copy(update={"host": "auto"})
-        yield 'infinity.memory.host "auto"', _with(config, memory=memory)
+        yield 'set infinity.memory.host to "auto"', _with(config, memory=memory)
     if section.moments != "8bit":
-        yield 'infinity.moments "8bit"', _with(config, moments="8bit")
+        yield 'set infinity.moments to "8bit"', _with(config, moments="8bit")
 
 
 def _with(config: Config, **keys: object) -> Config:

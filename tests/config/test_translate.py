@@ -75,7 +75,7 @@ def test_two_keys_may_not_place_states_differently(
     section, _, name = ours.partition(".")
     Config.load({**copy.deepcopy(theirs), "infinity": {section: {name: value}}})
     said = refusal({**copy.deepcopy(theirs), "infinity": {section: {name: contradiction}}})
-    assert f"which is infinity.{ours} {value}, but infinity.{ours} is {contradiction}: remove one of them" in said
+    assert f"sets infinity.{ours} to {value}, which is set to {contradiction}: remove one of them" in said
 
 
 def test_the_first_of_two_names_decides() -> None:

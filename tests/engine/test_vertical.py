@@ -678,7 +678,7 @@ def with_gradient_hooks() -> nn.Module:
 CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (Skips, "a gradient reaches a block by another way"),
     (Biased, "a gradient reaches a block by another way"),
-    (Repeats, "no list of blocks"),
+    (Repeats, "does not call the blocks of one list"),
     (Drops, "random numbers"),
     (Remembers, "changes attributes"),
     (Counts, "changes attributes"),
@@ -805,7 +805,7 @@ def test_a_kept_tensor_that_was_edited_once_is_an_error() -> None:
         engine.train_batch(iter(batches[3:6]))
         before = parameters_of(engine)
         batches[7][0][0, 0] = VOCABULARY - 1
-        with pytest.raises(Exception, match="contents of a Tensor that the model keeps or is given changed"):
+        with pytest.raises(Exception, match="the forward changed a Tensor that all micro-batches share"):
             engine.train_batch(iter(batches[6:]))
         assert engine.global_steps == 2 and engine.micro_steps == 0
         assert all(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
@@ -889,7 +889,7 @@ def test_a_batch_that_was_edited_is_not_run_again() -> None:
         for _ in range(2):
             engine.train_batch(batches, loss_fn)
         assert is_vertical(engine)
-        with pytest.raises(ModelError, match="contents of a Tensor"):
+        with pytest.raises(ModelError, match="the forward changed a Tensor"):
             engine.train_batch(batches, loss_fn)
         assert engine.global_steps == 2
 
@@ -947,6 +947,18 @@ def test_a_context_of_the_caller() -> None:
             return {**outcome(engine, losses), "norms": []}
 
     assert_equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_profiled_step_leaves_the_others_vertical(step: int) -> None:
+    """`flops_profiler` counts one step, which runs as a loop."""
+    config = config_of()
+    profiler = config.flops_profiler.model_copy(update={"enabled": True, "profile_step": step})
+    config = config.model_copy(update={"flops_profiler": profiler})
+    expected = loop(Stack, config, token_batches(12), plainly)
+    found, vertical = by_batches(Stack, config, token_batches(12))
+    assert vertical
+    assert_equal(found, expected)
 
 
 # -- traffic -------------------------------------------------------------------------------------------------------

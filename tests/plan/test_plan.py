@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +18,11 @@ from infinity.config import Config
 from infinity.engine.describe import describe
 from infinity.engine.wiring import plan_model
 from infinity.errors import OutOfMemoryError
+from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import DeviceInfo
-from infinity.plan.shortage import shortage
+from infinity.plan.shortage import keys_of_buffers, shortage
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
@@ -115,13 +115,12 @@ def test_a_shortage_names_the_keys_that_size_the_buffers(options: dict[str, Any]
     """Each key with what its buffers take, the most bytes first; none that is 0 already."""
     plan = described({"prefetch_bytes": "auto", "cache_bytes": 0, **options}, tmp_path, LateDevice() if late else None)
     missing = shortage(plan, {"host": 0, "device": 0})
-    assert missing is not None
-    found = re.findall(r"(infinity\.\w+(?: and infinity\.\w+)?) \((?:its buffers take )?([\d,]+)", missing[3])
-    sizes = {key: int(nbytes.replace(",", "")) for key, nbytes in found}
+    sizes = dict(keys_of_buffers(plan, ("device", "host")))
+    assert missing is not None and missing[0] == "host memory"
+    assert all(f"{key} (" in missing[3] and show_bytes(nbytes) in missing[3] for key, nbytes in sizes.items())
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     assert not any("prefetch_bytes" in key for key in sizes) or plan.prefetch_bytes
     assert not any("cache_bytes" in key for key in sizes) or options.get("cache_bytes") == "auto"
-    assert missing[0] == "host memory"
     less = described({**options, "prefetch_bytes": 0, "cache_bytes": 0}, tmp_path, LateDevice() if late else None)
     ahead = sum(nbytes for key, nbytes in sizes.items() if "prefetch_bytes" in key or "cache_bytes" in key)
     assert plan.peak_of_host() - less.peak_of_host() == ahead
