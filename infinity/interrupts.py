@@ -26,6 +26,10 @@ _active = False
 _ending = False
 """True: SIGTERM arrived in an `uninterrupted` block, after which the process ends."""
 _main = threading.main_thread().ident
+_process = os.getpid()
+"""The process that set the handler of SIGTERM."""
+_actions: list[tuple[Callable[[], None]]] = []
+"""Actions of SIGTERM, each of one caller of `on_sigterm`."""
 
 
 def _forked() -> None:
@@ -100,30 +104,39 @@ def on_sigterm(action: Callable[[], None]) -> Callable[[], None]:
 
     A handler of the user's own stays, and other threads cannot set one. A forked child ends as it does by default.
     """
-    if threading.get_ident() != _main or _signal.getsignal(_SIGTERM) != _signal.SIG_DFL:
+    global _process
+    present = _signal.getsignal(_SIGTERM)
+    if threading.get_ident() != _main or present not in (_signal.SIG_DFL, _handle_sigterm):
         return lambda: None
-    process = os.getpid()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
-            action()
-            return
-        _signal.signal(_SIGTERM, _signal.SIG_DFL)  # nothing else would end the child, such as a worker of a pool
-        _signal.raise_signal(_SIGTERM)
+    if present is not _handle_sigterm:
+        _actions.clear()
+        _process = os.getpid()
+        _signal.signal(_SIGTERM, _handle_sigterm)
+    entry = (action,)
+    _actions.append(entry)
 
     def restore() -> None:
-        if threading.get_ident() == _main and _signal.getsignal(_SIGTERM) is handle:
+        _actions[:] = [each for each in _actions if each is not entry]
+        if not _actions and threading.get_ident() == _main and _signal.getsignal(_SIGTERM) is _handle_sigterm:
             _signal.signal(_SIGTERM, _signal.SIG_DFL)
 
-    _signal.signal(_SIGTERM, handle)
     return restore
 
 
 def exit_on_sigterm() -> Callable[[], None]:
     """Let SIGTERM end the process by SystemExit, as an error would, so that engines are closed. Returns a function that
-    ends this. An `uninterrupted` block is finished before.
+    ends this. An `uninterrupted` block is finished before. Another action of `on_sigterm` takes its place.
     """
     return on_sigterm(_end)
+
+
+def _handle_sigterm(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _process or not _actions:  # a forked child, such as a worker of a pool, which nothing else ends
+        _signal.signal(_SIGTERM, _signal.SIG_DFL)
+        _signal.raise_signal(_SIGTERM)
+    others = [action for (action,) in _actions if action is not _end]
+    for action in others or [_end]:
+        action()
 
 
 def _end() -> None:

@@ -83,7 +83,8 @@ def of_transformers(
         raise ConfigError("--model needs transformers: pip install transformers") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise ConfigError(f"--model {folder}: {file} has no model_type. Give the config.json of a transformers model.")
-    if (kind := content["model_type"]) not in CONFIG_MAPPING:
+    kind = content["model_type"]
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ConfigError(
             f"--model {folder}: transformers {__version__} has no model of the model_type {kind!r} of {file}."
         )

@@ -19,7 +19,7 @@ from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.gpt2.model import GPT2, GPT2Config
-from infinity.interrupts import exit_on_sigterm, uninterrupted
+from infinity.interrupts import exit_on_sigterm, on_sigterm, uninterrupted
 from infinity.observe.timeline import LANES
 from infinity.sim.links import Links
 from infinity.sim.simulate import simulate
@@ -274,6 +274,31 @@ def test_sigterm_ends_the_process_as_before_once_the_profile_has_ended(default_s
     train(engine)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     engine.close()
+
+
+def test_sigterm_is_handled_until_the_last_profile_has_ended(default_sigterm: None, tmp_path: Path) -> None:
+    with opened() as one, opened() as other:
+        one.profile(1, tmp_path / "one.json")
+        other.profile(2, tmp_path / "other.json")
+        train(one)
+        train(other)
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        train(other)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_another_action_of_sigterm_takes_the_place_of_the_exit(default_sigterm: None) -> None:
+    """As of a durable run, which ends its step first."""
+    asked: list[str] = []
+    for first in (True, False):
+        undo = [exit_on_sigterm()] if first else []
+        undo.append(on_sigterm(lambda: asked.append("stop")))
+        undo += [] if first else [exit_on_sigterm()]
+        signal.raise_signal(signal.SIGTERM)
+        for each in undo:
+            each()
+    assert asked == ["stop", "stop"] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_sigterm_waits_for_states_to_be_consistent(default_sigterm: None) -> None:
