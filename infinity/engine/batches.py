@@ -17,9 +17,10 @@ from torch import nn
 
 from infinity.comm.communicator import Communicator
 from infinity.engine.block_calls import BlockCalls
+from infinity.engine.global_state import RandomState
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.micro_batch import LossFunction, draw, loss_of
-from infinity.engine.model_state import ModelState, RandomState
+from infinity.engine.model_state import ModelState
 from infinity.engine.parts import EngineParts, UpdateParts
 from infinity.engine.pieces import NotInPieces
 from infinity.engine.reports import StepReports
@@ -258,6 +259,11 @@ class BatchTrainer:
         if random.moved():
             raise ModelError(
                 "engine.train_batch(): the backward drew random numbers for the first time, so results would differ "
+                "from those of a loop. Call engine.backward() and engine.step() for each micro-batch instead."
+            )
+        if (changed := state.changed()) is not None:
+            raise ModelError(
+                f"engine.train_batch(): the backward changed a {changed} for the first time, so results would differ "
                 "from those of a loop. Call engine.backward() and engine.step() for each micro-batch instead."
             )
         step.end_pieces()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.nn.pieces import Tiled
+
 Call = Callable[..., Any]
 
 
@@ -31,10 +33,11 @@ class BlockCalls:
     """Records the calls of blocks, the children of `nn.ModuleList` and `nn.Sequential`, in a step."""
 
     def __init__(self, model: nn.Module) -> None:
+        tiles = {child for module in model.modules() if isinstance(module, Tiled) for child in module.children()}
         self._lists = [
             list(module.children())
             for module in model.modules()
-            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and module not in tiles
         ]
         blocks = dict.fromkeys(block for blocks in self._lists for block in blocks)
         self.numbers = {block: number for number, block in enumerate(blocks)}

@@ -1,10 +1,9 @@
-"""Values that a forward may change besides gradients: attributes, variables of its code, and generators of random
-numbers.
+"""Values that a forward may change besides gradients: attributes, and variables of its code.
 
-A snapshot compares attributes by identity, containers and plain objects in them by their contents, and tensors by their
-version. It follows the globals and closures of the functions of a model's classes, and the attributes of modules,
-classes and objects that these name. It cannot see variables of torch, of Python's standard library and of `_LIBRARIES`,
-and states of extensions.
+A snapshot compares attributes by identity, containers and plain objects in them by their contents, and tensors and
+parameters by their version. It follows the globals and closures of the functions of a model's classes, and the
+attributes of modules, classes and objects that these name. It cannot see variables of torch, of Python's standard
+library and of `_LIBRARIES`, and states of extensions.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ import functools
 import logging
 import operator
 import pickle
+import queue
 import random
 import re
 import sys
 import sysconfig
 import threading
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from types import (
     BuiltinFunctionType,
@@ -27,6 +28,7 @@ from types import (
     FunctionType,
     GeneratorType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -37,9 +39,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.units import residents
+from infinity.units.released import version_of
+
 _DEPTH = 12
 """Largest depth of containers and objects below a module."""
-_ENGINES = frozenset({"forward", "_apply", "__prepare_scriptable__", "_parameters"})
+_ENGINES = frozenset({"forward", "_apply", "__prepare_scriptable__"})
 """Attributes of modules that an engine replaces."""
 _LIBRARIES = frozenset({"torch", "infinity", "numpy", "huggingface_hub", "safetensors", "packaging", "_pytest"})
 """Packages whose functions and classes are not followed, as those of the standard library. pytest's are named by each
@@ -54,9 +59,13 @@ _OPAQUE: tuple[type, ...] = (
     *(int, float, complex, str, bytes, torch.dtype, torch.device, ModuleType, BuiltinFunctionType),
     *(GetSetDescriptorType, MemberDescriptorType, UnionType, logging.Logger, re.Pattern),
 )
+_LOCKS = type(threading.Lock()), type(threading.RLock())
+_FOLLOWED = functools.partial, weakref.ref
+"""Callables of the standard library that refer to others."""
 _COMPARED_BYTES = 64 << 20
 """Size in bytes up to which the contents of a tensor are compared."""
 _Contents = dict[int, tuple[Any, Any]]
+_MISSING = object()
 
 
 class ModelState:
@@ -68,6 +77,7 @@ class ModelState:
         """
         self._contents: _Contents = {}
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._of_block: dict[nn.Module, list[tuple[Any, Any]]] = {}
         for root in roots:
             _visit(root, self._contents, _DEPTH)
         for owner, _ in self._contents.values():
@@ -76,9 +86,12 @@ class ModelState:
             if (by_value or _is_foreign(owner)) and _is_comparable(owner):
                 self._tensors.append((owner, owner.detach().clone()))
 
-    def changed(self) -> str | None:
-        """Return the class of an object whose contents changed since; None if none did."""
-        for owner, before in self._contents.values():
+    def changed(self, block: nn.Module | None = None) -> str | None:
+        """Return the class of an object whose contents changed since; None if none did.
+
+        block: do not compare modules of other blocks (`divide`), whose code did not run.
+        """
+        for owner, before in self._contents.values() if block is None else self._of_block[block]:
             if type(owner) in _DICTIONARIES and not owner and not before:  # as hooks of most modules
                 continue
             if not _same(_contents_of(owner), before):
@@ -87,6 +100,14 @@ class ModelState:
             if tensor.shape != before.shape or not torch.equal(_bits(tensor), _bits(before)):
                 return type(tensor).__name__
         return None
+
+    def divide(self, blocks: Sequence[nn.Module]) -> None:
+        """Prepare comparisons that leave out the modules of other blocks."""
+        own = {block: _own(block) for block in blocks}
+        in_blocks = set().union(*own.values())
+        shared = [each for key, each in self._contents.items() if key not in in_blocks]
+        for block, keys in own.items():
+            self._of_block[block] = [*shared, *(self._contents[key] for key in keys if key in self._contents)]
 
     def restore(self) -> bool:
         """Set attributes and containers to their former values. Returns False if other contents changed."""
@@ -115,7 +136,7 @@ def _restore(present: dict[Any, Any], before: dict[Any, Any]) -> None:
     for name in [name for name in present if name not in before and name not in _ENGINES]:
         del present[name]
     for name, value in before.items():
-        if name not in present or present[name] is not value:
+        if dict.get(present, name, _MISSING) is not value:  # subclasses may fetch parameters
             present[name] = value
 
 
@@ -133,9 +154,18 @@ def _visit(value: Any, found: _Contents, depth: int) -> None:
         return
     if isinstance(value, type):
         _visit_class(value, found, depth)
-    elif not isinstance(value, _OPAQUE) and not (callable(value) and _is_library(value)):
+    elif isinstance(value, _FOLLOWED) or not (isinstance(value, _OPAQUE) or (callable(value) and _is_library(value))):
         _visit_parts(value, found, depth)
         _visit_class(type(value), found, depth)
+
+
+def _own(block: nn.Module) -> set[int]:
+    """Return the ids of a block's modules, their parameters and their dictionaries."""
+    keys: set[int] = set()
+    for module in block.modules():
+        parameters = dict.values(module._parameters)
+        keys |= {id(module), *map(id, parameters), *map(id, module.__dict__.values())}
+    return keys
 
 
 def _visit_class(kind: type, found: _Contents, depth: int) -> None:
@@ -165,7 +195,7 @@ def _contents_of(value: Any) -> Any:
         return {name: part for name, part in value.__dict__.items() if name not in _ENGINES}
     if isinstance(value, torch.Tensor):
         if isinstance(value, nn.Parameter):
-            return dict(value.__dict__)
+            return [_edits_of(value), *value.__dict__, *value.__dict__.values()]
         return None if value.is_inference() else value._version
     if isinstance(value, dict):
         return dict(dict.items(value))  # subclasses may compute values
@@ -183,11 +213,17 @@ def _contents_of(value: Any) -> Any:
         return [value.fget]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    if isinstance(value, _LOCKS):
+        return repr(value).startswith("<locked")
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):
         return value.getstate()
-    if isinstance(value, threading.local):
+    if isinstance(value, (threading.local, queue.SimpleQueue)):
         return _Unreadable()
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
@@ -196,6 +232,12 @@ def _contents_of(value: Any) -> Any:
     if isinstance(getattr(value, "__dict__", None), dict):
         return {**value.__dict__, **slots}
     return slots or _pickled(value)
+
+
+def _edits_of(parameter: nn.Parameter) -> int:
+    """Return the number of edits in place by other code than the engine."""
+    owner = residents.owner_of(parameter)
+    return version_of(parameter) - (0 if owner is None else owner.unit.overwrites[owner.slot])
 
 
 class _Unreadable:
@@ -303,35 +345,3 @@ def _same(present: Any, before: Any) -> bool:
 
 def _is(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
-
-
-class RandomState:
-    """The present state of the generators of torch, Python and numpy. device: torch's device of the model."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._states = list(_generators(device))
-
-    def moved(self) -> bool:
-        """Return whether a generator has drawn numbers since."""
-        present = [key for key, _ in _generators(self._device)]
-        return present != [key for key, _ in self._states]
-
-    def restore(self) -> None:
-        for _, restore in self._states:
-            restore()
-
-
-def _generators(device: torch.device) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """Yield the state of each generator, and the function that restores it."""
-    host = torch.get_rng_state()
-    yield host.numpy().tobytes(), lambda: torch.set_rng_state(host)
-    if device.type not in ("cpu", "meta"):
-        module: Any = getattr(torch, device.type)
-        there = module.get_rng_state(device)
-        yield there.cpu().numpy().tobytes(), lambda: module.set_rng_state(there, device)
-    python = random.getstate()
-    yield python, lambda: random.setstate(python)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        arrays: Any = numpy.random.get_state(legacy=True)
-        yield (arrays[1].tobytes(), arrays[2:]), lambda: numpy.random.set_state(arrays)

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from infinity.engine.block_calls import calling
 from infinity.engine.coroutine import Coroutine
+from infinity.engine.global_state import GlobalState
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.model_state import ModelState
 from infinity.engine.parts import EngineParts
@@ -105,7 +106,8 @@ class VerticalOrder:
         state: that of the model before. Call it in an open scope of the store.
         """
         forwards = [Forward(batch, loss_of, self._parts) for batch in batches]
-        passes = backward_passes()
+        passes, globals_before = backward_passes(), GlobalState()
+        state.divide(self._blocks)
         stages = len(self._blocks) + 2  # the first ends in front of the blocks, the last follows them
         with ExitStack() as undo:
             for number, block in enumerate(self._blocks):
@@ -120,8 +122,10 @@ class VerticalOrder:
                             raise NotInPieces("the model does not call all its blocks")
                         if forward.has_set_context:
                             raise NotInPieces("the model's forward sets context variables")
-                        if is_edge or forward is forwards[-1]:
-                            _check_unchanged(state)
+                        whole = is_edge or forward is forwards[-1]
+                        _check_unchanged(state, None if whole else self._blocks[stage - 1])
+                        if globals_before.changed():
+                            raise NotInPieces("the blocks run in a context, such as a setting of torch")
                 if backward_passes() != passes + 1:
                     raise NotInPieces("the model's forward computes gradients")
                 for forward in forwards:
@@ -129,6 +133,7 @@ class VerticalOrder:
             except BaseException:
                 for forward in forwards:
                     forward.cancel()
+                globals_before.restore()  # forwards that overlap have left their contexts in another order
                 raise
             finally:
                 self._running = None
@@ -205,8 +210,9 @@ def _pause_after(forward: Forward, output: Any) -> Any:
     return forward.pause(number, {0: output})[0]
 
 
-def _check_unchanged(state: ModelState) -> None:
-    changed = state.changed()
+def _check_unchanged(state: ModelState, block: nn.Module | None) -> None:
+    """Raise NotInPieces if the model's state changed. block: the one whose code ran; None: any code may have run."""
+    changed = state.changed(block)
     if changed is not None:
         raise NotInPieces(f"the model's forward changes attributes (of a {changed}), which micro-batches would share")
 

@@ -438,8 +438,10 @@ class UnitStore:
         """
         unit.generation += 1
         unit.fingerprint = None
-        written = unit.parameters if slots is None else [unit.parameters[slot] for slot in slots]
-        torch.autograd.graph.increment_version(written)
+        slots = range(len(unit.parameters)) if slots is None else slots
+        for slot in slots:
+            unit.overwrites[slot] += 1
+        torch.autograd.graph.increment_version([unit.parameters[slot] for slot in slots])
 
     def end_step(self) -> None:
         """End the step: parameters that were updated early may be read again."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import io
 import itertools
 import logging
 import os
+import queue
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -18,12 +23,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ModelError, NonFiniteError, UsageError
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.nn.replace import tile
 from support import counter
 from support.configs import engine_config
 from support.loops import open_engine, parameters_of
@@ -611,6 +618,35 @@ def of_environment(model: Any) -> Any:
     return int(os.environ["COUNT"])
 
 
+def of_callable(model: Any) -> Any:
+    return model.state()
+
+
+def counting(numbers: list[int]) -> int:
+    numbers[0] += 1
+    return numbers[0]
+
+
+def of_queue(model: Any) -> Any:
+    number = model.state.get() + 1
+    model.state.put(number)
+    return number
+
+
+def filled_queue() -> Any:
+    made: queue.SimpleQueue[int] = queue.SimpleQueue()
+    made.put(0)
+    return made
+
+
+def of_reference(model: Any) -> Any:
+    return model.state().increase()
+
+
+def of_view(model: Any) -> Any:
+    return counting(model.state["numbers"])
+
+
 class Hidden(Stack):
     """The loss is multiplied by numbers which each forward changes."""
 
@@ -646,6 +682,10 @@ HIDDEN: list[Callable[[], nn.Module]] = [
     partial(Hidden, of_generator, lambda: random.Random(0)),
     partial(Hidden, of_iterator, itertools.count),
     partial(Hidden, of_iterator, lambda: (number for number in range(100))),
+    partial(Hidden, of_callable, lambda: partial(counting, [0])),
+    partial(Hidden, of_queue, filled_queue),
+    partial(Hidden, of_reference, lambda: weakref.ref(COUNTER)),
+    partial(Hidden, of_view, lambda: MappingProxyType({"numbers": [0]})),
     partial(Hidden, of_depth, lambda: {"a": {"b": {"c": {"d": {"e": [0]}}}}}),
 ]
 
@@ -675,6 +715,125 @@ def with_gradient_hooks() -> nn.Module:
     return model
 
 
+class Tags(Stack):
+    """A block multiplies its input by an attribute of it."""
+
+    class Tagging(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x) * getattr(x, "factor", 1.0)
+            x.factor = 1.5  # type: ignore[attr-defined]
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Tagging(32) for _ in range(6))
+
+
+class Subclassed(torch.Tensor):
+    """A class of tensors."""
+
+
+class OfClass(Stack):
+    """Blocks depend on the class of their input."""
+
+    class Asking(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = 0.5 if isinstance(x, Subclassed) else 1.0
+            return (super().forward(x) * factor).as_subclass(Subclassed)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Asking(32) for _ in range(6))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x.as_subclass(torch.Tensor)).flatten(0, 1), targets.flatten())
+
+
+class CountsInParameter(Stack):
+    """A frozen parameter counts forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.count += 1
+        return super().forward(tokens, targets) * self.count
+
+
+class Decays(Stack):
+    """Each forward shrinks a trained weight."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.head.weight.mul_(0.9)
+        return super().forward(tokens, targets)
+
+
+class InContext(Stack):
+    """The blocks run in a context, and what follows does not."""
+
+    def __init__(self, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        with self.context():
+            for block in self.blocks:
+                x = block(x)
+        third = torch.full((), 1 / 3, dtype=torch.get_default_dtype())
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()) * third
+
+
+@contextlib.contextmanager
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Locks(Stack):
+    """Forwards exclude each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.RLock()
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return super().forward(tokens, targets)
+
+
+class FastWeights(Stack):
+    """Weights of the blocks depend on the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        factor = 1 + tokens.float().mean() / VOCABULARY
+        weights = {name: value * factor for name, value in self.blocks.named_parameters()}
+        x = torch.func.functional_call(self.blocks, weights, (self.embedding(tokens),))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+CONTEXTS = (
+    double,
+    partial(sdpa_kernel, SDPBackend.MATH),
+    partial(contextlib.redirect_stdout, io.StringIO()),
+    torch.nn.utils.parametrize.cached,
+)
+
+
 CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (Skips, "a gradient reaches a block by another way"),
     (Biased, "a gradient reaches a block by another way"),
@@ -690,6 +849,13 @@ CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (partial(Hidden, of_context), "sets context variables"),
     (Differentiates, "differentiates through its blocks"),
     (with_gradient_hooks, "embedding.weight has hooks"),
+    (Tags, "of its own class or with attributes"),
+    (OfClass, "of its own class or with attributes"),
+    (CountsInParameter, "changes attributes"),
+    (Decays, "changes attributes"),
+    (Locks, "changes attributes"),
+    (FastWeights, "changes attributes"),
+    *((partial(InContext, context), "the blocks run in a context") for context in CONTEXTS),
 ]
 
 
@@ -757,8 +923,11 @@ class Sometimes(Stack):
             x = x * torch.rand(())
         if self.way == "edit":
             blocks[1].is_odd = odd
-        for block in blocks:
-            x = block(x)
+        with double() if odd and self.way == "context" else contextlib.nullcontext():
+            for number, block in enumerate(blocks):
+                if number == 2 and self.way == "mask":  # set between two blocks, and as before after the last forward
+                    self.last = x.detach().mean() if odd and tokens[0, 0] != VOCABULARY - 2 else None
+                x = block(x) if self.last is None or number < 4 else block(x) + self.last
         if odd and self.way == "skip":
             x = x + first
         if odd and self.way.startswith("penalty"):
@@ -769,12 +938,14 @@ class Sometimes(Stack):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("way", ["order", "fewer", "state", "random", "skip", "edit", "penalty", "penalty, unused"])
+@pytest.mark.parametrize(
+    "way", ["order", "fewer", "state", "random", "skip", "edit", "penalty", "penalty, unused", "context", "mask"]
+)
 def test_a_step_that_does_not_fit_is_run_again(way: str) -> None:
     """Two steps fit, and the next ones do not: they leave the bits of the ordinary order."""
     batches = []
     for number, (tokens, targets) in enumerate(token_batches(12)):
-        tokens[0, 0] = VOCABULARY - 1 if number >= 7 else 0
+        tokens[0, 0] = (VOCABULARY - 2 if number % 3 == 2 else VOCABULARY - 1) if number >= 6 else 0
         batches.append((tokens, targets))
 
     outcomes = []
@@ -786,6 +957,63 @@ def test_a_step_that_does_not_fit_is_run_again(way: str) -> None:
     (found, vertical) = outcomes[1]  # type: ignore[misc]
     assert not vertical
     assert_equal(found, outcomes[0])  # type: ignore[arg-type]
+
+
+def test_contexts_that_forwards_leave_in_another_order_are_restored() -> None:
+    """All forwards have entered one when it is found."""
+    batches = [(tokens.clamp(max=2), targets) for tokens, targets in token_batches(9)]
+    for tokens, _ in batches[6:]:
+        tokens[0, 0] = VOCABULARY - 1
+    with open_engine(seeded(lambda: Sometimes("context")), config_of()) as engine:
+        for start in (0, 3, 6):
+            engine.train_batch(iter(batches[start : start + 3]))
+            assert torch.get_default_dtype() == torch.float32
+
+
+class ChangesInBackward(torch.autograd.Function):
+    """The gradient is multiplied by a number that each backward changes, if it is asked to."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, changes: bool) -> torch.Tensor:
+        ctx.changes = changes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.changes:
+            ChangesInBackward.factor *= 0.8
+        return gradient * ChangesInBackward.factor, None
+
+
+def test_a_backward_that_changes_a_state_once_is_an_error() -> None:
+    class Changing(Block):
+        def forward(self, x: torch.Tensor, changes: bool = False) -> torch.Tensor:
+            made: torch.Tensor = ChangesInBackward.apply(super().forward(x), changes)  # type: ignore[no-untyped-call]
+            return made
+
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Changing(32) for _ in range(6))
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x, bool(tokens[0, 0] == VOCABULARY - 1))
+            return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    ChangesInBackward.factor = 1.0
+    batches = [(tokens.clamp(max=VOCABULARY - 2), targets) for tokens, targets in token_batches(9)]
+    with open_engine(seeded(Model), config_of(update="next_forward")) as engine:
+        engine.train_batch(iter(batches[:3]))
+        engine.train_batch(iter(batches[3:6]))
+        assert is_vertical(engine)
+        batches[7][0][0, 0] = VOCABULARY - 1
+        with pytest.raises(ModelError, match="the backward changed a ChangesInBackward for the first time"):
+            engine.train_batch(iter(batches[6:]))
+        assert engine.global_steps == 2 and engine.micro_steps == 0
 
 
 def test_a_kept_tensor_that_was_edited_once_is_an_error() -> None:
@@ -959,6 +1187,18 @@ def test_a_profiled_step_leaves_the_others_vertical(step: int) -> None:
     found, vertical = by_batches(Stack, config, token_batches(12))
     assert vertical
     assert_equal(found, expected)
+
+
+def test_tiles_are_no_blocks() -> None:
+    """A head of more parameters than the blocks."""
+
+    class Tall(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(32, 4096)
+            tile(self, "64KiB")
+
+    check(Tall, config_of())
 
 
 # -- traffic -------------------------------------------------------------------------------------------------------
