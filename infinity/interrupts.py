@@ -26,8 +26,6 @@ _active = False
 _ending = False
 """True: SIGTERM arrived in an `uninterrupted` block, after which the process ends."""
 _main = threading.main_thread().ident
-_process = os.getpid()
-"""The process that set the handler of SIGTERM."""
 _actions: list[tuple[Callable[[], None]]] = []
 """Actions of SIGTERM, each of one caller of `on_sigterm`."""
 
@@ -35,6 +33,7 @@ _actions: list[tuple[Callable[[], None]]] = []
 def _forked() -> None:
     global _main
     _main = threading.get_ident()
+    _actions.clear()  # the parent's
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -104,13 +103,11 @@ def on_sigterm(action: Callable[[], None]) -> Callable[[], None]:
 
     A handler of the user's own stays, and other threads cannot set one. A forked child ends as it does by default.
     """
-    global _process
     present = _signal.getsignal(_SIGTERM)
     if threading.get_ident() != _main or present not in (_signal.SIG_DFL, _handle_sigterm):
         return lambda: None
     if present is not _handle_sigterm:
         _actions.clear()
-        _process = os.getpid()
         _signal.signal(_SIGTERM, _handle_sigterm)
     entry = (action,)
     _actions.append(entry)
@@ -131,7 +128,7 @@ def exit_on_sigterm() -> Callable[[], None]:
 
 
 def _handle_sigterm(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _process or not _actions:  # a forked child, such as a worker of a pool, which nothing else ends
+    if not _actions:  # in a forked child, such as a worker of a pool, which nothing else ends
         _signal.signal(_SIGTERM, _signal.SIG_DFL)
         _signal.raise_signal(_SIGTERM)
     others = [action for (action,) in _actions if action is not _end]

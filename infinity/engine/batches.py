@@ -217,6 +217,8 @@ class BatchTrainer:
         forwards: list[Forward] = []
         with self._open_scope():
             try:
+                if state.unreadable is not None:
+                    raise NotInPieces(f"it reaches a {state.unreadable}, whose contents cannot be compared")
                 forwards = order.forward(batches, lambda batch: loss_of(engine.module, batch, loss_fn), state)
                 held = order.hold(forwards)
             except NotInPieces as error:
@@ -232,7 +234,7 @@ class BatchTrainer:
                 forward.cancel()
             random.restore()
             engine.parts.store.tracer.forget()
-            if not state.restore():
+            if state.unreadable is None and not state.restore():
                 raise ModelError(
                     f"engine.train_batch(): the forward changed a {state.changed()} that all micro-batches share, for "
                     "the first time in this step. Nothing was updated. Call engine.backward() and engine.step() for "

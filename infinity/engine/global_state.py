@@ -23,23 +23,40 @@ def _attribute(owner: Any, name: str) -> _Setting:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
 
+def _switch(name: str) -> Iterator[_Setting]:
+    """Yield a setting of torch's library, if this torch has it."""
+    found = [getattr(torch._C, f"_{verb}_{name}", None) for verb in ("get", "set")]
+    if None not in found:
+        yield found[0], found[1]  # type: ignore[misc]
+
+
+def _precisions() -> Iterator[_Setting]:
+    """Yield the precisions of matrix products in fp32. torch refuses its former functions after its new names."""
+    backends = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    found = [backend for backend in backends if hasattr(backend, "fp32_precision")]
+    if found:
+        yield from (_attribute(backend, "fp32_precision") for backend in found)
+    else:
+        yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+
+
 _cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
 _SETTINGS: tuple[_Setting, ...] = (
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    (torch._C._get_sdp_priority_order, lambda order: torch._C._set_sdp_priority_order(order)),
+    *_switch("sdp_priority_order"),
+    *_switch("mkldnn_enabled"),
+    *_switch("cudnn_enabled"),
+    *_precisions(),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
     ),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    (lambda: torch._C._get_mkldnn_enabled(), lambda value: torch._C._set_mkldnn_enabled(value)),
-    (lambda: torch._C._get_cudnn_enabled(), lambda value: torch._C._set_cudnn_enabled(value)),
     _attribute(_cudnn, "benchmark"),
     _attribute(_cudnn, "deterministic"),
     _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),

@@ -20,7 +20,6 @@ import sysconfig
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from contextlib import suppress
 from types import (
     BuiltinFunctionType,
@@ -50,6 +49,7 @@ _LIBRARIES = frozenset({"torch", "infinity", "numpy", "huggingface_hub", "safete
 """Packages whose functions and classes are not followed, as those of the standard library. pytest's are named by each
 `assert` of a model in a test, and reach its log and its threads.
 """
+_OF_EVERY_MODULE = tuple(nn.Module().__dict__)
 _LARGE = frozenset({"transformers"})
 """Packages whose classes are not followed: many, and without variables that a forward sets."""
 _STANDARD = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
@@ -77,21 +77,33 @@ class ModelState:
         """
         self._contents: _Contents = {}
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._of_block: dict[nn.Module, list[tuple[Any, Any]]] = {}
         for root in roots:
             _visit(root, self._contents, _DEPTH)
+        in_modules = {
+            id(module.__dict__[name])
+            for module in (owner for owner, _ in self._contents.values() if isinstance(owner, nn.Module))
+            for name in _OF_EVERY_MODULE
+            if name in module.__dict__
+        }
+        self._attributes = [
+            each
+            for key, each in self._contents.items()
+            if key not in in_modules and not isinstance(each[0], nn.Parameter)
+        ]
+        self.unreadable = next((type(o).__name__ for o, c in self._attributes if isinstance(c, _Unreadable)), None)
+        """Class of an object whose contents cannot be compared; None: there is none."""
         for owner, _ in self._contents.values():
             if not isinstance(owner, torch.Tensor) or isinstance(owner, nn.Parameter):
                 continue
             if (by_value or _is_foreign(owner)) and _is_comparable(owner):
                 self._tensors.append((owner, owner.detach().clone()))
 
-    def changed(self, block: nn.Module | None = None) -> str | None:
+    def changed(self, *, quick: bool = False) -> str | None:
         """Return the class of an object whose contents changed since; None if none did.
 
-        block: do not compare modules of other blocks (`divide`), whose code did not run.
+        quick: compare neither parameters nor the dictionaries that every module has, such as those of hooks.
         """
-        for owner, before in self._contents.values() if block is None else self._of_block[block]:
+        for owner, before in self._attributes if quick else self._contents.values():
             if type(owner) in _DICTIONARIES and not owner and not before:  # as hooks of most modules
                 continue
             if not _same(_contents_of(owner), before):
@@ -100,14 +112,6 @@ class ModelState:
             if tensor.shape != before.shape or not torch.equal(_bits(tensor), _bits(before)):
                 return type(tensor).__name__
         return None
-
-    def divide(self, blocks: Sequence[nn.Module]) -> None:
-        """Prepare comparisons that leave out the modules of other blocks."""
-        own = {block: _own(block) for block in blocks}
-        in_blocks = set().union(*own.values())
-        shared = [each for key, each in self._contents.items() if key not in in_blocks]
-        for block, keys in own.items():
-            self._of_block[block] = [*shared, *(self._contents[key] for key in keys if key in self._contents)]
 
     def restore(self) -> bool:
         """Set attributes and containers to their former values. Returns False if other contents changed."""
@@ -157,15 +161,6 @@ def _visit(value: Any, found: _Contents, depth: int) -> None:
     elif isinstance(value, _FOLLOWED) or not (isinstance(value, _OPAQUE) or (callable(value) and _is_library(value))):
         _visit_parts(value, found, depth)
         _visit_class(type(value), found, depth)
-
-
-def _own(block: nn.Module) -> set[int]:
-    """Return the ids of a block's modules, their parameters and their dictionaries."""
-    keys: set[int] = set()
-    for module in block.modules():
-        parameters = dict.values(module._parameters)
-        keys |= {id(module), *map(id, parameters), *map(id, module.__dict__.values())}
-    return keys
 
 
 def _visit_class(kind: type, found: _Contents, depth: int) -> None:

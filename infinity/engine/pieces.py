@@ -103,7 +103,7 @@ class Boundary:
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return value
             if type(value) is not torch.Tensor or value.__dict__:
-                raise NotInPieces("a block takes a tensor of its own class or with attributes")
+                raise NotInPieces("a block takes a tensor of a subclass or with attributes")
             if id(value) not in begun:
                 cut = _Cut()
                 self._ends[len(self._ends)] = cut, _End.apply(value, cut)  # type: ignore[no-untyped-call]

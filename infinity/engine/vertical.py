@@ -107,7 +107,6 @@ class VerticalOrder:
         """
         forwards = [Forward(batch, loss_of, self._parts) for batch in batches]
         passes, globals_before = backward_passes(), GlobalState()
-        state.divide(self._blocks)
         stages = len(self._blocks) + 2  # the first ends in front of the blocks, the last follows them
         with ExitStack() as undo:
             for number, block in enumerate(self._blocks):
@@ -123,7 +122,7 @@ class VerticalOrder:
                         if forward.has_set_context:
                             raise NotInPieces("the model's forward sets context variables")
                         whole = is_edge or forward is forwards[-1]
-                        _check_unchanged(state, None if whole else self._blocks[stage - 1])
+                        _check_unchanged(state, quick=not whole)
                         if globals_before.changed():
                             raise NotInPieces("the blocks run in a context, such as a setting of torch")
                 if backward_passes() != passes + 1:
@@ -210,9 +209,9 @@ def _pause_after(forward: Forward, output: Any) -> Any:
     return forward.pause(number, {0: output})[0]
 
 
-def _check_unchanged(state: ModelState, block: nn.Module | None) -> None:
-    """Raise NotInPieces if the model's state changed. block: the one whose code ran; None: any code may have run."""
-    changed = state.changed(block)
+def _check_unchanged(state: ModelState, *, quick: bool) -> None:
+    """Raise NotInPieces if the model's state changed. quick: as in `ModelState.changed`."""
+    changed = state.changed(quick=quick)
     if changed is not None:
         raise NotInPieces(f"the model's forward changes attributes (of a {changed}), which micro-batches would share")
 

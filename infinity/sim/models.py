@@ -92,15 +92,15 @@ def of_transformers(
         settings = AutoConfig.for_model(**_without_code(content))
         layers = getattr(settings, "num_hidden_layers", 0)
         if isinstance(layers, int) and layers > _MOST_LAYERS:
-            raise _TooManyLayers
+            raise ConfigError(
+                f"--model {folder}: {file} has {layers:,} layers. infinity plan accepts at most {_MOST_LAYERS:,}."
+            )
         with torch.device("meta"):
             module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, trust_remote_code=False
             )
-    except _TooManyLayers:
-        raise ConfigError(
-            f"--model {folder}: {file} has {layers:,} layers. infinity plan accepts at most {_MOST_LAYERS:,}."
-        ) from None
+    except ConfigError:
+        raise
     except Exception as error:
         why = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"--model {folder}: transformers refuses {file}: {why:.300}") from error
@@ -129,10 +129,6 @@ def _without_code(config: Any) -> Any:
         for key, value in config.items()
         if not key.startswith("_") and key not in _OF_CODE and not key.endswith("_implementation")
     }
-
-
-class _TooManyLayers(Exception):
-    """More layers than can be constructed, even without values."""
 
 
 class _WithLoss(nn.Module):

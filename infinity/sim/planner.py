@@ -127,7 +127,10 @@ def predict(
     savings = Savings(
         checkpoint=not model.checkpointed,
         smaller_batch=config.resolve_batch(machine.ranks).micro > 1,
-        moved=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch),
+        # The engine does not train in the paper's formats, so nothing would move.
+        moved=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch)
+        if formats == "engine"
+        else {},
     )
     found, wear = list(advice(plan, needs, savings)), None
     if simulation is not None and links is not None:

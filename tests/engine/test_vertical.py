@@ -849,8 +849,8 @@ CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (partial(Hidden, of_context), "sets context variables"),
     (Differentiates, "differentiates through its blocks"),
     (with_gradient_hooks, "embedding.weight has hooks"),
-    (Tags, "of its own class or with attributes"),
-    (OfClass, "of its own class or with attributes"),
+    (Tags, "of a subclass or with attributes"),
+    (OfClass, "of a subclass or with attributes"),
     (CountsInParameter, "changes attributes"),
     (Decays, "changes attributes"),
     (Locks, "changes attributes"),
@@ -1187,6 +1187,30 @@ def test_a_profiled_step_leaves_the_others_vertical(step: int) -> None:
     found, vertical = by_batches(Stack, config, token_batches(12))
     assert vertical
     assert_equal(found, expected)
+
+
+def test_an_object_that_cannot_be_compared_and_comes_later(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infinity"), open_engine(seeded(Stack), config_of()) as engine:
+        batches = iter(token_batches(9))
+        engine.train_batch(batches)
+        engine.train_batch(batches)
+        engine.module.inbox = filled_queue()
+        engine.train_batch(batches)
+    assert any("reaches a SimpleQueue" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_a_precision_that_is_set_by_torchs_new_names(precision: str) -> None:
+    """torch's former functions raise an error then."""
+    matmul: Any = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has only the former functions")
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        check(Stack, config_of())
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_tiles_are_no_blocks() -> None:
