@@ -30,14 +30,26 @@ def _switch(name: str) -> Iterator[_Setting]:
         yield found[0], found[1]  # type: ignore[misc]
 
 
-def _precisions() -> Iterator[_Setting]:
-    """Yield the precisions of matrix products in fp32. torch refuses its former functions after its new names."""
-    backends = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-    found = [backend for backend in backends if hasattr(backend, "fp32_precision")]
-    if found:
-        yield from (_attribute(backend, "fp32_precision") for backend in found)
-    else:
-        yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+_MATMULS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+
+
+def _precision() -> Any:
+    """Return the precision of matrix products in fp32: by torch's former function, which raises an error once the new
+    names are in use, and by these then.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return [getattr(matmul, "fp32_precision", None) for matmul in _MATMULS]
+
+
+def _set_precision(value: Any) -> None:
+    if isinstance(value, str):
+        torch.set_float32_matmul_precision(value)
+        return
+    for matmul, precision in zip(_MATMULS, value, strict=True):
+        if precision is not None:
+            matmul.fp32_precision = precision  # type: ignore[union-attr]
 
 
 _cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
@@ -49,7 +61,7 @@ _SETTINGS: tuple[_Setting, ...] = (
     *_switch("sdp_priority_order"),
     *_switch("mkldnn_enabled"),
     *_switch("cudnn_enabled"),
-    *_precisions(),
+    (_precision, _set_precision),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (
