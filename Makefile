@@ -11,6 +11,9 @@ BENCH ?= step
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
 JOBS ?= 2
 CASES ?= all
+# Another torch than that of constraints.txt, and packages in other versions than requirements/develop.txt has.
+TORCH ?=
+ALSO ?=
 # xdist 3.8 hangs where it replaces a process that a test ended.
 PARALLEL = -n $(JOBS) --max-worker-restart=0
 # Only files with such tests are named: to collect the others takes longer than most tests.
@@ -31,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-campaign test-device test-integrations test-late fuzz mutants sanitize lint format docs wheel \
+.PHONY: help install test test-with test-campaign test-device test-integrations test-late fuzz mutants sanitize lint format docs wheel \
 	gpu-bundle run bench clean
 
 help: ## show this list
@@ -41,6 +44,10 @@ install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, 
 
 test: install ## run the test suite: each value of each parameter of a test
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+test-with: ## run the suite on other versions: PYTHON=python3.12 TORCH=2.11.0 ALSO="numpy==2.5.2 transformers==5.17.0"
+	@test -n "$(TORCH)" || { echo "which torch? make test-with PYTHON=$(PYTHON) TORCH=2.11.0" >&2; exit 1; }
+	$(MAKE) test VENV=build/with/$$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')-torch$(TORCH)
 
 test-campaign: install ## run every case of every test, slow ones too (hours); CASES=few: fuzzing, memory, jobs (minutes)
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(CAMPAIGN) $(ARGS)
@@ -128,13 +135,15 @@ $(VENV)/.created:
 	@touch $@
 
 # First and by itself, so that what else is installed takes this torch for its own. Large: pip shows its progress.
+# Older releases of torch ask for other versions of sympy and others than constraints.txt has.
 $(VENV)/.torch: constraints.txt | $(VENV)/.created
-	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(if $(TORCH),$(PIP) install torch==$(TORCH),$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)")
 	@touch $@
 
 # All other packages, each file with its hash: the build's tools and those of the extras [test,plots,lint].
 $(VENV)/.packages: requirements/develop.txt | $(VENV)/.torch
 	$(PIP) install --quiet --require-hashes --no-deps --requirement requirements/develop.txt
+	$(if $(ALSO),$(PIP) install --quiet $(ALSO))
 	@touch $@
 
 # Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
