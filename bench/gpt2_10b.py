@@ -7,7 +7,7 @@
 Flags are Megatron-LM's. The model starts from random values and trains on the source of Python's standard library, one
 byte a token. Prints what the placements take and refuses one that does not fit, with the bytes that are missing.
 
-Exposed time is what the model's thread waited for units to arrive and for buffers of gradients, on the host's clock.
+A wait has two times: the seconds for which the model's thread slept, and those in which the device was idle meanwhile.
 `resident` is plain PyTorch's model TFLOP/s with a few of the same blocks, forward and backward, all on the device.
 """
 

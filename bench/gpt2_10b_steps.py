@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ import harness
 from infinity.gpt2.data import TokenDataset
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.units import show_bytes
+from infinity.observe.waits import Waited
 from infinity.tiers.accelerator import AcceleratorDevice, default_device
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer
@@ -85,7 +86,7 @@ def counted_device() -> Device:
 
 def train(engine: TrainingEngine, text: TokenDataset, steps: int, device: Device) -> Iterator[harness.Result]:
     """Train and yield a record of each step. Its seconds end when the losses of its micro-batches are known."""
-    batch, before = engine.batch, _counters(engine, device)
+    batch, before, waits_before = engine.batch, _counters(engine, device), engine.ledger.waits()
     for step in range(1, steps + 1):
         losses = []
         for number in range(batch.accumulation):
@@ -94,13 +95,14 @@ def train(engine: TrainingEngine, text: TokenDataset, steps: int, device: Device
             engine.step()
             losses.append(loss.detach())  # read at the end, so that the host runs ahead of the device
         mean = torch.stack(losses).double().mean().item()
-        now = _counters(engine, device)
-        spent = {name: now[name] - before[name] for name in now}
-        before = now
+        now, waits_now = _counters(engine, device), engine.ledger.waits()
+        spent, waits = {name: now[name] - before[name] for name in now}, between(waits_before, waits_now)
+        before, waits_before = now, waits_now
         yield {
             "step": step,
             "loss": mean,
             **spent,
+            "waits": waits,
             "host_peak_bytes": engine.ledger.host_peak_bytes,
             "device_peak_bytes": engine.ledger.device_peak_bytes,
             "skipped_steps": engine.skipped_steps,
@@ -111,14 +113,34 @@ def _counters(engine: TrainingEngine, device: Device) -> dict[str, float]:
     now = engine.ledger.snapshot()
     return {
         "seconds": now.seconds,
-        "units_waited": engine.parts.store.wait_seconds,
-        "gradients_waited": engine.updates.collector.wait_seconds,
+        "waited": now.wait_seconds,
         "update_seconds": now.update_seconds,
         "nvme_bytes_read": now.nvme_bytes_read,
         "nvme_bytes_written": now.nvme_bytes_written,
         "bytes_to_device": getattr(device, "to_device", 0),
         "bytes_from_device": getattr(device, "from_device", 0),
     }
+
+
+def between(before: Mapping[str, Waited], after: Mapping[str, Waited]) -> dict[str, dict[str, float]]:
+    """Return reason → count, seconds slept and stood still of the waits between two readings of `Ledger.waits`."""
+    none = Waited(0, 0.0, 0.0)
+    return {
+        reason: {name: getattr(one, name) - getattr(before.get(reason, none), name) for name in vars(none)}
+        for reason, one in after.items()
+        if one != before.get(reason, none)
+    }
+
+
+def waits_text(waits: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the reasons with most seconds slept, such as "edits 0.1 s asleep, 0.02 s idle (53 times)"."""
+    longest = sorted(waits.items(), key=lambda one: one[1]["slept"], reverse=True)
+    shown = [
+        f"{reason} {one['slept']:.3f} s asleep, {one['stood_still']:.3f} s idle ({one['count']:.0f} times)"
+        for reason, one in longest
+        if one["slept"] >= 0.0005
+    ]
+    return "; ".join(shown) or "none"
 
 
 def rates(record: harness.Result, shape: GPT2Config, sequences: int) -> harness.Result:
@@ -135,10 +157,11 @@ def line(record: harness.Result) -> str:
     return (
         f"step {record['step']}: loss {record['loss']:.4f}; {record['seconds']:.3g} s, "
         f"{record['model_tflops']:.3g} TFLOP/s ({record['recomputing_tflops']:.3g} with recomputation), "
-        f"{record['tokens_per_second']:.0f} tokens/s; exposed {record['units_waited']:.3g} s for units and "
-        f"{record['gradients_waited']:.3g} s for gradients; update {record['update_seconds']:.3g} s; "
+        f"{record['tokens_per_second']:.0f} tokens/s; compute stood still {record['waited']:.3g} s for the engine; "
+        f"update {record['update_seconds']:.3g} s; "
         f"to device {show_bytes(record['bytes_to_device'])}, from device {show_bytes(record['bytes_from_device'])}, "
         f"nvme read {show_bytes(record['nvme_bytes_read'])}, written {show_bytes(record['nvme_bytes_written'])}; "
         f"peaks: device {show_bytes(record['device_peak_bytes'])}, host {show_bytes(record['host_peak_bytes'])}"
         + (f"; {record['skipped_steps']} steps skipped" if record["skipped_steps"] else "")
+        + f"\n  waits: {waits_text(record['waits'])}"
     )

@@ -93,7 +93,6 @@ class ActivationStore:
         self._leaving: deque[weakref.ref[Stored]] = deque()
         """Storages that are being written, oldest first."""
         self._leftovers: deque[Leftover] = deque()
-        self.wait_seconds = 0.0
 
     @property
     def room(self) -> Room:
@@ -255,17 +254,14 @@ class ActivationStore:
         """Wait until a storage that is read is in memory. Raises the OSError of the read; another use repeats it."""
         if stored.transfer is None:
             return
-        began = concurrency.now()
         try:
-            with self._device.recorder.wait("activations"):
+            with self._device.recorder.wait("activations", "activations"):
                 self._device.await_copy(stored.transfer)
         except BaseException:
             self._leftovers.append(Leftover(stored.transfer, stored.memory, None))
             del self._resident[stored.key]
             stored.memory = stored.transfer = None
             raise
-        finally:
-            self.wait_seconds += concurrency.now() - began
         stored.transfer = None
 
     @staticmethod
@@ -279,18 +275,15 @@ class ActivationStore:
         if stored is None:  # freed with its graph
             return 0
         assert stored.transfer is not None
-        began = concurrency.now()
         transfer, stored.transfer, stored.leaves = stored.transfer, None, False
         try:
-            with self._device.recorder.wait("activations"):
+            with self._device.recorder.wait("activations", "activations"):
                 transfer.wait()
         except BaseException:
             extent, stored.extent = stored.extent, None
             assert extent is not None
             self._leftovers.append(Leftover(transfer, stored.memory, extent))
             raise
-        finally:
-            self.wait_seconds += concurrency.now() - began
         if stored.is_shared():
             return 0
         self._drop(stored)

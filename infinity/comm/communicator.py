@@ -290,7 +290,7 @@ class Communicator:
     def _together(self, operation: Operation, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it with the same length."""
         announced = Announcement(operation, length=length)
-        with self._device.recorder.wait("reduce"):
+        with self._device.recorder.wait("reduce", "collectives"):
             return self._thread.submit(self._agreed, announced, set(), work, *arguments).result()
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:

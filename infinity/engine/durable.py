@@ -92,7 +92,8 @@ class DurableSteps:
         """
         self._has_begun = False
         blobs: dict[str, bytes] = {CLIENT_STATE: pack_client_state(client_state)}
-        self._commits.wait()
+        with self._device.recorder.wait("gather", "saves"):
+            self._commits.wait()
         self._stops = self._commits.stops
         self._store.write_edits()
         units = self._store.units

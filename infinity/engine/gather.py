@@ -78,7 +78,7 @@ class GatheredParameters:
             if self._modifier is not None and error[0] is None:
                 for engine, unit in self._held:
                     engine.parts.store.use(unit)  # an update in the block takes the parameters from their buffer
-                    adopt_assigned(unit)
+                    adopt_assigned(unit, engine.parts.store.recorder)
                     engine.ranks.broadcast(unit.flat(), source=self._modifier)
         finally:
             self._release()

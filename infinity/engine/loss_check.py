@@ -39,6 +39,7 @@ class LossCheck:
         self._ranks = ranks
         self._refused = float(refused)
         self._host = reader.host[: loss.itemsize]
+        self._computed = reader.device.compute_reached()
         self._copied = reader.device.copy(self._host, self._loss.view(torch.uint8))
         self._totals: Future[tuple[float, ...]] | None = None
         self._result: tuple[float, ...] | None = None
@@ -51,7 +52,11 @@ class LossCheck:
             self._totals = self._ranks.sums_later(self._read)
 
     def _read(self) -> tuple[float, float]:
-        self._copied.wait()
+        recorder = self._device.recorder
+        with recorder.wait("compute", "loss"):
+            self._computed.wait()
+        with recorder.wait("device_to_host", "small copies"):
+            self._copied.wait()
         value = self._device.numbers(self._host.view(self._loss.dtype))[0]
         return 0.0 if math.isfinite(value) else 1.0, self._refused
 
@@ -65,7 +70,8 @@ class LossCheck:
                 self._result = self._read()
             else:
                 assert self._totals is not None, "start was not called"
-                self._result = self._totals.result()
+                with self._device.recorder.wait("reduce", "collectives"):
+                    self._result = self._totals.result()
         return self._result
 
     def passed(self) -> bool:

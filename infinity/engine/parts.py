@@ -126,10 +126,7 @@ class EngineParts:
         nvme, traffic, training = self.tiers.get("nvme"), self.ranks.traffic, self.training
         room = None if self.activations is None else self.activations.room
         return {
-            "wait_seconds": self.store.wait_seconds
-            + (training.collector.wait_seconds if training else 0.0)
-            + (self.activations.wait_seconds if self.activations else 0.0)
-            + self.device.stalled_seconds(),
+            "wait_seconds": sum(wait.stood_still for wait in self.device.recorder.waits.so_far().values()),
             "update_seconds": training.pipeline.seconds if training else 0.0,
             "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
             "nvme_bytes_written": getattr(nvme, "bytes_written", 0),

@@ -18,7 +18,6 @@ import torch
 
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import local_gradient
-from infinity.concurrency import now
 from infinity.errors import LifetimeError, ModelError
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.held import HeldGradients
@@ -119,7 +118,6 @@ class GradCollector:
         self._step = step
         self._sums_at_once = ranks.is_single and places.device.host_addressable
         """True if a gradient's sum of squares is computed on arrival: one rank, device memory that the host reads."""
-        self.wait_seconds = 0.0
         self._updates = updates
         self._on_arrival = on_arrival
         self._finish_update = finish_update
@@ -267,11 +265,8 @@ class GradCollector:
         return opened
 
     def _lease(self, pool: Pool, nbytes: int) -> Lease:
-        began = now()
-        with self._places.device.recorder.wait("reduce"):
-            lease = pool.lease(nbytes)
-        self.wait_seconds += now() - began
-        return lease
+        with self._places.device.recorder.wait("reduce", "gradients"):
+            return pool.lease(nbytes)
 
     # -- departure ---------------------------------------------------------------------------------------------------
 

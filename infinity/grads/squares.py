@@ -36,8 +36,9 @@ class DeviceSquares:
         sums = torch.empty(len(self._parts), dtype=torch.float64, device=shard.device)
         for number, part in enumerate(self._parts):
             self._kernels.squares_into(sums[number], shard[part.start : part.stop])
+        summed = self._device.compute_reached()
         copy = self._device.copy(self._host, sums.view(torch.uint8))
-        self._latest = _Copied(copy, sums, self._host, self._parts, self._device)
+        self._latest = _Copied(summed, copy, sums, self._host, self._parts, self._device)
         return self._latest
 
     def close(self) -> None:
@@ -50,9 +51,16 @@ class _Copied:
     """The sums of one gradient, which are copied to the host, and their total once it is read."""
 
     def __init__(
-        self, copy: Transfer, sums: torch.Tensor, host: torch.Tensor, parts: Sequence[Part], device: Device
+        self,
+        summed: Transfer,
+        copy: Transfer,
+        sums: torch.Tensor,
+        host: torch.Tensor,
+        parts: Sequence[Part],
+        device: Device,
     ) -> None:
         self._device = device
+        self._summed = summed
         self._copy = copy
         self._sums: torch.Tensor | None = sums  # alive while it is copied
         self._host = host
@@ -63,7 +71,11 @@ class _Copied:
     def __call__(self) -> float:
         with self._reading:
             if self._total is None:
-                self._copy.wait()
+                recorder = self._device.recorder
+                with recorder.wait("reduce", "norm"):
+                    self._summed.wait()
+                with recorder.wait("device_to_host", "small copies"):
+                    self._copy.wait()
                 self._sums = None
                 sums = self._device.numbers(self._host.view(torch.float64))
                 # Replicated parameters are divided, so that each counts once in the sum over ranks.

@@ -46,9 +46,9 @@ def _finish(stored: Transfer, gradient: Gradient) -> None:
         gradient.release()
 
 
-def _squares_of(gradient: Future[Gradient]) -> float:
+def _squares_of(gradient: Future[Gradient]) -> Squares:
     """Return the gradient's sum of squares; NaN if it did not land, since the update raises that error."""
-    return math.nan if gradient.exception() is not None else gradient.result().squares()
+    return (lambda: math.nan) if gradient.exception() is not None else gradient.result().squares
 
 
 class GradStore:
@@ -180,7 +180,7 @@ class GradStore:
 
     def settle(self) -> None:
         """Wait until every gradient has landed. Raises the error of one that failed, until gradients are dropped."""
-        with self._places.device.recorder.wait("reduce"):
+        with self._places.device.recorder.wait("reduce", "gradients"):
             for move in self._moves:
                 if (written := move.result()) is not None:
                     written.result()
@@ -192,8 +192,10 @@ class GradStore:
         Units are added in their order. Waits for the gradients.
         """
         self._sum_unsummed()
-        with self._places.device.recorder.wait("reduce"):
-            stored = sum(self._squares[index].result()() for index in sorted(self.units))
+        landed = [self._squares[index] for index in sorted(self.units)]
+        with self._places.device.recorder.wait("reduce", "gradients"):
+            found = [squares.result() for squares in landed]
+        stored = sum(squares() for squares in found)
         return self._ranks.sum_over_shards(stored, self.step_squares()() if self._landed else stored)
 
     def step_squares(self) -> Callable[[], float]:
@@ -203,10 +205,13 @@ class GradStore:
         self._sum_unsummed()
         # The end of a step replaces these collections and does not change them.
         stored, squares, landed = self.units, self._squares, self._landed
+        recorder = self._places.device.recorder
 
         def total() -> float:
             units = sorted({*stored, *landed})
-            return sum(squares[i].result()() if i in stored else _squares_of(landed[i]) for i in units)
+            with recorder.wait("reduce", "gradients"):
+                found = [squares[i].result() if i in stored else _squares_of(landed[i]) for i in units]
+            return sum(each() for each in found)
 
         return total
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from infinity.concurrency import now
+from infinity.observe.waits import Waited, Waits
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Snapshot:
     Bytes: nvme_bytes_read, nvme_bytes_written (this rank's states), activation_bytes_read, activation_bytes_written
     (this rank's saved activations, between the device and their tier), all_gather_bytes, reduce_scatter_bytes (of whole
     units).
-    Seconds: seconds (on the clock), wait_seconds (the model's thread, or its compute on a device, stood still until a
-    unit or a saved activation arrived or left, or a gradient left), update_seconds (in Adam's kernels, beside the model
+    Seconds: seconds (on the clock), wait_seconds (the model's compute stood still for the engine, for all reasons of
+    `Ledger.waits`), update_seconds (in Adam's kernels, beside the model
     or not). updated_elements: parameters updated. fetches: units fetched. blocks_repaired: blocks read from nvme whose
     bytes did not match their checksum at first, and did when they were read again.
     """
@@ -47,16 +48,26 @@ class Ledger:
         counters: Callable[[], dict[str, float]],
         tier_bytes: Callable[[], dict[str, int]],
         device_peak: Callable[[], int],
+        waits: Waits,
     ) -> None:
         self._counters = counters
         self._tier_bytes = tier_bytes
         self._device_peak = device_peak
+        self._waits = waits
         self._began = now()
 
     def snapshot(self) -> Snapshot:
         """Return the present counters."""
         counters = self._counters()
         return Snapshot(seconds=now() - self._began, **counters)  # type: ignore[arg-type]
+
+    def waits(self) -> dict[str, Waited]:
+        """Return the waits of the model's threads for the engine so far, by reason (`infinity.observe.waits.REASONS`).
+
+        `slept` counts all seconds in which a thread slept. `stood_still` counts those in which the model's compute
+        did too, since a device goes on with the work that it was given before.
+        """
+        return self._waits.so_far()
 
     def tier_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank's engine has reserved in each tier: "device", "host", "nvme"."""

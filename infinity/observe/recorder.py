@@ -1,5 +1,7 @@
 """Records the work of an engine's lanes during a recording. Otherwise a call costs one comparison.
 
+Waits of the model's threads are counted all the time (`infinity.observe.waits`).
+
 The threads that do the work call it: tiers, copies of devices, collectives, updates, gradients, saved activations, and
 the model's. Nothing waits, and no tensor is kept alive.
 """
@@ -13,13 +15,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from infinity.concurrency import now
 from infinity.observe.recording import MODEL, Mark, Recording, Request, Stamp, Stamped, Timed, Wait
 from infinity.observe.timeline import Sample
+from infinity.observe.waits import Waits
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _OURS = "infinity-"
 
 
 class _OfThread(threading.local):
-    """name, copies: see `Recorder.naming`. waits_for: lane that the thread waits for."""
+    """name, copies: see `Recorder.naming`. waits_for: reason of the thread's wait; "": it does not wait."""
 
     name = ""
     copies = ""
@@ -30,13 +33,18 @@ class Recorder:
     """Records for any number of recordings. Thread-safe."""
 
     def __init__(
-        self, stamp: Callable[[], Stamp] = now, calibrate: Callable[[], None] | None = None, *, on_host: bool = True
+        self,
+        stamp: Callable[[], Stamp] = now,
+        calibrate: Callable[[], None] | None = None,
+        waits: Waits | None = None,
+        *,
+        on_host: bool = True,
     ) -> None:
         """stamp: of the compute issued so far by the calling thread. calibrate: called before stamps are used; it may
-        wait for the device. on_host: the host computes, so that waits of the model's thread are those of its compute;
-        False: `stalled` is called for these.
+        wait for the device. waits: measures the waits of the model's threads. on_host: the host computes.
         """
         self.is_on = False
+        self.waits = Waits() if waits is None else waits
         self._stamp = stamp
         self._calibrate = calibrate
         self._on_host = on_host
@@ -120,32 +128,17 @@ class Recorder:
 
     # -- for the model's threads -------------------------------------------------------------------------------------
 
-    def wait(self, lane: str) -> AbstractContextManager[None]:
-        """Return a context in which the model waits for work of `lane`. Helper threads may call it too."""
-        return self._wait(lane) if self.is_on else _NOTHING
+    def wait(self, lane: str, reason: str) -> AbstractContextManager[None]:
+        """Return a context in which the model waits for work of `lane`, for a reason of `infinity.observe.waits`.
 
-    @contextmanager
-    def _wait(self, lane: str) -> Iterator[None]:
-        own = self._of_thread
-        if own.waits_for or _thread() != MODEL:
-            yield
-            return
-        own.waits_for = lane
-        began = now()
-        try:
-            yield
-        finally:
-            own.waits_for = ""
-            if self._on_host:
-                self._waited(lane, began, now())
+        The outermost context counts. Helper threads may call it too; theirs do not count.
+        """
+        return _Waiting(self, lane, reason)
 
-    def stalled(self, before: Stamp, after: Stamp) -> None:
-        """Record that compute on the device stood still, in a context of `wait`."""
-        self._waited(self._of_thread.waits_for or "gather", before, after)
-
-    def _waited(self, lane: str, start: Stamp, end: Stamp) -> None:
-        for recording in self._recordings:
-            recording.waits.append(Wait(lane, start, end))
+    @property
+    def is_waiting(self) -> bool:
+        """True in a context of `wait`, in the model's threads."""
+        return bool(self._of_thread.waits_for)
 
     def phase(self, name: str) -> None:
         """Record that the model computes in this phase from now on. "": it does not compute."""
@@ -162,6 +155,33 @@ class Recorder:
             mark = Mark(name, self._stamp())
             for recording in self._recordings:
                 recording.marks.append(mark)
+
+
+class _Waiting(AbstractContextManager[None]):
+    """See `Recorder.wait`."""
+
+    __slots__ = ("_began", "_counts", "_lane", "_reason", "_recorder")
+
+    def __init__(self, recorder: Recorder, lane: str, reason: str) -> None:
+        self._recorder, self._lane, self._reason = recorder, lane, reason
+
+    def __enter__(self) -> None:
+        own = self._recorder._of_thread
+        self._counts = not own.waits_for and _thread() == MODEL
+        if self._counts:
+            own.waits_for = self._reason
+            self._began = self._recorder.waits.begin()
+
+    def __exit__(self, *error: object) -> None:
+        if not self._counts:
+            return
+        recorder = self._recorder
+        recorder._of_thread.waits_for = ""
+        wait = recorder.waits.end(self._began, self._reason)
+        if recorder.is_on:
+            start, end = recorder.waits.stamps(wait)
+            for recording in recorder._recordings:
+                recording.waits.append(Wait(self._lane, start, end))
 
 
 class _Span(AbstractContextManager[None]):

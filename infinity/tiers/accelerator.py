@@ -23,7 +23,7 @@ from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint, fingerprint_on_device
 from infinity.tiers.memory import host_tensor, pin_ranges
-from infinity.tiers.stalls import EventClock, Stalls
+from infinity.tiers.stalls import EventClock, StreamWaits
 from infinity.tiers.transfer import DONE, Transfer, issued
 
 # torch 2.6 has shorter names.
@@ -88,7 +88,6 @@ class AcceleratorDevice(Device):
         self._helper = threading.local()
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""
-        self._stalls = Stalls()
         self._clock = EventClock()
         self._library = torch.get_device_module(device)
         self._fraction: float | None = None
@@ -96,7 +95,8 @@ class AcceleratorDevice(Device):
 
     @cached_property
     def recorder(self) -> Recorder:
-        return Recorder(self.stamp, lambda: self._clock.calibrate(self._current_stream()), on_host=False)
+        waits = StreamWaits(self.torch_device, self._clock)
+        return Recorder(self.stamp, lambda: self._clock.calibrate(self._current_stream()), waits, on_host=False)
 
     def stamp(self) -> Stamp:
         return self._clock.stamp(self._current_stream())
@@ -152,16 +152,12 @@ class AcceleratorDevice(Device):
         return StreamTransfer(stream)
 
     def await_copy(self, transfer: Transfer) -> None:
-        stream, transfer = self._current_stream(), issued(transfer)
-        if isinstance(transfer, StreamTransfer) and not hasattr(self._helper, "stream"):
-            stall = self._stalls.wait(stream, transfer.event)
-            if stall is not None and self.recorder.is_on:
-                self.recorder.stalled(*map(self._clock.seconds_of, stall))
-        else:
-            _follow(stream, transfer)
-
-    def stalled_seconds(self) -> float:
-        return self._stalls.seconds()
+        with self.recorder.wait("gather", "parameters"):
+            stream, transfer = self._current_stream(), issued(transfer)
+            if not isinstance(transfer, StreamTransfer):
+                transfer.wait()
+            elif hasattr(self._helper, "stream") or not transfer.event.query():
+                stream.wait_event(transfer.event)
 
     def compute_reached(self) -> Transfer:
         return StreamTransfer(self._current_stream())

@@ -85,13 +85,6 @@ class Device(ABC):
     def await_copy(self, transfer: Transfer) -> None:
         """Make compute issued from now on wait for `transfer`."""
 
-    def stalled_seconds(self) -> float:
-        """Return the seconds for which compute of the model stood still on the device until copies had ended.
-
-        0 if the device is the host, whose thread waits itself.
-        """
-        return 0.0
-
     def compute_reached(self) -> Transfer:
         """Return a transfer that is done when the compute issued so far by this thread has ended."""
         return DONE

@@ -1,50 +1,77 @@
-"""Times of a device's streams, by events: stalls until a transfer had ended, and points on the host's clock."""
+"""Times of a device's streams, by events: waits of the model, and points on the host's clock."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity.concurrency import now
 from infinity.observe.recording import Stamp
+from infinity.observe.waits import Waits
 
 _MOST = 64
 """Number of unread waits above which those that have ended are read."""
 
 
-class Stalls:
-    """Measures the waits of compute streams. Any thread may use it, one at a time."""
+class _Wait(NamedTuple):
+    """Events on the model's stream before and after a wait."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._open: deque[tuple[torch.Event, torch.Event]] = deque()
-        """Events before and after each wait, oldest first."""
+    reason: str
+    before: torch.Event
+    after: torch.Event
 
-    def wait(self, stream: torch.Stream, event: torch.Event) -> tuple[torch.Event, torch.Event] | None:
-        """Make `stream` wait for `event`. Returns the events that measure for how long; None if it has ended."""
-        if event.query():
-            return None
-        before, after = (torch.Event(stream.device, enable_timing=True) for _ in range(2))
-        before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        self._open.append((before, after))
+
+class StreamWaits(Waits):
+    """Waits of threads that compute on streams of a device.
+
+    The stream reaches the first event of a wait when it has no work left, and the second one when the thread has woken
+    and the copies that it waits for have ended. So their distance is the time for which compute stood still, and 0 if
+    the device still had work when the thread woke.
+    """
+
+    def __init__(self, device: torch.device, clock: EventClock) -> None:
+        super().__init__()
+        self._device = device
+        self._clock = clock
+        self._stood: defaultdict[str, float] = defaultdict(float)
+        self._open: deque[_Wait] = deque()
+        """Waits whose events were not read, oldest first."""
+
+    def begin(self) -> tuple[float, torch.Event]:
+        return now(), self._event()
+
+    def end(self, began: Any, reason: str) -> _Wait:
+        slept_from, before = began
+        wait = _Wait(reason, before, self._event())
+        self._count(reason, now() - slept_from)
+        self._open.append(wait)
         if len(self._open) > _MOST:
             self._read()
-        return before, after
+        return wait
 
-    def seconds(self) -> float:
-        """Return the seconds of all waits that have ended."""
+    def stamps(self, wait: _Wait) -> tuple[Stamp, Stamp]:
+        return self._clock.seconds_of(wait.before), self._clock.seconds_of(wait.after)
+
+    def _stood_still(self) -> Mapping[str, float]:
+        """Return reason → seconds of all waits that the device has passed."""
         self._read()
-        return self._seconds
+        with self._access:
+            return dict(self._stood)
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
 
     def _read(self) -> None:
-        while self._open and self._open[0][1].query():
-            before, after = self._open.popleft()
-            self._seconds += before.elapsed_time(after) / 1000
+        with self._access:
+            while self._open and self._open[0].after.query():
+                wait = self._open.popleft()
+                self._stood[wait.reason] += wait.before.elapsed_time(wait.after) / 1000
 
 
 class EventClock:

@@ -9,6 +9,7 @@ import torch
 
 from infinity.comm.dtensor import local, set_local
 from infinity.errors import UsageError
+from infinity.observe.recorder import Recorder
 from infinity.units import released, residents
 from infinity.units.modes import outside_modes
 from infinity.units.unit import Unit, placeholder
@@ -36,7 +37,7 @@ def unbind(unit: Unit) -> None:
     released.release(unit.parameters)
 
 
-def adopt_assigned(unit: Unit) -> None:
+def adopt_assigned(unit: Unit, recorder: Recorder) -> None:
     """Copy data that a user assigned (`parameter.data = …`) into the buffer, and make the parameter view it again.
 
     Drops the data and raises LifetimeError if its shape differs, or UsageError if its dtype differs, which the
@@ -45,13 +46,14 @@ def adopt_assigned(unit: Unit) -> None:
     present = _present_views(unit)
     if present != unit.views:
         with outside_modes():
+            if unit.job is not None:
+                with recorder.wait("update", "update"):
+                    unit.job.done.wait()  # a write under way also refers to the buffer
             _adopt_all(unit, present)
 
 
 def _adopt_all(unit: Unit, present: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
     assert unit.lease is not None
-    if unit.job is not None:
-        unit.job.done.wait()  # a write under way also refers to the buffer
     unchanged = sum(now == bound for now, bound in zip(present, unit.views, strict=True))
     viewed = unit.lease.is_referenced(beyond=unchanged)
     flat, guarded = unit.flat(), released.is_released(unit.parameters[0])

@@ -15,15 +15,22 @@ from infinity.units.unit import Unit
 class EditCheck:
     """One comparison. Calling it waits for the device, and returns whether the unit was edited. Any thread may."""
 
-    def __init__(self, device: Device, same: torch.Tensor, flag: torch.Tensor, copied: Transfer) -> None:
-        """flag: the host's copy of `same`, valid once `copied` is done."""
+    def __init__(
+        self, device: Device, same: torch.Tensor, flag: torch.Tensor, computed: Transfer, copied: Transfer
+    ) -> None:
+        """flag: the host's copy of `same`, which is valid once `computed` is done; the copy, once `copied` is."""
+        self._computed = computed
         self.copied = copied
         self.same: torch.Tensor | None = same  # alive while it is copied
         self._device = device
         self._flag = flag
 
     def __call__(self) -> bool:
-        self.copied.wait()
+        recorder = self._device.recorder
+        with recorder.wait("compute", "edits"):
+            self._computed.wait()
+        with recorder.wait("device_to_host", "small copies"):
+            self.copied.wait()
         self.same = None
         return not self._device.numbers(self._flag)[0]
 
@@ -48,6 +55,7 @@ class EditChecks:
         same = self._device.fingerprint(unit.lease.tensor) == unit.fingerprint
         if not isinstance(same, torch.Tensor):
             flag[0] = same
-            return EditCheck(self._device, flag, flag, DONE)
+            return EditCheck(self._device, flag, flag, DONE, DONE)
         result = same.reshape(1).view(torch.uint8)
-        return EditCheck(self._device, result, flag, self._device.copy(flag, result))
+        computed = self._device.compute_reached()
+        return EditCheck(self._device, result, flag, computed, self._device.copy(flag, result))

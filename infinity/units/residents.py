@@ -12,6 +12,7 @@ from torch import nn
 from infinity.comm.dtensor import has_storage, local, unwrapped
 
 if TYPE_CHECKING:
+    from infinity.observe.recorder import Recorder
     from infinity.units.unit import Unit
 
 
@@ -25,6 +26,8 @@ class CodeScope(Protocol):
 class Fetcher(Protocol):
     """Fetches units and holds them (`infinity.units.store`)."""
 
+    @property
+    def recorder(self) -> Recorder: ...
     @property
     def scope(self) -> CodeScope: ...
     def use(self, unit: Unit) -> None: ...

@@ -139,7 +139,7 @@ class _Reference:
                 "values of before: assign before forward or after backward."
             )
         if assigned != unit.assignments[self.slot]:
-            binding.adopt_assigned(unit)
+            binding.adopt_assigned(unit, self.store.recorder)
         assert unit.lease is not None
         with outside_modes():
             whole = unit.lease.flat(unit.layout.dtype)

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 import torch
 
 from infinity.comm.communicator import Communicator
-from infinity.concurrency import now
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.tiers.device import Device
@@ -61,7 +60,6 @@ class UnitStore:
         self.scope = scope
         self.units = list(units)
         self.tracer = Tracer()
-        self.wait_seconds = 0.0
         self.fetches = 0
         self.kept = KeptBuffers(pool, device)
         self.ahead = Ahead(self.units, self.tracer, self.kept, prefetch_bytes)
@@ -73,6 +71,7 @@ class UnitStore:
         self._on_unit_changed = on_unit_changed
         self._states = states
         self._device = device
+        self.recorder = device.recorder
         self._ranks = ranks
         for unit in self.units:
             residents.add_parameters(unit, self)
@@ -95,7 +94,7 @@ class UnitStore:
         self._device.follow_compute()
         news = self.tracer.touch(unit.index)
         if news:
-            self._device.recorder.unit(unit.name)
+            self.recorder.unit(unit.name)
         if news and self._on_unit_changed is not None:
             self._on_unit_changed(unit, self.tracer.passed)
         if unit.residency is Residency.RESIDENT and (not news or self._is_complete()):
@@ -108,7 +107,8 @@ class UnitStore:
     def hold(self, unit: Unit) -> None:
         self.use(unit)
         if not unit.pin_count:
-            binding.adopt_assigned(unit)  # now, so that a checkpoint's recomputation sees the same tensors
+            # Now, so that a checkpoint's recomputation sees the same tensors.
+            binding.adopt_assigned(unit, self.recorder)
             unit.check_frozen()
         unit.pin_count += 1
 
@@ -137,7 +137,7 @@ class UnitStore:
         return not unit.is_viewed()
 
     def _await_update(self, job: UpdateJob) -> None:
-        with self._device.recorder.wait("update"):
+        with self.recorder.wait("update", "update"):
             job.done.wait()
 
     @contextmanager
@@ -159,7 +159,6 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         assert unit.transfer is not None
-        began = now()
         if unit.job is not None and unit.layout.dtype != torch.float32:
             # Edited elements of 16-bit parameters are found by comparison with the tier, so the write of the update
             # must end before the user can edit the buffer.
@@ -167,12 +166,11 @@ class UnitStore:
         lane = "gather" if unit.job is None or unit.job.done.done() else "update"
         unit.fetched, unit.transfer = unit.transfer, None
         try:
-            with self._device.recorder.wait(lane):
+            with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
                 self._device.await_copy(unit.fetched)
         except BaseException:
             self._drop(unit, valid=False)
             raise
-        self.wait_seconds += now() - began
         if unit.fingerprint is None and isinstance(unit.fetched, Fingerprinted):
             unit.fingerprint = unit.fetched.fingerprint  # of the whole buffer: shards of other ranks were not gathered
         if unit in self.kept:
@@ -343,7 +341,7 @@ class UnitStore:
         thread, in place of the model's [Note: who waits for a fingerprint].
         """
         assert self._pipeline is not None
-        binding.adopt_assigned(unit)
+        binding.adopt_assigned(unit, self.recorder)
         in_tier = self._pipeline.in_tier(unit.index)
         if unit.layout.dtype == torch.float32 and not in_tier:
             return  # the update starts from the buffer, and there is no other copy of the values
@@ -492,7 +490,7 @@ class UnitStore:
             self._await_update(job)
         if unit.transfer is not None:
             transfer, unit.transfer = unit.transfer, None
-            with self._device.recorder.wait("gather"):
+            with self.recorder.wait("gather", "parameters"):
                 transfer.wait()
         if unit.residency is Residency.RESIDENT:
             if self._was_edited(unit):
@@ -564,7 +562,7 @@ class UnitStore:
 
     def _was_edited(self, unit: Unit) -> bool:
         """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier."""
-        binding.adopt_assigned(unit)
+        binding.adopt_assigned(unit, self.recorder)
         return self._edits.start(unit)()
 
     def _fingerprint(self, unit: Unit) -> Fingerprint:
@@ -573,7 +571,8 @@ class UnitStore:
 
     def _await_snapshot(self, unit: Unit) -> None:
         try:
-            unit.snapshot_read.wait()
+            with self.recorder.wait("gather", "saves"):
+                unit.snapshot_read.wait()
         except UsageError as error:
             self.failure = error  # the edit can be written to no tier
             raise
@@ -582,5 +581,6 @@ class UnitStore:
         """Write an edit of this rank's shard to its tier and its masters."""
         self._await_snapshot(unit)
         shard = unit.shard_bytes(self._ranks.shard_rank)
-        self._states.sync_masters_from_edit(unit.layout, shard)
-        self._states.write_back(unit.layout, shard).wait()
+        with self.recorder.wait("gather", "parameters"):
+            self._states.sync_masters_from_edit(unit.layout, shard)
+            self._states.write_back(unit.layout, shard).wait()

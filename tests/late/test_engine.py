@@ -217,9 +217,9 @@ def test_compute_that_stands_still_for_copies_is_measured(lazy: None) -> None:
             engine.backward(engine(*batch))
             engine.step()
         torch.accelerator.synchronize()
-        assert device.stalled_seconds() > 0
-        waits = engine.parts.store.wait_seconds, engine.updates.collector.wait_seconds, device.stalled_seconds()
-        assert engine.ledger.snapshot().wait_seconds == pytest.approx(sum(waits))
+        waits = engine.ledger.waits()
+        assert waits["parameters"].stood_still > 0
+        assert engine.ledger.snapshot().wait_seconds == pytest.approx(sum(one.stood_still for one in waits.values()))
 
 
 @pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme")])

@@ -106,7 +106,9 @@ def test_rows_of_a_lane_do_not_overlap() -> None:
 def test_a_recorder_that_is_off_records_nothing() -> None:
     recorder = Recorder()
     first = recorder.span("update")
-    assert first is recorder.wait("gather") is recorder.naming("a") is recorder.copy("", 1)  # one object for all
+    assert first is recorder.naming("a") is recorder.copy("", 1)  # one object for all
+    with recorder.wait("gather", "parameters"):
+        pass
     recorder.phase("forward")
     recorder.unit("a")
     recorder.end_step()
@@ -114,7 +116,7 @@ def test_a_recorder_that_is_off_records_nothing() -> None:
     recorder.stop(recording)
     with recorder.span("update"):
         pass
-    assert not (recording.work or recording.marks or recording.boundaries)
+    assert not (recording.work or recording.waits or recording.marks or recording.boundaries)
     assert not recorder.is_on
 
 
@@ -140,14 +142,18 @@ def test_only_the_outermost_wait_of_the_model_counts() -> None:
     recording = recorder.start()
 
     def helper() -> None:
-        with recorder.wait("reduce"):
+        with recorder.wait("reduce", "norm"):
             pass
 
-    with recorder.wait("gather"), recorder.wait("update"):
+    with recorder.wait("gather", "parameters"), recorder.wait("update", "update"):
+        assert recorder.is_waiting
         thread = threading.Thread(target=helper, name="infinity-update_0")
         thread.start()
         thread.join()
     assert [wait.lane for wait in recording.waits] == ["gather"]
+    (reason, waited), *others = recorder.waits.so_far().items()
+    assert (reason, waited.count, waited.slept, others) == ("parameters", 1, waited.stood_still, [])
+    assert waited.slept > 0 and not recorder.is_waiting
 
 
 def test_work_that_raises_is_recorded() -> None:

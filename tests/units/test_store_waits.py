@@ -254,9 +254,9 @@ def test_a_wait_for_a_fetch_counts_for_the_update_that_it_follows(
     unit, store = released(engine), engine.parts.store
     lanes, wait = list[str](), engine.parts.device.recorder.wait
 
-    def watched(lane: str) -> Any:
+    def watched(lane: str, reason: str) -> Any:
         lanes.append(lane)
-        return wait(lane)
+        return wait(lane, reason)
 
     store._start(unit, store.buffers.lease(unit))
     if updated:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infinity.errors import LifetimeError, ResidencyError, UsageError
+from infinity.observe.recorder import Recorder
 from infinity.plan.discovered import Member
 from infinity.plan.layout import layout_unit
 from infinity.tiers.device import CpuDevice
@@ -81,13 +82,13 @@ def test_parameters_are_views_of_the_buffer_while_bound() -> None:
 def test_assigned_data_is_taken_over() -> None:
     unit, _ = bound()
     unit.parameters[1].data = torch.arange(5.0)
-    binding.adopt_assigned(unit)
+    binding.adopt_assigned(unit, Recorder())
     slot = unit.layout.slots[1]
     assert torch.equal(unit.flat()[slot.offset : slot.stop], torch.arange(5.0))
     assert unit.parameters[1].data_ptr() == unit.flat()[slot.offset :].data_ptr()
     unit.parameters[1].data = torch.arange(6.0)
     with pytest.raises(LifetimeError, match=r"b was given data of shape \[6\]"):
-        binding.adopt_assigned(unit)
+        binding.adopt_assigned(unit, Recorder())
 
 
 def test_what_counts_as_a_view() -> None:
