@@ -1,6 +1,7 @@
 """Host memory, caches and processors available to this process.
 
-Memory: the machine's free memory, or less under the limit of a container or of `ulimit -v`.
+Memory: the machine's free memory, or less under the limit of a container or of `ulimit -v`. `INFINITY_MACHINE_MEMORY`
+gives the size of a virtual machine whose memory grows as it is used.
 """
 
 from __future__ import annotations
@@ -12,15 +13,34 @@ from pathlib import Path
 
 import psutil
 
+from infinity.errors import ConfigError
 from infinity.inputs import number_of
+from infinity.sizes import parse_size
 
 
 def available_memory(root: str | Path = "/") -> int:
     """Return the available bytes. root: parent folder of /proc and /sys/fs/cgroup.
 
     psutil reports the machine only; a container that exceeds its control group's limit is killed without a message.
+    Raises ConfigError if `INFINITY_MACHINE_MEMORY` is not a size.
     """
-    return min([int(psutil.virtual_memory().available), *_left_by_limits(Path(root)), *_left_by_addresses(Path(root))])
+    return min([_left_by_machine(), *_left_by_limits(Path(root)), *_left_by_addresses(Path(root))])
+
+
+MACHINE_MEMORY = "INFINITY_MACHINE_MEMORY"
+"""Variable with the bytes of the machine's memory, such as "120GiB", where Linux reports less than it can have."""
+
+
+def _left_by_machine() -> int:
+    memory = psutil.virtual_memory()
+    given = os.environ.get(MACHINE_MEMORY)
+    if given is None:
+        return int(memory.available)
+    try:
+        total = parse_size(given)
+    except ValueError as error:
+        raise ConfigError(f"{MACHINE_MEMORY}: {error}.") from None
+    return max(0, total - int(memory.total - memory.available))
 
 
 def _left_by_limits(root: Path) -> Iterator[int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from infinity.errors import ConfigError
 from infinity.tiers.available import available_memory, update_processors
 
 
@@ -19,6 +21,26 @@ def group(folder: Path, files: dict[str, str]) -> None:
 
 def test_without_control_groups(tmp_path: Path) -> None:
     assert abs(available_memory(tmp_path) - psutil.virtual_memory().available) < 1 << 30
+
+
+def test_a_machine_that_grows_is_as_large_as_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports the memory that a virtual machine has at present. Limits of control groups still count."""
+    now = SimpleNamespace(total=4 << 30, available=3 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: now)
+    assert available_memory(tmp_path) == 3 << 30
+    monkeypatch.setenv("INFINITY_MACHINE_MEMORY", "120GiB")
+    assert available_memory(tmp_path) == 119 << 30
+    now.total, now.available = 90 << 30, 1 << 30  # it has grown, and 89 GiB are in use
+    assert available_memory(tmp_path) == 31 << 30
+    group(tmp_path / "proc/self", {"cgroup": "0::/a\n"})
+    group(tmp_path / "sys/fs/cgroup/a", {"memory.max": "1000\n", "memory.current": "100\n"})
+    assert available_memory(tmp_path) == 900
+
+
+def test_a_size_of_the_machine_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_MACHINE_MEMORY", "much")
+    with pytest.raises(ConfigError, match="INFINITY_MACHINE_MEMORY: 'much' is not a size; write bytes as a number"):
+        available_memory(tmp_path)
 
 
 def test_version_2(tmp_path: Path) -> None:
