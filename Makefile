@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install test test-with test-campaign test-device test-integrations test-late fuzz mutants sanitize lint format docs wheel \
-	gpu-bundle run bench clean
+	gpu-bundle gpu-dry-run run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -107,9 +107,18 @@ gpu-bundle: $(VENV)/.created ## fill build/gpu-bundle with what a CUDA machine w
 		echo "no wheel of infinity: that needs nvcc and python$(BUNDLE_PYTHON) here; gpu_check.sh builds it"; \
 	else \
 		PIP_CONSTRAINT=$(CURDIR)/constraints.txt python$(BUNDLE_PYTHON) -m pip --disable-pip-version-check wheel --quiet \
-			--no-deps -C cmake.define.INFINITY_CUDA=ON --wheel-dir build/gpu-bundle .; \
+			--no-deps -C cmake.define.INFINITY_CUDA=ON --wheel-dir build/gpu-bundle . && \
+		$(VENV)/bin/python bench/gpu_kit/package.py > build/gpu-bundle/infinity.sources; \
 	fi
 	@ls build/gpu-bundle
+
+gpu-dry-run: install ## run each call of bench/gpu_check.sh on the emulated device of tests/late, with tiny models
+	for call in right headline fix kernels nvme; do \
+		DRY_RUN=1 BEFORE=README.md RESULTS=build/gpu-dry-run PATH="$(abspath $(VENV)/bin):$$PATH" bench/gpu_check.sh $$call \
+			> build/gpu-dry-run.$$call.txt 2>&1; status=$$?; \
+		sed -n '/^== summary/,$$p' build/gpu-dry-run.$$call.txt | head -n 3; \
+		if [ $$status -ne 0 ] && [ $$status -ne 3 ]; then cat build/gpu-dry-run.$$call.txt; exit 1; fi; \
+	done
 
 run: install ## train a GPT-2 with every state on NVMe
 	$(VENV)/bin/python bench/pretrain_gpt2.py $(ARGS)

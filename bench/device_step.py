@@ -2,22 +2,30 @@
 offload.
 
     python bench/device_step.py --size 350m --output gpt2-350m.json
+    python bench/device_step.py --size 1.3b --kinds plain cpu --clips 0 --bandwidths bandwidths.json
     python bench/device_step.py --size tiny            # on a CPU, too
 
 All train in bf16 with fp32 masters, without and with clipping, each in a process of its own. The file is written after
-each of them, and a later run of the same package adds what is missing or failed. Exit status 1 if one failed. `waited`
-is what the model's thread waited for units and gradients.
+each of them, and a later run of the same package adds what is missing or failed. Exit status 1 if one failed. A
+placement that needs more space than the drive has is left out, and is no failure. `waited`: compute stood still for
+the engine; `waits` has the reasons.
+
+The bound of a step is the longest of plain PyTorch's step and, for each link, the bytes that the engine moves over the
+bandwidth that `infinity bench-links --out bandwidths.json` measured: to the device, from it, to and from the drive, and
+those that the optimizer reads and writes in host memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import logging
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,8 +51,9 @@ KINDS = {
 }
 CLIPS = (0.0, 1.0)
 WARM_UP = 2
-SECONDS = 120
-"""Longest run of one kind."""
+LINKS = ("host_to_device", "device_to_host", "memory")
+DRIVE = ("nvme_read", "nvme_write")
+"""Keys of `infinity bench-links`, bytes a second each. Reads and writes of a drive take turns, so their times add."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -53,6 +62,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help=f"counted steps, after {WARM_UP} that warm up (4)")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON to write, and to continue")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--clips", nargs="+", type=float, default=CLIPS, metavar="NORM", help="0: no clipping (0 1)")
+    parser.add_argument("--moments", choices=("fp32", "bf16", "8bit"), default="fp32", help="Infinity's moments (fp32)")
+    parser.add_argument("--seconds", type=int, default=120, help="longest run of one kind (120)")
+    parser.add_argument("--bandwidths", type=Path, metavar="FILE", help="JSON of infinity bench-links, for the bound")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.ranks, args.dtype, args.prefetch = 1, "bf16", "auto"
@@ -65,6 +79,9 @@ def run(args: argparse.Namespace, what: str) -> harness.Result:
     import torch
     import torch.distributed as dist
 
+    from infinity.errors import OutOfSpaceError
+
+    faulthandler.enable()
     logging.getLogger("infinity").setLevel(logging.WARNING)
     kind, _, clip = what.partition(", clip ")
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -74,18 +91,26 @@ def run(args: argparse.Namespace, what: str) -> harness.Result:
         if contender.kind == "fsdp2":  # clipping adds norms of shards in host memory, hence both backends
             backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-        loop, batch = make_loop(args, contender), training.random_batches(args)
-        seconds, waited = [], []
+        try:
+            loop, batch = make_loop(args, contender), training.random_batches(args)
+        except OutOfSpaceError as error:
+            return {"left_out": str(error)}
+        seconds, counted = [], []
         for _ in range(args.steps + WARM_UP):
             tokens, targets = (part.to(args.device) for part in batch())
-            before, began = _waited(loop), time.perf_counter()
+            before, began = _counters(loop), time.perf_counter()
             loss = float(loop.step(tokens, targets))
             seconds.append(time.perf_counter() - began)
-            waited.append(_waited(loop) - before)
+            counted.append({name: after - before[name] for name, after in _counters(loop).items()})
         result = {
             "loss": loss,
             "seconds": harness.spread(seconds[WARM_UP:]).median,
-            "waited": harness.spread(waited[WARM_UP:]).median if isinstance(loop, InfinityLoop) else None,
+            "step_seconds": seconds,
+            "waited": harness.median(counted[WARM_UP:], "waited") if isinstance(loop, InfinityLoop) else None,
+            "moved": {link: harness.median(counted[WARM_UP:], link) for link in (*LINKS, *DRIVE) if link in counted[0]},
+            "waits": {name: vars(wait) for name, wait in loop.engine.ledger.waits().items()}
+            if isinstance(loop, InfinityLoop)
+            else None,
             "host_peak_bytes": harness.peak_rss(),
             "device_peak_bytes": torch.cuda.max_memory_allocated() if args.device == "cuda" else 0,
         }
@@ -96,18 +121,55 @@ def run(args: argparse.Namespace, what: str) -> harness.Result:
     return result | {"tokens_per_second": args.batch * args.sequence / result["seconds"]}
 
 
-def _waited(loop: Any) -> float:
-    return float(loop.engine.ledger.snapshot().wait_seconds) if isinstance(loop, InfinityLoop) else 0.0
+def _counters(loop: Any) -> dict[str, float]:
+    """Return the seconds waited and the bytes moved so far."""
+    if not isinstance(loop, InfinityLoop):
+        return {}
+    from infinity.plan.placement import State
+
+    now, policy = loop.engine.ledger.snapshot(), loop.engine.parts.plan.policy
+    found = {"waited": now.wait_seconds, "device_to_host": float(getattr(loop.device, "from_device", 0))}
+    found["host_to_device"] = float(getattr(loop.device, "to_device", 0))
+    found |= {"nvme_read": float(now.nvme_bytes_read), "nvme_write": float(now.nvme_bytes_written)}
+    if policy.tier_of(State.OPTIM) != "device":  # its records and the parameters are read and written, gradients read
+        record = policy.states(loop.engine.units[0].layout.dtype).bytes_per_element
+        found["memory"] = (2 * (record + 2) + 2) * now.updated_elements
+    return found
 
 
-def child(what: str) -> harness.Result:
-    """Train one kind in a process of its own; {"error": reason} if that fails."""
+def child(what: str, seconds: int = 120) -> harness.Result:
+    """Train one kind in a process of its own, which ends after `seconds`; {"error": reason} if that fails."""
     try:
         # In the foreground: it ends with this process's group.
-        limit = ["timeout", "--foreground", str(SECONDS)]
+        limit = ["timeout", "--foreground", "--signal", "ABRT", "--kill-after", "10", str(seconds)]
         return harness.run_child(__file__, [*sys.argv[1:], "--only", what], before=limit)
     except SystemExit as error:
         return {"error": str(error.code).partition(" ended with ")[2] or "failed"}
+
+
+def bound(runs: Mapping[str, harness.Result], what: str, rates: Mapping[str, Any]) -> float | None:
+    """Return the least seconds of Infinity's step: of plain PyTorch's, and of the bytes of each link over its rate.
+
+    None if plain's step or a rate was not measured.
+    """
+    moved = runs[what].get("moved")
+    plain = runs.get(f"plain, clip {what.rpartition(' ')[2]}", {}).get("seconds")
+    used = {link: nbytes for link, nbytes in (moved or {}).items() if nbytes}
+    if moved is None or plain is None or any(rates.get(link) is None for link in used):
+        return None
+    seconds = {link: nbytes / rates[link] for link, nbytes in used.items()}
+    drive = sum(seconds.pop(link, 0.0) for link in DRIVE)
+    return float(max([plain, drive, *seconds.values()]))
+
+
+def shown(run: Mapping[str, Any]) -> str:
+    """Return a line about one kind."""
+    if "left_out" in run:
+        return f"left out: {run['left_out']}"
+    if "error" in run:
+        return str(run["error"])
+    text = f"{run['seconds']:.4g} s a step, loss {run['loss']:.4f}"
+    return text + (f", bound {run['bound']:.4g} s" if run["bound"] else "")
 
 
 def package() -> str:
@@ -124,8 +186,8 @@ def package() -> str:
 def figures(result: harness.Result) -> dict[str, float]:
     """Return the figures that `bench/limits.json` is about."""
     runs = {what: one for what, one in result["runs"].items() if "seconds" in one}
-    found = {f"{result['size']}, {what}: waited ÷ step": one["waited"] / one["seconds"]
-             for what, one in runs.items() if one["waited"] is not None}  # fmt: skip
+    found = {f"{result['size']}, {what}: step ÷ bound": one["seconds"] / one["bound"]
+             for what, one in runs.items() if one.get("bound")}  # fmt: skip
     for clip in (f", clip {clip:g}" for clip in CLIPS):
         if {f"plain{clip}", f"none{clip}"} <= set(runs):
             ratio = runs[f"plain{clip}"]["seconds"] / runs[f"none{clip}"]["seconds"]
@@ -139,18 +201,19 @@ def main() -> int:
         print(json.dumps(run(args, args.only)))
         return 0
     result = {**harness.head("device_step", path=args.nvme_path), "size": args.size, "steps": args.steps}
-    result["package"] = package()
+    result |= {"package": package(), "moments": args.moments}
     before = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
-    same = all(before.get(key) == result[key] for key in ("size", "steps", "package"))
+    same = all(before.get(key) == result[key] for key in ("size", "steps", "package", "moments"))
+    rates = json.loads(args.bandwidths.read_text()) if args.bandwidths and args.bandwidths.exists() else {}
     runs = {what: one for what, one in before.get("runs", {}).items() if same and "seconds" in one}
     result["runs"] = runs
-    for what in [f"{kind}, clip {clip:g}" for clip in CLIPS for kind in KINDS]:
+    for what in [f"{kind}, clip {clip:g}" for clip in args.clips for kind in args.kinds]:
         if what not in runs:
-            runs[what] = child(what)
-            if args.output:
-                harness.write_json(args.output, result)
-        shown = runs[what].get("error") or f"{runs[what]['seconds']:.4g} s a step, loss {runs[what]['loss']:.4f}"
-        print(f"{args.size}, {what}: {shown}", flush=True)
+            runs[what] = child(what, args.seconds)
+        runs[what]["bound"] = bound(runs, what, rates)
+        if args.output:
+            harness.write_json(args.output, result)
+        print(f"{args.size}, {what}: {shown(runs[what])}", flush=True)
     limits = json.loads(check.LIMITS.read_text(encoding="utf-8"))["device_step"]
     for one in check.verdicts(limits, figures(result)):
         print(f"{'met   ' if one.met else 'MISSED'}  {one.text}")

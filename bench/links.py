@@ -1,6 +1,7 @@
 """Copy bandwidth between host memory and a device, in both directions, and the cost of registering host memory.
 
-    python bench/links.py                        # 1 GiB; less than a minute
+    python bench/links.py                        # copies of 1 GiB; less than a minute
+    python bench/links.py --size 4MiB 64MiB 256MiB
     python bench/links.py --output links.json    # into a file, too
 
 `registered` is memory of `host_tensor(pin=True)`, `pageable` is unregistered, `both` copies in both directions at once,
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ import torch
 import check
 import harness
 from infinity.cli.links.rates import Copies
-from infinity.sizes import parse_size
+from infinity.sizes import format_size, parse_size
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
 from infinity.tiers.memory import first_touch, host_tensor
 
 CALLS = 4
-"""Copies of a turn."""
+"""Least number of copies of a turn."""
+TURN = 256 << 20
+"""Bytes of a turn of small copies, so that its synchronisation does not count."""
 
 
 def candidates(device: Device, nbytes: int) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -71,17 +74,20 @@ def _stream(device: Device) -> Callable[[], AbstractContextManager[Any]]:
 
 def copies(device: Device, nbytes: int, rounds: int) -> list[harness.Result]:
     """Return the seconds of a call of each candidate, in the order of rounds. One round first, to warm up."""
-    found = candidates(device, nbytes)
+    found, calls = candidates(device, nbytes), max(CALLS, TURN // nbytes)
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for number, name in harness.interleaved(found, rounds, warm_up=1):
         _synchronize(device)
         began = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             found[name][1]()
         _synchronize(device)
         if number >= 0:
-            seconds[name].append((time.perf_counter() - began) / CALLS)
-    return [{"name": name, "bytes": moved, "seconds": seconds[name]} for name, (moved, _) in found.items()]
+            seconds[name].append((time.perf_counter() - began) / calls)
+    size = format_size(nbytes)
+    return [
+        {"name": name, "size": size, "bytes": moved, "seconds": seconds[name]} for name, (moved, _) in found.items()
+    ]
 
 
 def _synchronize(device: Device) -> None:
@@ -103,26 +109,29 @@ def register_seconds_per_gb(nbytes: int, rounds: int) -> float:
     return harness.spread((seconds(pin) - seconds(False)) / nbytes * 1e9 for _ in range(rounds)).median
 
 
-def measure(device: Device, nbytes: int, rounds: int) -> harness.Result:
+def measure(device: Device, sizes: Sequence[int], rounds: int) -> harness.Result:
     return {
         **harness.head("links"),
         "device": str(device.torch_device),
-        "copies": copies(device, nbytes, rounds),
-        "register_seconds_per_gb": register_seconds_per_gb(nbytes, rounds),
+        "copies": [one for nbytes in sizes for one in copies(device, nbytes, rounds)],
+        "register_seconds_per_gb": register_seconds_per_gb(max(sizes), rounds),
     }
 
 
 def figures(result: harness.Result) -> dict[str, float]:
     """Return the figures that `bench/limits.json` is about."""
-    seconds = {one["name"]: one["seconds"] for one in result["copies"]}
-    ways = ("to device", "from device")
-    pairs = {way: (seconds[f"{way}, registered"], seconds[f"{way}, device.copy"]) for way in ways}
-    return {f"{way}: device.copy ÷ bare": harness.median_ratio(*pair) for way, pair in pairs.items()}
+    seconds = {(one["size"], one["name"]): one["seconds"] for one in result["copies"]}
+    pairs = {
+        f"{way}, {size}": (seconds[size, f"{way}, registered"], seconds[size, f"{way}, device.copy"])
+        for size in dict.fromkeys(size for size, _ in seconds)
+        for way in ("to device", "from device")
+    }
+    return {f"{name}: device.copy ÷ bare": harness.median_ratio(*pair) for name, pair in pairs.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=parse_size, default="1GiB", help="bytes of a copy (1GiB)")
+    parser.add_argument("--size", type=parse_size, nargs="+", default=[1 << 30], help="bytes of a copy (1GiB)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds (7)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON file for what was measured")
     args = parser.parse_args()
@@ -131,7 +140,8 @@ def main() -> None:
         raise SystemExit("there is nothing to measure: there is no accelerator here")
     result = measure(device, args.size, args.rounds)
     for one in result["copies"]:
-        print(f"{one['name']:26}  {one['bytes'] / harness.spread(one['seconds']).median / 1e9:6.1f} GB/s")
+        rate = one["bytes"] / harness.spread(one["seconds"]).median / 1e9
+        print(f"{one['name']:26}  {one['size']:>7}  {rate:6.1f} GB/s")
     print(f"registration: {result['register_seconds_per_gb']:.3f} s/GB")
     for verdict in check.verdicts(json.loads(check.LIMITS.read_text(encoding="utf-8"))["links"], figures(result)):
         print(f"{'met   ' if verdict.met else 'MISSED'}  {verdict.text}")

@@ -157,9 +157,12 @@ class InfinityLoop:
 
     def __init__(self, args: argparse.Namespace, contender: Contender, model: Any) -> None:
         import infinity
+        from gpt2_10b_steps import counted_device
 
-        config = {**zero_config(args, contender), "infinity": {"prefetch_bytes": contender.prefetch}}
-        self.engine, *_ = infinity.initialize(model=model, config=config)
+        given = {"prefetch_bytes": contender.prefetch, "moments": getattr(args, "moments", "fp32")}
+        config = {**zero_config(args, contender), "infinity": given}
+        self.device = counted_device()
+        self.engine, *_ = infinity.initialize(model=model, config=config, device=self.device)
 
     def step(self, tokens: Any, targets: Any) -> Any:
         loss = self.engine(tokens, targets)

@@ -1,11 +1,16 @@
-"""bench/gpu_check.sh and its scripts where there is no GPU: stages, resumption, exit status, summary, tiny figures."""
+"""bench/gpu_check.sh and its scripts where there is no GPU: steps, packages, calls, summary, tiny figures."""
+
+from __future__ import annotations
 
 import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,142 +18,372 @@ import pytest
 
 from infinity.tiers.device import CpuDevice
 
+calls = importlib.import_module("gpu_kit.calls")
 device_step = importlib.import_module("device_step")
-gpu_summary = importlib.import_module("gpu_summary")
+gpu_check = importlib.import_module("gpu_check")
+gpu_facts = importlib.import_module("gpu_facts")
+gpu_fix = importlib.import_module("gpu_fix")
 links = importlib.import_module("links")
+package = importlib.import_module("gpu_kit.package")
+predictions = importlib.import_module("gpu_kit.predictions")
+sizes = importlib.import_module("gpu_kit.sizes")
+steps = importlib.import_module("gpu_kit.steps")
+summary = importlib.import_module("gpu_kit.summary")
 ROOT = Path(__file__).resolve().parents[2]
-
-STUB = """#!/bin/sh
-echo "$*" >> "{log}"
-case "$*" in
-  *gpu_summary.py*) exec "{python}" "$@" ;;
-  *"-m pytest"*) echo "1 failed"; exit 1 ;;
-  *is_available*) exit {no_device} ;;
-  *torch.empty*) echo "RuntimeError: The driver is too old"; exit 1 ;;
-  *.whl*) exit 1 ;;
-  *"-m pip"*) mkdir -p "{site}/infinity" ;;
-esac
-"""
+Outcome = steps.Outcome
 
 
-def check(folder: Path, *stages: str, no_device: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run gpu_check.sh with a python3 whose pytest fails and whose other commands pass."""
-    commands = folder / "bin"
-    commands.mkdir(exist_ok=True)
-    stub = commands / "python3"
-    values = {"log": folder / "log", "python": sys.executable, "site": folder / "site", "no_device": no_device}
-    stub.write_text(STUB.format(**values))
-    stub.chmod(0o755)
-    root = folder / "checkout"
-    if not root.exists():
-        root.mkdir()
-        shutil.copytree(ROOT / "bench", root / "bench")
-        (root / "tests").mkdir()
-        shutil.copy(ROOT / "pyproject.toml", root)
-    variables = {"RESULTS": str(folder / "results"), "SITE": str(folder / "site"), "WHEELS": str(folder / "none")}
-    return subprocess.run(
-        ["bash", str(root / "bench" / "gpu_check.sh"), *stages],
-        env={**os.environ, **variables, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", **environment},
-        capture_output=True,
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Any:
+    """Steps in an empty folder; `made.seen` has the steps known after each."""
+    seen: list[list[str]] = []
+    found = steps.Steps(
+        tmp_path,
+        60,
+        environment=dict(os.environ),
+        folder_of_commands=tmp_path,
+        after_each=lambda outcomes: seen.append([one.step for one in outcomes]),
+    )
+    found.seen = seen
+    return found
+
+
+def test_each_step_is_recorded_with_its_output(made: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        made.run("one", 50, [sys.executable, "-c", "print('out'); raise SystemExit(3)"]).what == "failed with status 3"
+    )
+    assert made.run("two", 50, ["sh", "-c", "echo $HERE >&2"], HERE="there").passed
+    assert made.run("three", 50, ["/no/such/command"]).what == "failed with status 127"
+    assert made.log_of("one").read_text() == "out\n" and made.log_of("two").read_text() == "there\n"
+    assert made.seen == [["one"], ["one", "two"], ["one", "two", "three"]]
+    assert "out\n" in capfd.readouterr().out
+
+
+def test_a_step_without_time_is_not_run(tmp_path: Path) -> None:
+    late = steps.Steps(tmp_path, 0, environment={}, folder_of_commands=tmp_path, after_each=lambda outcomes: None)
+    assert late.run("one", 50, ["touch", tmp_path / "made"]).what == "not run"
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_process_that_hangs_leaves_its_stacks_and_its_children_end(tmp_path: Path) -> None:
+    """SIGABRT comes first. A child in its group ends with it."""
+    code = (
+        "import subprocess, sys, time\n"
+        "def hangs():\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+        "hangs()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    child = int(process.stdout.readline())
+    steps._stop(process)
+    assert "in hangs" in process.stderr.read() and process.returncode == -signal.SIGABRT
+    steps._signal(process, signal.SIGKILL)
+    assert not Path(f"/proc/{child}/exe").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+
+
+# -- the package -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A tree with sources and a folder of wheels."""
+    for name in ("infinity", "csrc", "wheels"):
+        (tmp_path / name).mkdir()
+    for name in ("CMakeLists.txt", "pyproject.toml", "infinity/a.py", "csrc/a.cpp"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def carry(tree: Path, tag: str, sources: str) -> Path:
+    wheel = tree / "wheels" / f"infinity-1-{tag}-{tag}-linux_x86_64.whl"
+    wheel.touch()
+    (tree / "wheels" / package.HASH_FILE).write_text(sources + "\n")
+    return wheel
+
+
+HERE = "cp{}{}".format(*sys.version_info[:2])
+
+
+def test_a_wheel_of_the_same_sources_is_taken(tree: Path) -> None:
+    wheel = carry(tree, HERE, package.source_hash(tree))
+    (tree / "wheels" / "pydantic-2-py3-none-any.whl").touch()
+    assert package.carried_wheel(tree / "wheels", tree) == (wheel, "")
+    assert [one.name for one in package.other_wheels(tree / "wheels")] == ["pydantic-2-py3-none-any.whl"]
+
+
+@pytest.mark.parametrize("changed", ["infinity/a.py", "csrc/a.cpp", "CMakeLists.txt"])
+def test_a_wheel_of_other_sources_is_left_out(tree: Path, changed: str) -> None:
+    """It would measure another package than the tree's."""
+    carry(tree, HERE, package.source_hash(tree))
+    (tree / changed).write_text("changed")
+    found, why = package.carried_wheel(tree / "wheels", tree)
+    assert found is None and why.endswith("was built from other sources")
+
+
+def test_a_wheel_for_another_python_is_left_out(tree: Path) -> None:
+    carry(tree, "cp39", package.source_hash(tree))
+    found, why = package.carried_wheel(tree / "wheels", tree)
+    assert found is None and f"is for another Python than {HERE}" in why
+    assert package.carried_wheel(tree, tree) == (None, "")
+
+
+def test_the_hash_covers_the_sources_of_this_tree() -> None:
+    found = {str(path.relative_to(ROOT)) for path in package._files(ROOT)}
+    assert {"infinity/__init__.py", "csrc/adam/cuda/CMakeLists.txt", "pyproject.toml", "CMakeLists.txt"} <= found
+    assert any(name.endswith(".cu") for name in found) and not any(name.endswith(".so") for name in found)
+    done = subprocess.run([sys.executable, ROOT / "bench/gpu_kit/package.py"], capture_output=True, text=True)
+    assert done.stdout.strip() == package.source_hash(ROOT)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+class Recorded(steps.Steps):  # type: ignore[misc,name-defined]
+    """Steps that do not run. fails: words; a step whose command has one of them fails."""
+
+    fails: tuple[str, ...] = ()
+    commands: dict[str, list[str]]
+
+    def run(self, step: str, seconds: float, command: Sequence[Any], **environment: str) -> Any:
+        self.commands[step] = [str(word) for word in command]
+        failed = any(word in " ".join(self.commands[step]) for word in self.fails)
+        return self._note(Outcome(step, "failed with status 1" if failed else "passed"))
+
+
+def kit_of(folder: Path, *, no_device: str = "", fails: tuple[str, ...] = (), **environment: str) -> Any:
+    for name in ("work", "figures", "results", "wheels"):
+        (folder / name).mkdir()
+    given = {"PATH": os.environ["PATH"], **environment}
+    made = Recorded(folder, 480, environment=given, folder_of_commands=folder, after_each=lambda outcomes: None)
+    made.fails, made.commands = fails, {}
+    return calls.Kit(
+        steps=made,
+        sizes=sizes.Sizes(),
+        environment=given,
+        root=ROOT,
+        work=folder / "work",
+        figures=folder / "figures",
+        results=folder / "results",
+        site=folder / "site",
+        wheels=folder / "wheels",
+        nvme=folder,
+        no_device=no_device,
     )
 
 
-def outcomes(folder: Path) -> dict[str, str]:
-    found = json.loads((folder / "results" / "summary.json").read_text())["outcomes"]
-    return {f"{one['stage']}.{one['step']}": one["outcome"] for one in found}
+@pytest.mark.parametrize("call", calls.CALLS)
+def test_steps_that_need_a_device_are_named_where_there_is_none(tmp_path: Path, call: str) -> None:
+    kit = kit_of(tmp_path, no_device="there is no CUDA device here (RuntimeError: the driver is too old)")
+    calls.CALLS[call](kit)
+    missing = [one for one in kit.steps.outcomes if one.what == "not run"]
+    assert missing and set(kit.steps.commands) <= {"facts", "plan", "plan-120GiB", "before"}
+    assert summary.exit_status(kit.steps.outcomes) == 3
+    assert any("the driver is too old" in one.why for one in missing) or call == "fix"
 
 
-def test_failed_tests_end_neither_the_stages_nor_the_summary(tmp_path: Path) -> None:
-    done = check(tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    found = outcomes(tmp_path)
-    failed = {step for step, outcome in found.items() if outcome == "failed with status 1"}
-    assert failed == {"tests.kernels", "tests.engine", "streams.stress"}
-    assert {"build.package", "kernels.adam", "kernels.links", "small.steps", "large.steps", "10b.run"} <= set(found)
-    assert "| tests | engine | failed with status 1 |" in (tmp_path / "results" / "summary.md").read_text()
-    assert "1 failed" in (tmp_path / "results" / "tests.engine.txt").read_text()
+def test_the_first_question_is_whether_placements_have_the_same_bits(tmp_path: Path) -> None:
+    kit = kit_of(tmp_path)
+    calls.right(kit)
+    assert list(kit.steps.commands)[:3] == ["facts", "bits", "tests"]
+    assert "tests/gpu/test_bits.py" in kit.steps.commands["bits"] and "-n" in kit.steps.commands["bits"]
+    kinds = kit.steps.commands["step"]
+    assert kinds[kinds.index("--kinds") + 1 :] == ["plain", "none", "cpu", "fsdp2 cpu"]
 
 
-def test_a_stage_resumes_after_the_steps_that_passed(tmp_path: Path) -> None:
-    assert check(tmp_path, "kernels").returncode == 0
-    (tmp_path / "results" / "status" / "kernels.links").write_text("1 5\n")
-    (tmp_path / "log").unlink()
-    done = check(tmp_path, "kernels")
-    assert done.returncode == 0 and "kernels: adam passed before" in done.stdout
-    log = (tmp_path / "log").read_text()
-    assert "links.py" in log and "adam_cuda.py" not in log and "-m pip" not in log
-    check(tmp_path, "kernels", FRESH="1")
-    assert "adam_cuda.py" in (tmp_path / "log").read_text()
+def test_the_headline_has_a_smaller_model_if_the_large_one_fails(tmp_path: Path) -> None:
+    kit = kit_of(tmp_path, fails=("--fp16 --train-iters 4 --nvme-path",))
+    calls.headline(kit)
+    assert {one.step: one.passed for one in kit.steps.outcomes} == {
+        "facts": True, "10b-bf16": True, "10b-fp16": False, "2.7b-fp16": True, "trace": True,
+    }  # fmt: skip
+    assert "2560" in kit.steps.commands["2.7b-fp16"]
 
 
-def test_other_sources_are_built_and_run_again(tmp_path: Path) -> None:
-    assert check(tmp_path, "kernels").returncode == 0
-    (tmp_path / "checkout" / "bench" / "links.py").write_text("")
-    (tmp_path / "log").unlink()
-    assert check(tmp_path, "kernels").returncode == 0
-    log = (tmp_path / "log").read_text()
-    assert "-m pip" in log and "adam_cuda.py" in log and "links.py" in log
+def test_a_change_is_measured_against_the_wheel_of_before(tmp_path: Path) -> None:
+    wheel = tmp_path / "old.whl"
+    wheel.touch()
+    kit = kit_of(tmp_path, BEFORE=str(wheel))
+    calls.fix(kit)
+    assert str(wheel) in kit.steps.commands["before"]
+    assert {"--before", str(kit.work / "before"), "--after", str(kit.site)} <= set(kit.steps.commands["fix"])
 
 
-def test_steps_that_need_a_device_are_named_where_there_is_none(tmp_path: Path) -> None:
-    done = check(tmp_path, "tests", "small", "10b", no_device=1)
-    assert done.returncode == 3
-    reason = "there is no CUDA device here (RuntimeError: The driver is too old)"
-    assert f"small: steps not run: {reason}" in done.stdout
-    assert outcomes(tmp_path)["10b.smoke"] == "passed" and outcomes(tmp_path)["10b.run"] == "not run"
+def test_a_build_without_kernels_counts_as_failed_and_the_rest_runs(tmp_path: Path) -> None:
+    kit = kit_of(tmp_path, fails=("INFINITY_CUDA=ON",))
+    made = kit.work / "wheel"
+    made.mkdir()
+    (made / "infinity-1-cp312-cp312-linux_x86_64.whl").touch()
+    assert calls.install(kit)
+    what = {one.step: one.passed for one in kit.steps.outcomes}
+    assert not what["build"] and what["build-no-kernels"] and what["build-no-kernels-install"]
+    assert not list(kit.results.iterdir())
 
 
-def test_wheels_for_another_python_are_explained(tmp_path: Path) -> None:
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "pydantic_core-2-cp312-cp312-any.whl").touch()
-    done = check(tmp_path, "build", WHEELS=str(tmp_path / "wheels"))
-    assert done.returncode == 1 and outcomes(tmp_path)["build.wheels"] == "failed with status 1"
-    assert "make gpu-bundle BUNDLE_PYTHON=3.x" in done.stdout
+def test_a_wheel_that_was_built_is_left_in_the_results_with_its_sources(tmp_path: Path) -> None:
+    kit = kit_of(tmp_path)
+    made = kit.work / "wheel"
+    made.mkdir()
+    name = f"infinity-1-{HERE}-{HERE}-linux_x86_64.whl"
+    (made / name).touch()
+    assert calls.install(kit)
+    assert package.carried_wheel(kit.results, ROOT) == (kit.results / name, "")
 
 
-def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
-    done = check(tmp_path, "kernel")
-    assert done.returncode == 2 and "unknown stage kernel; stages: build tests kernels" in done.stderr
+def test_a_carried_wheel_whose_kernels_do_not_load_is_replaced_by_a_build(tmp_path: Path) -> None:
+    wheel = tmp_path / "infinity-1.whl"
+    wheel.touch()
+    kit = kit_of(tmp_path, fails=("why_not",), INFINITY_WHEEL=str(wheel))
+    made = kit.work / "wheel"
+    made.mkdir()
+    (made / "infinity-1-cp312-cp312-linux_x86_64.whl").touch()
+    calls.install(kit)
+    steps_in_order = [one.step for one in kit.steps.outcomes]
+    assert steps_in_order[:4] == ["package", "kernels-carried", "build", "build-install"]
 
 
 @pytest.mark.parametrize(
-    ("statuses", "expected"), [(["0"], 0), (["0", "skipped"], 3), (["skipped", "124"], 1), (["2", "0"], 1), ([], 1)]
+    ("memory", "stated"),
+    [
+        ([{"MemTotal": 4}, {"touched": 110, "MemTotal": 116}, {"MemTotal": 5}], "110GiB"),
+        ([{"MemTotal": 4}, {"touched": 110, "MemTotal": 116}, {"MemTotal": 116}], None),
+        ([{"MemTotal": 125}], None),
+    ],
 )
-def test_exit_status_of_the_summary(statuses: list[str], expected: int, tmp_path: Path) -> None:
-    (tmp_path / "status").mkdir()
-    for number, status in enumerate(statuses):
-        (tmp_path / "status" / f"tests.{number}").write_text(f"{status} 1\n")
-    assert gpu_summary.exit_status(gpu_summary.outcomes(tmp_path)) == expected
+def test_memory_that_shrinks_again_is_stated_to_later_steps(tmp_path: Path, memory: Any, stated: str | None) -> None:
+    kit = kit_of(tmp_path)
+    (kit.figures / "facts.json").write_text(json.dumps({"memory": memory}))
+    calls.facts(kit)
+    assert kit.steps.environment.get("INFINITY_MACHINE_MEMORY") == stated
 
 
-def test_summary_shows_the_figures_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs: dict[str, Any] = {"cpu, clip 0": {"seconds": 2.0, "waited": 0.5, "tokens_per_second": 1e3}}
-    runs["nvme, clip 0"] = {"error": "code 124"}
-    copies = [{"name": "to device, registered", "bytes": 2e9, "seconds": [1.0, 2.0]}]
-    needs = [["nvme", "fp32", [{"memory": "nvme", "needed": 5, "available": 3}]]]
-    (tmp_path / "small.json").write_text(json.dumps({"bench": "device_step", "runs": runs}))
-    (tmp_path / "links.json").write_text(
-        json.dumps({"bench": "links", "copies": copies, "register_seconds_per_gb": 0.25})
-    )
-    (tmp_path / "10b.json").write_text(json.dumps({"bench": "gpt2_10b", "needs": needs}))
-    tiny = {"placement": "cpu", "moments": "fp32", "losses": [2.0, 1.5], "digest": "0123456789abcdef"}
-    (tmp_path / "smoke.json").write_text(json.dumps({"bench": "gpt2_10b", "runs": [tiny]}))
+@pytest.mark.parametrize("arguments", [["kernel"], [], ["right", "fix"]])
+def test_an_unknown_call_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(arguments) == 2
+    assert "One of: right, headline, fix, kernels, nvme" in capsys.readouterr().err
+
+
+@pytest.mark.campaign
+def test_a_dry_run_of_a_call_leaves_a_summary_and_a_tarball(tmp_path: Path) -> None:
+    """The shell script, the steps and their scripts run on the emulated device. `make gpu-dry-run` runs all calls."""
+    environment = {**os.environ, "DRY_RUN": "1", "RESULTS": str(tmp_path), "NVME": str(tmp_path)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run([ROOT / "bench/gpu_check.sh", "headline"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "headline.md").read_text()
+    assert text.startswith("# headline: passed") and "10b-bf16: constructed" in text
+    with tarfile.open(tmp_path / "headline.tar.gz") as tar:
+        names = set(tar.getnames())
+    assert {"headline/summary.md", "headline/10b-bf16.json", "headline/10b-bf16.txt", "headline/trace.json"} <= names
+
+
+# -- the summary -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (["passed"], 0),
+        (["passed", "not run"], 3),
+        (["not run", "out of time"], 1),
+        (["failed with status 2", "passed"], 1),
+        ([], 1),
+    ],
+)
+def test_exit_status(what: list[str], expected: int) -> None:
+    assert summary.exit_status([Outcome(str(k), one) for k, one in enumerate(what)]) == expected
+
+
+def test_the_summary_shows_the_figures_that_are_there(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {"cpu, clip 0": {"seconds": 0.4, "waited": 0.125, "loss": 3.0, "bound": 0.3}}
+    runs["cpu, clip 0"] |= {"device_peak_bytes": 1e9, "host_peak_bytes": 2e9}
+    runs["nvme, clip 0"] = {"left_out": "too little space"}
+    step = {"step": 1, "loss": 5.0, "seconds": 2.0, "tokens_per_second": 5120, "model_tflops": 330}
+    step |= {"device_peak_bytes": 29e9, "host_peak_bytes": 94e9, "update_seconds": 1.1}
+    step["waits"] = {"gradients": {"count": 3, "slept": 0.5, "stood_still": 0.3}}
+    copies = [{"name": "to device, device.copy", "size": "4MiB", "bytes": 4e9, "seconds": [0.1, 0.2]}]
+    files: dict[str, Any] = {
+        "gpt2-1.3b": {"bench": "device_step", "runs": runs},
+        "10b-bf16": {"steps": [step] * 4, "resident_tflops": 430, "construction_seconds": 70},
+        "links": {"copies": copies},
+        "trace": {"shares": [{"kernels": 0.4, "nothing": 0.6}], "gap_sites": [{"seconds": 0.02, "site": "a.py:1 b"}]},
+        "facts": {"gpu": {"name": "NVIDIA H100"}, "memory": [{"MemTotal": 125, "MemAvailable": 120}]},
+    }
+    for name, result in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
     (tmp_path / "broken.json").write_text("{")
-    text = gpu_summary.summary([], gpu_summary.figures(tmp_path))
-    assert "| cpu, clip 0 | 2.000 | 0.500 | 1000 |  |  |  |" in text
-    assert "| nvme, clip 0 |  |  |  |  |  | code 124 |" in text
-    assert "| to device, registered | 1.3 |" in text and "| registration, s/GB | 0.250 |" in text
-    assert "- nvme, fp32: 2 bytes of nvme are missing" in text
-    assert "- cpu, fp32: loss 1.500000, parameters 0123456789ab" in text
-    assert "broken.json is not valid JSON" in capsys.readouterr().err
+    (tmp_path / "bits.txt").write_text("one\ntwo\n\nthree\nfour\n")
+    outcomes = [Outcome("bits", "failed with status 1", 3.0), Outcome("step", "passed", 9.0)]
+    text = summary.page("right", outcomes, summary.figures_of(tmp_path), tmp_path)
+    assert text.startswith("# right: FAILED: bits\nNVIDIA H100")
+    assert "bits, the last lines:\n  two\n  three\n  four\n" in text
+    assert "cpu, clip 0                  0.400 s, idle for the engine 0.125, bound 0.300" in text
+    assert "nvme, clip 0                 too little space" in text
+    assert "step 1: loss 5.0000, 2.00 s, 5120 tokens/s, 330 TFLOP/s, 77 % of resident" in text
+    assert "idle for gradients 0.300" in text and "0.0200 s in None: a.py:1 b" in text
+    assert "1.3 B, fp32 moments in host memory: step: 0.4 (0.35 to 0.45 s)" in text
+    assert "link, host to device, 4 MiB: 26.7 (45 to 55 GB/s)" in text
+    assert "10 B, bf16: idle, `gradients`: 0.3 (0.15 to 0.8 s a step)" in text
+    assert len(text.splitlines()) < 60
+
+
+def test_what_was_written_is_there_after_each_step(tmp_path: Path) -> None:
+    """A call that is cut off has the files of the steps before."""
+    (tmp_path / "logs").mkdir()
+    for number in (1, 2):
+        (tmp_path / "logs" / f"{number}.txt").write_text("x" * number)
+        summary.publish(tmp_path / "results", "fix", f"# {number}\n", tmp_path / "logs")
+        assert (tmp_path / "results" / "fix.md").read_text() == f"# {number}\n"
+        with tarfile.open(tmp_path / "results" / "fix.tar.gz") as tar:
+            assert tar.getnames() == ["fix/summary.md", *(f"fix/{k}.txt" for k in range(1, number + 1))]
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["fix.md", "fix.tar.gz"]
+
+
+def test_a_summary_that_fails_ends_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps go on, and the tarball has their logs."""
+    monkeypatch.setattr(gpu_check, "page", lambda *arguments: 1 // 0)
+    (tmp_path / "logs").mkdir()
+    text = gpu_check.summarise("right", [Outcome("bits", "passed")], tmp_path / "logs", tmp_path)
+    assert text.startswith("# right: passed\nthe summary failed:") and "ZeroDivisionError" in text
+    assert (tmp_path / "right.tar.gz").exists()
+    monkeypatch.setattr(gpu_check, "publish", lambda *arguments: 1 // 0)
+    assert gpu_check.summarise("right", [], tmp_path / "logs", tmp_path)
+
+
+def test_predictions_without_figures_have_an_empty_column() -> None:
+    assert all(row[2] == "" for row in predictions.rows({}))
+    broken = {"10b-bf16": {"steps": [{}, {}, {}]}, "links": {"copies": [{}]}, "gpt2-1.3b": {"runs": None}}
+    assert len(list(predictions.rows({"bandwidths": {}}))) == len(list(predictions.rows(broken)))
+
+
+# -- the scripts -------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_read_on_any_machine(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench/gpu_facts.py"), "--touch", "0.0625GiB", "--nvme-path", str(tmp_path)]
+    subprocess.run([*command, "--output", str(tmp_path / "facts.json")], check=True, capture_output=True)
+    found = json.loads((tmp_path / "facts.json").read_text())
+    assert found["cores"] and found["numa"] and found["nvme folder"]["type"]
+    assert [one.get("touched") for one in found["memory"]] == [None, 0.1, None]
 
 
 def test_links_are_measured_on_any_device() -> None:
     """On the CPU all copies are within host memory; `device.copy` stands beside a bare copy."""
-    result = links.measure(CpuDevice(), 1 << 20, 2)
+    result = links.measure(CpuDevice(), [1 << 20, 2 << 20], 2)
     assert all(len(one["seconds"]) == 2 for one in result["copies"])
-    assert set(links.figures(result)) == {"to device: device.copy ÷ bare", "from device: device.copy ÷ bare"}
+    ways = ("to device", "from device")
+    assert set(links.figures(result)) == {f"{way}, {n}MiB: device.copy ÷ bare" for way in ways for n in (1, 2)}
 
 
 @pytest.mark.campaign
@@ -178,8 +413,54 @@ def test_a_kind_that_fails_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_step.child("nvme, clip 0") == {"error": "code 124; its error is above."}
 
 
+def test_a_placement_that_the_drive_cannot_hold_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from infinity.errors import OutOfSpaceError
+
+    def refuse(*arguments: Any) -> None:
+        raise OutOfSpaceError("nvme space", 5, 3, "use another drive")
+
+    monkeypatch.setattr(device_step, "make_loop", refuse)
+    args = device_step.parse(["--size", "tiny", "--nvme-path", str(tmp_path)])
+    found = device_step.run(args, "nvme, clip 0")
+    assert "nvme space" in found["left_out"] and device_step.shown(found).startswith("left out: ")
+
+
 def test_figures_of_steps_are_those_with_limits() -> None:
-    run = {"seconds": 2.0, "waited": 0.1}
-    runs = {"plain, clip 0": {"seconds": 2.0, "waited": None}, "none, clip 0": run, "cpu, clip 0": {"error": "x"}}
+    run = {"seconds": 2.0, "bound": 1.6}
+    runs = {"plain, clip 0": {"seconds": 2.0}, "none, clip 0": run, "cpu, clip 0": {"error": "x"}}
     found = device_step.figures({"size": "350m", "runs": runs})
-    assert found == {"350m, none, clip 0: waited ÷ step": 0.05, "350m, none, clip 0: plain ÷ ours": 1.0}
+    assert found == {"350m, none, clip 0: step ÷ bound": 1.25, "350m, none, clip 0: plain ÷ ours": 1.0}
+
+
+def test_the_bound_of_a_step_is_its_slowest_link() -> None:
+    """Reads and writes of a drive take turns, so their times add; links work beside one another."""
+    moved = {"host_to_device": 10e9, "device_to_host": 5e9, "memory": 60e9, "nvme_read": 2e9, "nvme_write": 1e9}
+    runs = {"plain, clip 1": {"seconds": 0.1}, "cpu, clip 1": {"moved": moved}}
+    rates: dict[str, Any] = {"host_to_device": 50e9, "device_to_host": 50e9, "memory": 100e9}
+    rates |= {"nvme_read": 2e9, "nvme_write": 1e9}
+    assert device_step.bound(runs, "cpu, clip 1", rates) == 2.0
+    moved["nvme_read"] = moved["nvme_write"] = 0.0
+    assert device_step.bound(runs, "cpu, clip 1", {**rates, "nvme_read": None}) == 0.6
+    runs["plain, clip 1"] = {"seconds": 0.9}
+    assert device_step.bound(runs, "cpu, clip 1", rates) == 0.9
+    assert (
+        device_step.bound(runs, "cpu, clip 1", {}) is None and device_step.bound(runs, "plain, clip 1", rates) is None
+    )
+
+
+def test_one_change_is_compared_within_rounds() -> None:
+    rounds = [
+        {"what": "cpu, clip 0", "before": {"seconds": 2.0, "loss": 1.0}, "after": {"seconds": 1.0, "loss": 1.0}},
+        {"what": "cpu, clip 0", "before": {"seconds": 2.0, "loss": 1.0}, "after": {"seconds": 1.5, "loss": 1.0}},
+        {"what": "cpu, clip 1", "before": {"seconds": 2.0, "loss": 1.0}, "after": {"error": "code 134"}},
+    ]
+    first, second = gpu_fix.lines({"rounds": rounds})
+    assert first == "cpu, clip 0: after ÷ before 0.625 (0.500 to 0.750, 2 rounds); same losses"
+    assert second == "cpu, clip 1: no round has both; code 134"
+
+
+def test_wheels_are_not_installed_by_a_dry_run(tmp_path: Path) -> None:
+    kit = kit_of(tmp_path)
+    kit.dry = True
+    assert calls.install(kit) and list(kit.steps.commands) == ["imports"]
+    assert shutil.which("bash") and os.access(ROOT / "bench" / "gpu_check.sh", os.X_OK)

@@ -28,6 +28,22 @@ class device:
         set_device(self._previous)
 
 
+class stream:
+    """Context in which a stream is this thread's current one, as `torch.cuda.stream`."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._previous = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch.accelerator.set_stream(self._previous)
+
+
 def is_available() -> bool:
     return True
 

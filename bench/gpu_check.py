@@ -1,0 +1,141 @@
+"""Check and measure the package on a machine with a CUDA device and no network, in calls of at most eight minutes.
+
+    bench/gpu_check.sh right                     facts, copies, bits of placements, tests, a step of 1.3 B in four kinds
+    bench/gpu_check.sh headline                  GPT-2 with 10 B in bf16 and fp16; a trace of where the device idles
+    BEFORE=old.whl bench/gpu_check.sh fix        one change, before and after, in turns
+    bench/gpu_check.sh kernels                   kernels beside a copy, streams of the user, compute-sanitizer
+    bench/gpu_check.sh nvme                      350 M and 1.3 B with states on the drive
+
+A call needs nothing from an earlier one. It leaves two files, which are replaced after each step, so that a call that
+is cut off leaves what it had: CALL.md, a summary of one screen, and CALL.tar.gz with all logs and figures. A package
+that was built here is left beside them as a wheel, which the next call takes if WHEELS names its folder.
+
+Variables:
+
+    RESULTS=folder         for these files (default: build/gpu-results)
+    WHEELS=folder          wheels that were carried in (default: build/gpu-bundle, which `make gpu-bundle` fills)
+    INFINITY_WHEEL=file    this build, whatever sources it was made from
+    NVME=folder            for states on NVMe (default: the system's folder for temporary files)
+    SECONDS_OF_CALL=480    time of a call, the build included
+    DRY_RUN=1              on the emulated device of tests/late, with tiny models and the package that is installed
+
+Needs python3 with torch, numpy and pytest; a build needs nvcc, cmake, ninja, pybind11 and scikit-build-core, too. Exit
+status: 0 if all steps passed; 1 if one failed; 2 for an unknown call; 3 if none failed and some could not run.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from gpu_kit.calls import CALLS, Kit, install
+from gpu_kit.sizes import DRY, Sizes
+from gpu_kit.steps import Outcome, Steps
+from gpu_kit.summary import exit_status, figures_of, page, publish, verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATED = ROOT / "bench" / "gpu_kit" / "emulated"
+"""Its sitecustomize.py loads the emulated device in each process of Python."""
+CUDA_TOOLS = "/usr/local/cuda/bin"
+"""Where nvcc and compute-sanitizer often are."""
+WHY_NO_DEVICE = "import torch; torch.empty(0, device='cuda'); print(torch.cuda.get_device_name())"
+
+
+def no_device(environment: dict[str, str]) -> str:
+    """Return torch's reason why there is no CUDA device; empty if there is one."""
+    done = subprocess.run([sys.executable, "-c", WHY_NO_DEVICE], capture_output=True, text=True, env=environment)
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or ["torch ended with status " + str(done.returncode)]
+    return f"there is no CUDA device here ({lines[-1]})"
+
+
+def run(call: str, environment: dict[str, str], work: Path) -> int:
+    """Run one call in the folder `work`. Returns the exit status."""
+    dry = environment.get("DRY_RUN", "") not in ("", "0")
+    results = Path(environment.get("RESULTS", ROOT / "build" / "gpu-results")).resolve()
+    results.mkdir(parents=True, exist_ok=True)
+    commands, figures, site = work / "commands", work / "results", work / "site"
+    for folder in (commands, figures, site):
+        folder.mkdir()
+    for name in ("bench", "tests"):  # not the source folder, whose compiled modules are missing
+        shutil.copytree(ROOT / name, commands / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", commands)
+
+    first = [EMULATED, ROOT / "tests"] if dry else [site]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, first), environment.get("PYTHONPATH")]))
+    own = str(Path(sys.executable).parent)  # scripts start python3
+    environment["PATH"] = os.pathsep.join([own, environment.get("PATH", ""), CUDA_TOOLS])
+    if dry:
+        environment["INFINITY_TEST_DEVICE"] = "late"
+    seconds = float(environment.get("SECONDS_OF_CALL", "480"))
+    steps = Steps(
+        figures,
+        seconds,
+        environment=environment,
+        folder_of_commands=commands,
+        after_each=lambda outcomes: summarise(call, outcomes, figures, results),
+    )
+    kit = Kit(
+        steps=steps,
+        sizes=DRY if dry else Sizes(),
+        environment=environment,
+        root=ROOT,
+        work=commands,
+        figures=figures,
+        results=results,
+        site=site,
+        wheels=Path(environment.get("WHEELS", ROOT / "build" / "gpu-bundle")).resolve(),
+        nvme=Path(environment.get("NVME", tempfile.gettempdir())).resolve(),
+        no_device="" if dry else no_device(environment),
+        dry=dry,
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: _stopped(steps, number, frame))
+    print(f"== {call} ({seconds:.0f} s at most); results: {results}", flush=True)
+    if install(kit):
+        CALLS[call](kit)
+    text = summarise(call, steps.outcomes, figures, results)
+    print(f"== summary ({seconds - steps.left:.0f} s)\n\n{text}", flush=True)
+    return exit_status(steps.outcomes)
+
+
+def summarise(call: str, outcomes: Sequence[Outcome], figures: Path, results: Path) -> str:
+    """Write and return the summary. An error in that is shown, and ends nothing."""
+    try:
+        text = page(call, outcomes, figures_of(figures), figures)
+    except Exception:  # noqa: BLE001 - the steps are worth more than their summary
+        text = f"# {call}: {verdict(outcomes)}\nthe summary failed:\n{traceback.format_exc()}"
+    try:
+        publish(results, call, text, figures)
+    except Exception:  # noqa: BLE001 - as above
+        traceback.print_exc()
+    return text
+
+
+def _stopped(steps: Steps, number: int, frame: FrameType | None) -> None:
+    """Let the running step print its stacks; what is known so far is in the results already."""
+    steps.abort()
+    sys.exit(128 + number)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1 or arguments[0] not in CALLS:
+        given = f"unknown call {' '.join(arguments)}" if arguments else "which call?"
+        print(f"{given} One of: {', '.join(CALLS)}\n\n{__doc__}", file=sys.stderr)
+        return 2
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
+        return run(arguments[0], dict(os.environ), Path(work))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""Runs the steps of a call within its time, and writes what is known after each.
+
+A step is a command. Its output is in a file from the first byte, so nothing is lost with the process. A step that is
+out of time gets SIGABRT, on which faulthandler prints the stacks of all threads, and SIGKILL later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+STACKS_SECONDS = 15
+"""Time for the stacks between SIGABRT and SIGKILL."""
+LEAST_SECONDS = 5
+"""A step with less time than this is not started."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that ended, or was not run. what: "passed", "failed with status N", "out of time" or "not run"."""
+
+    step: str
+    what: str
+    seconds: float = 0.0
+    why: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.what == "passed"
+
+    @property
+    def failed(self) -> bool:
+        return self.what not in ("passed", "not run")
+
+
+class Steps:
+    """The steps of one call.
+
+    folder: for a log of each step. seconds: of the call, from now on. folder_of_commands: where they run. after_each:
+    called with all outcomes so far, after each step.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float,
+        *,
+        environment: Mapping[str, str],
+        folder_of_commands: Path,
+        after_each: Callable[[Sequence[Outcome]], object],
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        self._folder = folder
+        self._end = time.monotonic() + seconds
+        # A crash leaves stacks, and a pipe or file has each line at once.
+        self.environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        self._cwd = folder_of_commands
+        self._after_each = after_each
+        self._running: subprocess.Popen[bytes] | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds left to the call."""
+        return self._end - time.monotonic()
+
+    def run(self, step: str, seconds: float, command: Sequence[str | Path], **environment: str) -> Outcome:
+        """Run a command for at most `seconds`, or as long as the call lasts. Prints its output."""
+        limit = min(seconds, self.left)
+        if limit < LEAST_SECONDS:
+            return self.skip(step, "the time of the call is over")
+        words = [str(word) for word in command]
+        print(f"-- {step}: {shlex.join(words)} ({limit:.0f} s at most)", flush=True)
+        began = time.monotonic()
+        what = self._execute(words, limit, self.log_of(step), {**self.environment, **environment})
+        return self._note(Outcome(step, what, time.monotonic() - began))
+
+    def skip(self, step: str, why: str) -> Outcome:
+        """Note a step that is not run."""
+        return self._note(Outcome(step, "not run", why=why))
+
+    def log_of(self, step: str) -> Path:
+        return self._folder / f"{step}.txt"
+
+    def abort(self) -> None:
+        """Stop the step that runs, for a call that is stopped itself."""
+        if self._running is not None:
+            _signal(self._running, signal.SIGABRT)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [asdict(outcome) for outcome in self.outcomes]
+
+    def _note(self, outcome: Outcome) -> Outcome:
+        self.outcomes.append(outcome)
+        text = f"-- {outcome.step}: {outcome.what}" + (f": {outcome.why}" if outcome.why else "")
+        print(f"{text} ({outcome.seconds:.0f} s)", flush=True)
+        self._after_each(self.outcomes)
+        return outcome
+
+    def _execute(self, command: Sequence[str], limit: float, log: Path, environment: Mapping[str, str]) -> str:
+        with open(log, "wb") as output:
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    env=dict(environment), cwd=self._cwd, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                output.write(f"{error}\n".encode())
+                print(error, flush=True)
+                return "failed with status 127"
+        self._running = process
+        with _shown(log):
+            try:
+                status = process.wait(limit)
+                return "passed" if status == 0 else f"failed with status {status}"
+            except subprocess.TimeoutExpired:
+                _stop(process)
+                return "out of time"
+            finally:
+                _signal(process, signal.SIGKILL)  # what it has left running
+                self._running = None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGABRT, then SIGKILL. A process that hangs in the driver outlives both; the next step begins all the same."""
+    _signal(process, signal.SIGABRT)
+    for last in (STACKS_SECONDS, LEAST_SECONDS):
+        try:
+            process.wait(last)
+            return
+        except subprocess.TimeoutExpired:
+            _signal(process, signal.SIGKILL)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def _shown(log: Path) -> Any:
+    """Print what is written to a file while the block runs."""
+    ended = threading.Event()
+
+    def show() -> None:
+        with open(log, "rb") as written:
+            while True:
+                is_last = ended.is_set()
+                sys.stdout.write(written.read().decode(errors="replace"))
+                sys.stdout.flush()
+                if is_last:
+                    return
+                ended.wait(0.2)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,179 @@
+"""The summary of a call, one screen, and the tarball of all that it wrote. Both are replaced after each step."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gpu_kit import predictions
+from gpu_kit.steps import Outcome
+
+LAST_LINES = 3
+"""Lines of a failed step's output that the summary shows."""
+SITES = 5
+"""Lines of Python that the summary shows for a trace."""
+WIDTH = 118
+LARGEST = 15 << 20
+"""Bytes of a file in the tarball. Larger ones are cut, with a line that says so."""
+
+
+def figures_of(folder: Path) -> dict[str, Any]:
+    """Return the results in a folder, by the names of their files. A broken file is one that is not there."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def page(call: str, outcomes: Sequence[Outcome], figures: Mapping[str, Any], folder: Path) -> str:
+    """Return the summary."""
+    parts = [f"# {call}: {verdict(outcomes)}", *_machine(figures), "", *_steps(outcomes), *_failures(outcomes, folder)]
+    measured = [row for row in predictions.rows(figures) if row[2]]
+    if measured:
+        parts += ["", "measured, beside what was predicted:"]
+        parts += [f"  {quantity}: {value} ({expected})" for quantity, expected, value in measured]
+    parts += _kinds(figures)
+    for name in ("10b-bf16", "10b-fp16", "2.7b-bf16", "2.7b-fp16"):
+        parts += _large(name, figures.get(name, {}))
+    parts += _trace(figures.get("trace", {}))
+    parts += _fix(figures.get("fix", {}))
+    return "\n".join(line[:WIDTH] for line in parts) + "\n"
+
+
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    failed = [one.step for one in outcomes if one.failed]
+    missing = [one.step for one in outcomes if one.what == "not run"]
+    if failed:
+        return f"FAILED: {', '.join(failed)}"
+    return f"passed; not run: {', '.join(missing)}" if missing else "passed"
+
+
+def exit_status(outcomes: Sequence[Outcome]) -> int:
+    """Return 1 if a step failed or none was tried, 3 if none failed and some could not run, else 0."""
+    if not outcomes or any(one.failed for one in outcomes):
+        return 1
+    return 3 if any(one.what == "not run" for one in outcomes) else 0
+
+
+def _machine(figures: Mapping[str, Any]) -> Iterator[str]:
+    facts = figures.get("facts")
+    if not facts:
+        return
+    gpu, packages = facts.get("gpu") or {}, facts.get("packages") or {}
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "numpy") if name in packages)
+    link = f"PCIe {gpu.get('pcie.link.gen.max')} x{gpu.get('pcie.link.width.max')}" if gpu else "no GPU"
+    versions = f"Python {facts.get('python')}, {versions}"
+    yield f"{gpu.get('name', 'a machine')}, {link}; {facts.get('cores')} cores; {versions}"
+    memory = [one for one in facts.get("memory", []) if "MemTotal" in one]
+    if memory:
+        first, last = memory[0], memory[-1]
+        text = f"memory: {first['MemTotal']} GiB, {first['MemAvailable']} available at first"
+        rates = [one["GB/s"] for one in memory if "GB/s" in one]
+        if rates:
+            most = max(one.get("touched", 0) for one in memory)
+            text += f"; {last['MemTotal']} after {most} GiB were written, at {median(rates):.1f} GB/s"
+        yield text
+    yield f"NVMe folder: {facts.get('nvme folder')}"
+
+
+def _steps(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    for one in outcomes:
+        yield f"  {one.step:18} {one.what:24} {one.seconds:4.0f} s  {one.why}".rstrip()
+
+
+def _failures(outcomes: Sequence[Outcome], folder: Path) -> Iterator[str]:
+    for one in outcomes:
+        log = folder / f"{one.step}.txt"
+        if one.failed and log.exists():
+            text = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            yield from ("", f"{one.step}, the last lines:", *(f"  {line}" for line in text[-LAST_LINES:]))
+
+
+def _kinds(figures: Mapping[str, Any]) -> Iterator[str]:
+    for name, result in figures.items():
+        if result.get("bench") != "device_step":
+            continue
+        yield from ("", f"{name}, {result.get('moments')} moments:")
+        for kind, run in result.get("runs", {}).items():
+            if "seconds" not in run:
+                yield f"  {kind:28} {run.get('error') or run.get('left_out')}"
+                continue
+            waited = "" if run.get("waited") is None else f", idle for the engine {run['waited']:.3f}"
+            bound = f", bound {run['bound']:.3f}" if run.get("bound") else ""
+            peaks = f"{run['device_peak_bytes'] / 1e9:.1f} GB device, {run['host_peak_bytes'] / 1e9:.1f} host"
+            yield f"  {kind:28} {run['seconds']:.3f} s{waited}{bound}; loss {run['loss']:.4f}; {peaks}"
+
+
+def _large(name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    steps = result.get("steps", [])
+    if not steps:
+        return
+    resident, last = result.get("resident_tflops"), steps[-1]
+    built = result.get("construction_seconds", 0.0)
+    yield from ("", f"{name}: constructed in {built:.0f} s, resident {resident or 0:.0f} TFLOP/s")
+    for step in steps:
+        share = f", {100 * step['model_tflops'] / resident:.0f} % of resident" if resident else ""
+        yield (
+            f"  step {step['step']}: loss {step['loss']:.4f}, {step['seconds']:.2f} s, {step['tokens_per_second']:.0f} "
+            f"tokens/s, {step['model_tflops']:.0f} TFLOP/s{share}"
+        )
+    peaks = f"{last['device_peak_bytes'] / 1e9:.1f} GB device, {last['host_peak_bytes'] / 1e9:.1f} GB host"
+    idle = ", ".join(
+        f"{reason} {one['stood_still']:.3f}" for reason, one in last["waits"].items() if one["stood_still"] >= 0.0005
+    )
+    yield f"  peaks {peaks}; Adam {last['update_seconds']:.2f} s; idle for {idle or 'nothing'}"
+
+
+def _trace(result: Mapping[str, Any]) -> Iterator[str]:
+    shares = result.get("shares")
+    if not shares:
+        return
+    total = shares[-1]
+    names = ("kernels", "to device", "from device", "nothing")
+    shown = ", ".join(f"{name} {100 * total[name]:.0f} %" for name in names if name in total)
+    yield from ("", f"trace, share of two steps: {shown}; gaps by line (trace.txt has more):")
+    for one in result.get("gap_sites", [])[:SITES]:
+        yield f"  {one.get('seconds', 0):.4f} s in {one.get('count')}: {one.get('site')}"
+
+
+def _fix(result: Mapping[str, Any]) -> Iterator[str]:
+    if result.get("lines"):
+        yield from ("", "before and after:", *(f"  {line}" for line in result["lines"]))
+
+
+def publish(results: Path, call: str, text: str, folder: Path) -> None:
+    """Replace CALL.md and CALL.tar.gz in `results`. The tarball has the summary and all files of `folder`."""
+    results.mkdir(parents=True, exist_ok=True)
+    _replace(results / f"{call}.md", text.encode())
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as tar:
+        _add(tar, f"{call}/summary.md", text.encode())
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            with open(path, "rb") as file:
+                content = file.read(LARGEST)
+                if file.read(1):
+                    content += b"\n[cut: the file is larger]\n"
+            _add(tar, f"{call}/{path.relative_to(folder)}", content)
+    _replace(results / f"{call}.tar.gz", packed.getvalue())
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace a file at once, so that a reader never finds half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
