@@ -367,6 +367,15 @@ def test_predictions_without_figures_have_an_empty_column() -> None:
     assert len(list(predictions.rows({"bandwidths": {}}))) == len(list(predictions.rows(broken)))
 
 
+def test_the_page_shows_each_prediction_and_its_figure(tmp_path: Path) -> None:
+    """docs/gpu.md has the table of the figures in bench/results/gpu."""
+    module = importlib.import_module("gpu_predictions")
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert module.filled(page, module.FIGURES) == page
+    (tmp_path / "10b-bf16.json").write_text(json.dumps({"construction_seconds": 71.23}))
+    assert "| 10 B: construction | 60 to 110 s | 71.2 |" in module.filled(page, tmp_path)
+
+
 # -- the scripts -------------------------------------------------------------------------------------------------------
 
 
