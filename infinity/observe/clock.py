@@ -104,7 +104,7 @@ class ClockLog:
         means = {phase: seconds / steps for phase, seconds in self._spent.items()}
         whole = since.seconds / steps
         logger.info(
-            "wall clock, step %d: %.3g s a step: %s, outside %.3g; waited %.3g for units and gradients%s",
+            "wall clock, step %d: %.3g s a step: %s, outside %.3g; waited %.3g%s",
             number,
             whole,
             ", ".join(f"{phase.value} {seconds:.3g}" for phase, seconds in means.items()),
