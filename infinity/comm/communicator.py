@@ -33,6 +33,7 @@ from infinity.inputs import number_of
 from infinity.plan.layout import UnitLayout
 from infinity.plan.policy import RankInfo
 from infinity.plan.pools import largest_sum
+from infinity.sums import sum_in_order
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
 
@@ -400,7 +401,7 @@ class Communicator:
         parts = torch.empty(self.size * len(values), dtype=torch.float64)
         with self._device.recorder.span("reduce", "sum", parts.nbytes):
             _all_gather(parts, mine, group=self._host)
-        return tuple(sum(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
+        return tuple(sum_in_order(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
     def gather(self, mine: Any) -> list[Any]:
         """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest."""

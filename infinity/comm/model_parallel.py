@@ -16,6 +16,7 @@ from torch import nn
 from infinity.comm.dtensor import is_distributed, local, spec_of
 from infinity.comm.groups import new_group, timeout_of
 from infinity.errors import ModelError
+from infinity.sums import sum_in_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +91,7 @@ class TensorParallelMesh:
             mine = torch.tensor(values, dtype=torch.float64, device=self._mesh.device_type)
             parts = torch.empty((group.size(), len(values)), dtype=torch.float64, device=mine.device)
             dist.all_gather(list(parts), mine, group=group)
-            values = tuple(sum(column) for column in zip(*parts.tolist(), strict=True))
+            values = tuple(sum_in_order(column) for column in zip(*parts.tolist(), strict=True))
         return values
 
     def gather(self, mine: Any) -> list[Any]:

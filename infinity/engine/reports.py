@@ -19,6 +19,7 @@ from infinity.observe.flops import count_flops, waiter
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger
 from infinity.observe.monitor import CSVFiles, Event, Monitor, TensorBoardFiles, WandBRun, Writer, open_monitor
+from infinity.sums import sum_in_order
 from infinity.tiers.device import Device
 from infinity.units.compiled import breaks_graphs, is_compiled
 
@@ -156,7 +157,7 @@ class StepReports:
 def _events(facts: StepFacts) -> list[Event]:
     events = []
     if facts.losses:
-        loss = sum(loss.item() / divisor for loss, divisor in facts.losses)
+        loss = sum_in_order(loss.item() / divisor for loss, divisor in facts.losses)
         events.append((f"{_TAG}train_loss", loss, facts.samples))
     events.append((f"{_TAG}lr", facts.rate, facts.samples))
     if facts.loss_scale is not None:

@@ -20,6 +20,7 @@ from infinity.grads.squares import DeviceSquares, Squares
 from infinity.grads.stored import StoredPieces
 from infinity.plan.layout import UnitLayout
 from infinity.plan.pools import PIECE_BYTES
+from infinity.sums import sum_in_order
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.unit import Unit
@@ -253,7 +254,7 @@ class Landing:
                         break
                     number += 1
                 _zero(target, end, stop)
-        return sum((sums[k] / part.copies for k, part in enumerate(parts) if part.in_norm), 0.0)
+        return sum_in_order(sums[k] / part.copies for k, part in enumerate(parts) if part.in_norm)
 
     def _stored_in_place(self, unit: Unit) -> torch.Tensor | None:
         """Return the view of the extent. Cached in host memory, which does not move."""

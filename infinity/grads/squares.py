@@ -8,6 +8,7 @@ import torch
 
 from infinity import concurrency
 from infinity.plan.layout import Part
+from infinity.sums import sum_in_order
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer
 from infinity.update.kernels import Kernels
@@ -79,5 +80,5 @@ class _Copied:
                 self._sums = None
                 sums = self._device.numbers(self._host.view(torch.float64))
                 # Replicated parameters are divided, so that each counts once in the sum over ranks.
-                self._total = sum((sums[k] / part.copies for k, part in enumerate(self._parts)), 0.0)
+                self._total = sum_in_order(sums[k] / part.copies for k, part in enumerate(self._parts))
         return self._total

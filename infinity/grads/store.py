@@ -20,6 +20,7 @@ from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.landing import Landing
 from infinity.grads.squares import Squares
 from infinity.plan.placement import State
+from infinity.sums import sum_in_order
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import Transfer, issued
 from infinity.units.unit import Unit
@@ -195,7 +196,7 @@ class GradStore:
         landed = [self._squares[index] for index in sorted(self.units)]
         with self._places.device.recorder.wait("reduce", "gradients"):
             found = [squares.result() for squares in landed]
-        stored = sum(squares() for squares in found)
+        stored = sum_in_order(squares() for squares in found)
         return self._ranks.sum_over_shards(stored, self.step_squares()() if self._landed else stored)
 
     def step_squares(self) -> Callable[[], float]:
@@ -211,7 +212,7 @@ class GradStore:
             units = sorted({*stored, *landed})
             with recorder.wait("reduce", "gradients"):
                 found = [squares[i].result() if i in stored else _squares_of(landed[i]) for i in units]
-            return sum(each() for each in found)
+            return sum_in_order(each() for each in found)
 
         return total
 

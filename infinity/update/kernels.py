@@ -24,6 +24,7 @@ from infinity.optim.native_args import DTYPES
 from infinity.plan.formats import moments_in
 from infinity.plan.layout import Part
 from infinity.rules import Hyper, MomentFormat, Rule
+from infinity.sums import sum_in_order
 
 
 def update_run(
@@ -142,7 +143,8 @@ def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -
     Each part is summed in fp64 over fixed tiles, and parts are added in order, so the result has the same bits as sums
     taken on arrival (`receive`).
     """
-    return sum((_squares(shard[part.start : part.stop], threads) / part.copies for part in parts if part.in_norm), 0.0)
+    squares = (_squares(shard[part.start : part.stop], threads) / part.copies for part in parts if part.in_norm)
+    return sum_in_order(squares)
 
 
 def receive(

@@ -10,6 +10,7 @@ import torch
 from infinity.optim.cpu_adam import sum_of_squares, update_flat
 from infinity.optim.moments import zero_moments
 from infinity.rules import HYPER_KEYS, Hyper
+from infinity.sums import sum_in_order
 
 # eps is far above rounding errors: the sign of a gradient that is zero up to rounding must not decide a step.
 PARAMS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ class Kernels(torch.optim.Optimizer):
         scale = 1.0
         if self.clip:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            norm = sum(sum_of_squares(g.contiguous().view(-1), threads=1) for g in gradients) ** 0.5
+            norm = sum_in_order(sum_of_squares(g.contiguous().view(-1), threads=1) for g in gradients) ** 0.5
             scale = min(1.0, self.clip / (norm + 1e-6))
         for group in self.param_groups:
             hyper = Hyper(rule=self.rule, **{n: group[n] for n in HYPER_KEYS[self.rule]})  # type: ignore[arg-type,index]

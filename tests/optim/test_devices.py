@@ -58,6 +58,8 @@ def test_the_norm_is_of_the_parts_and_nothing_else() -> None:
     shard = torch.randn(20_000, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.linspace(-10, 10, 20_000)
     parts = [Part(0, 100), Part(256, 9_000), Part(9_216, 19_999, copies=4)]
     shard[100:256], shard[19_999:] = float("nan"), float("inf")
-    expected = sum((sum_of_squares(shard[part.start : part.stop]) / part.copies for part in parts), 0.0)
+    expected = 0.0
+    for part in parts:
+        expected += sum_of_squares(shard[part.start : part.stop]) / part.copies
     assert squared_norm(shard, [*parts, Part(9_000, 9_100, in_norm=False)]) == squared_norm(shard, parts) == expected
     assert squared_norm(shard, []) == 0.0
