@@ -23,6 +23,7 @@ HEAVY = {
     "torch.distributed.tensor",
     "torch.onnx",
     "torch.testing",
+    "torch.utils.flop_counter",
     "torch.utils.tensorboard",
 }
 """Modules that take tens of milliseconds or more."""

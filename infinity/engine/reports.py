@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from infinity.observe.clock import ClockLog, Phase, StepClock
-from infinity.observe.flops import count_flops, waiter
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger
 from infinity.observe.monitor import CSVFiles, Event, Monitor, TensorBoardFiles, WandBRun, Writer, open_monitor
@@ -75,7 +74,7 @@ class StepReports:
         if self._clock is not None:
             self._clock_log = ClockLog(ledger, device.recorder, config.steps_per_print or 1)
         self._flops = config.flops_profiler if config.flops_profiler.enabled and main else None
-        self._synchronize = waiter(device.torch_device)
+        self._torch_device = device.torch_device
 
     @property
     def active(self) -> bool:
@@ -143,7 +142,10 @@ class StepReports:
                 "%s: nothing was counted, since the model is compiled and counting would run it eagerly", title
             )
             return forward()
-        result, count = count_flops(model, forward, self._synchronize)
+        # Builds of torch for CUDA import Triton with their flop counter.
+        from infinity.observe.flops import count_flops, waiter
+
+        result, count = count_flops(model, forward, waiter(self._torch_device))
         lines = [f"{title}: {count.summary()}", *count.largest(settings.module_depth, settings.top_modules)]
         if settings.detailed:
             lines += count.tree()
