@@ -19,7 +19,7 @@ from infinity.errors import UsageError
 from infinity.units import binding, residents
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.copies import StateCopies
-from infinity.units.modes import named_refusal, transformed
+from infinity.units.modes import is_refused_derivative, refused_derivative, transformed
 from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
@@ -239,8 +239,9 @@ class ModelHooks:
                 try:
                     output = run(*args, **kwargs)
                 except RuntimeError as error:
-                    if (refused := named_refusal(error)) is not error:
-                        raise refused from error
+                    if is_refused_derivative(error):
+                        # Without a name: a variable of this frame would keep the error, which keeps the frame.
+                        raise refused_derivative() from error
                     raise
                 finally:
                     exchange_callback(None)

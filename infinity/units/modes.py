@@ -38,10 +38,13 @@ def transformed(name: str) -> UsageError:
     )
 
 
-def named_refusal(error: RuntimeError) -> RuntimeError:
-    """Return a UsageError if torch.func refused the saved-tensor hooks of a forward; otherwise `error` itself."""
-    if _HOOKS_REFUSED not in str(error):
-        return error
+def is_refused_derivative(error: RuntimeError) -> bool:
+    """Return whether torch.func refused the saved-tensor hooks of a forward."""
+    return _HOOKS_REFUSED in str(error)
+
+
+def refused_derivative() -> UsageError:
+    """Return the error that names what torch.func refused."""
     return UsageError(
         "a derivative by torch.func (grad, vjp, jacrev, hessian) was taken in the forward of a model that an engine "
         "has: PyTorch refuses it under saved-tensor hooks, which every forward of an engine needs. Use "

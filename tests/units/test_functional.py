@@ -4,6 +4,7 @@ UsageError by name that leaves the model unharmed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -248,8 +249,20 @@ def test_a_derivative_in_a_forward_is_refused_by_name(
         with pytest.raises(UsageError, match=r"torch\.func \(grad.*torch\.autograd\.grad") as refused:
             checkpoint(engine, X, Y, use_reentrant=False) if checkpointed else engine(X, Y)
         assert isinstance(refused.value.__cause__, RuntimeError)
+    del refused  # with torch 2.11, hooks of a checkpoint stay until its traceback is released
     seen = before + training(BATCHES[2:])(EngineLoop(engine))
     assert_like(seen, training(BATCHES)(PlainLoop(seeded(Slopes), engine_config(**place))))
+
+
+def test_an_error_is_freed_with_its_last_reference(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle of the error and a frame would keep the forward's tensors, and hooks of a checkpoint, for longer."""
+    engine = make_engine(seeded(Slopes))
+    monkeypatch.setattr(Sloped, "slope", lambda part, x: grad(part.energy)(x))
+    with pytest.raises(UsageError) as refused:
+        engine(X, Y)
+    error = weakref.ref(refused.value)
+    del refused
+    assert error() is None
 
 
 def test_nothing_is_left_behind(make_engine: OpenEngine) -> None:
