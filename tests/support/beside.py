@@ -85,7 +85,8 @@ class PlainLoop:
                 parameter.grad = None
         if self._clip > 0:
             nn.utils.clip_grad_norm_([master for _, master in self._pairs], self._clip)
-        self._optimizer.step()
+        with torch.device("cpu"):  # torch 2.11 creates counts of steps on the default device
+            self._optimizer.step()
         self._optimizer.zero_grad()
         for parameter, master in self._pairs:
             if master is not parameter:
