@@ -90,12 +90,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling  # a machine with a GPU may lack it
 
     class Files(LoadScopeScheduling):
-        """Runs files side by side; tests of several ranks, which start processes of their own, and tests that use up
-        something of the whole system follow one another in one worker.
+        """Runs files side by side, and each test of tests/gpu; tests of several ranks, which start processes of their
+        own, and tests that use up something of the whole system follow one another in one worker.
         """
 
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.split("::")[0])
+            if path.parent.name == "gpu":  # few files, whose tests take turns on the device
+                return nodeid
             return "ranks" if path.parent.name == "multirank" or path.name in _SYSTEM_WIDE else str(path)
 
     return Files(config, log)

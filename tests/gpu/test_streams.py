@@ -1,7 +1,4 @@
-"""The engine on a CUDA device under other streams, delays and sizes than those of a plain run: the same bits.
-
-Run with `pytest -m gpu`; bench/gpu_check.sh does.
-"""
+"""The engine on an accelerator under other streams, delays and sizes than those of a plain run: the same bits."""
 
 from __future__ import annotations
 
@@ -13,36 +10,20 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.tiers.accelerator import AcceleratorDevice
-from infinity.tiers.device import Device
+from support.accelerator import accelerator, delay, device, engine_device, new_stream
 from support.configs import engine_config
 from support.loops import Batches, Result, assert_same, open_engine, parameters_of, trained
 from support.models import Stack, token_batches
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.skipif(accelerator() is None, reason="there is no accelerator here"),
 ]
 
 HOST_PLACEMENTS = [("none", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), ("nvme", "nvme")]
 """Placements whose updates run on the host."""
 PLACEMENTS = [("none", "none"), ("cpu", "none"), *HOST_PLACEMENTS]
 SCHEDULES = ["during_backward", "after_backward", "next_forward"]
-CYCLES = 20_000_000
-"""Clock cycles of a delay, about 10 ms."""
-
-
-def gpu() -> Device:
-    return AcceleratorDevice(torch.device("cuda", 0))
-
-
-def delay() -> None:
-    """Keep the current stream busy."""
-    torch.cuda._sleep(CYCLES)
-
-
-def on_a_stream() -> AbstractContextManager[object]:
-    return torch.cuda.stream(torch.cuda.Stream())
 
 
 def delayed(model: nn.Module) -> nn.Module:
@@ -70,7 +51,7 @@ def run(
     """Train with batches in host memory. around: entered for forward and backward, and for `step`, unless
     `around_step` is given."""
     losses = []
-    with open_engine(make(), config, gpu()) as engine:
+    with open_engine(make(), config, engine_device()) as engine:
         for batch in token_batches(6) if batches is None else batches:
             with around():
                 loss = engine(*batch)
@@ -79,8 +60,7 @@ def run(
                 engine.step()
             losses.append(loss.detach())
         parameters = parameters_of(engine)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the losses are of other streams
+        torch.accelerator.synchronize()  # the losses are of other streams
         return Result([loss.item() for loss in losses], parameters)
 
 
@@ -89,12 +69,12 @@ def run(
 def test_a_stream_of_the_user_changes_no_bit(param: str, optim: str, clip: float) -> None:
     """A new stream for each micro-batch, and one for each step."""
     config = engine_config(param, optim, bf16=True, clip=clip)
-    assert_same(run(config, around=on_a_stream), run(config))
+    assert_same(run(config, around=new_stream), run(config))
 
 
 def test_a_step_outside_of_the_stream_changes_no_bit() -> None:
     config = engine_config("cpu", "cpu", bf16=True, clip=0.5)
-    assert_same(run(config, around=on_a_stream, around_step=nullcontext), run(config))
+    assert_same(run(config, around=new_stream, around_step=nullcontext), run(config))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -105,9 +85,9 @@ def test_late_compute_changes_no_bit(param: str, optim: str, schedule: str) -> N
 
 
 @pytest.mark.parametrize("prefetch", [0, 10**9])
-def test_late_compute_on_a_stream_of_the_user_changes_no_bit(prefetch: int) -> None:
+def test_late_compute_new_stream_of_the_user_changes_no_bit(prefetch: int) -> None:
     config = engine_config("cpu", "nvme", bf16=True, clip=0.5, accumulation=2, prefetch_bytes=prefetch)
-    assert_same(run(config, make=lambda: delayed(stack()), around=on_a_stream), run(config))
+    assert_same(run(config, make=lambda: delayed(stack()), around=new_stream), run(config))
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
@@ -138,7 +118,7 @@ def wide() -> nn.Module:
 
 def test_units_larger_than_a_staging_buffer_match_units_in_host_memory() -> None:
     generator = torch.Generator().manual_seed(1)
-    batches: Batches = [(torch.randn(4, 3200, generator=generator),) for _ in range(4)]
+    batches: Batches = [(torch.randn(4, 3200, generator=generator),) for _ in range(2)]
     sizes = {"unit_size": "64MiB", "tile_size": 1 << 20}
     results = [
         run(engine_config(*place, **sizes), make=wide, batches=batches) for place in (("cpu", "cpu"), ("nvme", "nvme"))
@@ -148,5 +128,5 @@ def test_units_larger_than_a_staging_buffer_match_units_in_host_memory() -> None
 
 def test_batches_in_host_memory_match_batches_on_the_device() -> None:
     config = engine_config("cpu", "cpu", bf16=True)
-    there = [tuple(part.cuda() for part in batch) for batch in token_batches(6)]
-    assert_same(run(config), trained(stack(), there, config, gpu()))
+    there = [tuple(part.to(device()) for part in batch) for batch in token_batches(6)]
+    assert_same(run(config), trained(stack(), there, config, engine_device()))
