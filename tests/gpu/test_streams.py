@@ -99,11 +99,11 @@ def test_placements_agree_in_fp16(moments: str) -> None:
 
 
 class Wide(nn.Module):
-    """Units of 40 MB in fp32, more than a staging buffer holds."""
+    """Units of 16 MB in fp32, about two staging buffers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3200, 3200) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(2000, 2000) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -118,7 +118,7 @@ def wide() -> nn.Module:
 
 def test_units_larger_than_a_staging_buffer_match_units_in_host_memory() -> None:
     generator = torch.Generator().manual_seed(1)
-    batches: Batches = [(torch.randn(4, 3200, generator=generator),) for _ in range(2)]
+    batches: Batches = [(torch.randn(4, 2000, generator=generator),) for _ in range(2)]
     sizes = {"unit_size": "64MiB", "tile_size": 1 << 20}
     results = [
         run(engine_config(*place, **sizes), make=wide, batches=batches) for place in (("cpu", "cpu"), ("nvme", "nvme"))
