@@ -1,7 +1,7 @@
 """Fill the table of predictions in docs/gpu.md with what `gpu_check.sh` measured.
 
-    python bench/gpu_predictions.py                          # from bench/results/gpu
-    python bench/gpu_predictions.py --figures headline/      # from an unpacked tarball; prints the table only
+python bench/gpu_predictions.py                          # from bench/results/gpu
+python bench/gpu_predictions.py --figures headline/      # from an unpacked tarball; prints the table only
 """
 
 from __future__ import annotations
