@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ import torch
 import check
 import harness
 from gpt2_10b_memory import Need, activation_bytes, available_bytes, enforce, needs, plan_of, table
+from gpt2_10b_smoke import deterministic, misplaced
 from gpt2_10b_steps import (
     FORMULA,
     counted_device,
@@ -88,9 +90,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(bf16=False)
     parser.add_argument("--placement", choices=PLACEMENTS, default="cpu", help="where states live (cpu)")
     parser.add_argument("--moments", choices=MOMENTS, default="8bit", help="format of the optimizer's moments (8bit)")
-    parser.add_argument(
-        "--device-memory", type=parse_size, default="30GiB", metavar="SIZE", help="infinity.memory.device (30GiB)"
-    )
+    text = "infinity.memory.device, without effect on --smoke (30GiB)"
+    parser.add_argument("--device-memory", type=parse_size, default="30GiB", metavar="SIZE", help=text)
     parser.add_argument("--nvme-path", type=Path, default=Path(tempfile.gettempdir()), help="folder for states")
     parser.add_argument("--data", help="text to train on (default: source of Python's standard library)")
     parser.add_argument("--seed", type=int, default=0)
@@ -110,7 +111,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def config_of(args: argparse.Namespace, placement: str, moments: MomentFormat) -> Config:
-    """Return the placement's configuration with the values of the flags."""
+    """Return the placement's configuration with the values of the flags. Without `device_memory`, no state stays on
+    the device that is placed elsewhere.
+    """
     given: dict[str, Any] = json.loads((CONFIGS / PLACEMENTS[placement]).read_text(encoding="utf-8"))
     if args.bf16:
         given = {"bf16": {"enabled": True}} | {key: value for key, value in given.items() if key != "fp16"}
@@ -119,7 +122,8 @@ def config_of(args: argparse.Namespace, placement: str, moments: MomentFormat) -
     for part in ("offload_param", "offload_optimizer"):
         if given["zero_optimization"][part]["device"] == "nvme":
             given["zero_optimization"][part]["nvme_path"] = str(args.nvme_path)
-    given["infinity"] |= {"moments": moments, "memory": {"device": args.device_memory}}
+    memory = {} if args.device_memory is None else {"device": args.device_memory}
+    given["infinity"] |= {"moments": moments, "memory": memory}
     return Config.load(
         {
             "steps_per_print": 0,
@@ -231,20 +235,26 @@ def targets(found: dict[str, float]) -> Iterator[str]:
 
 
 def smoke(args: argparse.Namespace, device: Device) -> tuple[harness.Result, bool]:
-    """Train a tiny model in every placement with every format. Returns the runs and whether placements agree."""
+    """Train a tiny model in every placement with every format. Returns the runs, and whether placements agree and have
+    their states in their tiers. --device-memory has no effect: such a budget would keep all states on the device.
+    """
     torch.set_num_threads(1)  # these operations are too small to be divided
     args.micro_batch_size = args.global_batch_size = SMOKE_BATCH
+    args.device_memory = None
     text = TokenDataset(load_corpus(args.data).train, SMOKE.seq_length, args.seed)
     runs: list[harness.Result] = []
+    agree = True
     for moments, placement in product(MOMENTS, PLACEMENTS):
         with open_engine(SMOKE, config_of(args, placement, moments), device, args.seed) as engine:
+            elsewhere, reserved = list(misplaced(engine)), engine.ledger.tier_bytes()
             losses = [record["loss"] for record in train(engine, text, SMOKE_STEPS, device)]
             skipped, bits = engine.skipped_steps, digest(engine)
-        runs.append(
-            {"placement": placement, "moments": moments, "losses": losses, "skipped_steps": skipped, "digest": bits}
-        )
+        found = {"losses": losses, "skipped_steps": skipped, "digest": bits, "reserved_bytes": reserved}
+        runs.append({"placement": placement, "moments": moments, **found, "misplaced": elsewhere})
         print(f"{placement:14}  {moments:4}  loss {losses[-1]:.6f}  parameters {bits[:12]}", flush=True)
-    agree = True
+        for problem in elsewhere:
+            print(f"FAILED: {placement} with {moments} moments: {problem}")
+            agree = False
     for moments in MOMENTS:
         kinds = {(tuple(run["losses"]), run["digest"]) for run in runs if run["moments"] == moments}
         if len(kinds) > 1:
@@ -254,9 +264,15 @@ def smoke(args: argparse.Namespace, device: Device) -> tuple[harness.Result, boo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 1 if placements differ in `--smoke`, 2 after an error."""
+    """Return the exit code: 1 if `--smoke` fails, 2 after an error."""
     args = parse(arguments)
     logging.getLogger("infinity").setLevel(logging.WARNING)
+    with deterministic() if args.smoke else nullcontext():
+        return execute(args, arguments)
+
+
+def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
+    """Run the command of `args`, print and write its results. Returns the exit code."""
     device, agree = counted_device(), True
     shape = SMOKE if args.smoke else shape_of(args)
     print(

@@ -25,6 +25,7 @@ from infinity.update.kernels import NATIVE
 
 script = importlib.import_module("gpt2_10b")
 memory = importlib.import_module("gpt2_10b_memory")
+placed = importlib.import_module("gpt2_10b_smoke")
 steps = importlib.import_module("gpt2_10b_steps")
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"]
@@ -172,6 +173,37 @@ def test_smoke_fails_if_placements_differ(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out.count("FAILED: with ") == 3
 
 
+def test_smoke_fails_if_states_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = []
+
+    def misplaced(engine: Any) -> list[str]:
+        budgets.append(engine.config.infinity.memory.device)
+        return ["parameters are on device, not on host"] if len(budgets) == 2 else []
+
+    monkeypatch.setattr(script, "SMOKE", replace(script.SMOKE, num_layers=2))
+    monkeypatch.setattr(script, "misplaced", misplaced)
+    assert script.main(["--smoke", "--data", "text.txt", "--nvme-path", ".", "--device-memory", "1GiB"]) == 1
+    failed = "FAILED: optimizer-nvme with fp32 moments: parameters are on device, not on host\n"
+    out = capsys.readouterr().out
+    assert failed in out and out.count("FAILED") == 1
+    assert budgets == [None] * 9
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_states_are_compared_with_their_configuration() -> None:
+    args = script.parse([*TINY, "--nvme-path", "."])
+    with script.open_engine(script.shape_of(args), script.config_of(args, "cpu", "fp32"), CpuDevice(), 0) as engine:
+        assert not list(placed.misplaced(engine))
+        other = SimpleNamespace(config=script.config_of(args, "nvme", "fp32"), parts=engine.parts, ledger=engine.ledger)
+        elsewhere = ["parameters are on host, not on nvme", "optimizer states are on host, not on nvme"]
+        assert list(placed.misplaced(other)) == elsewhere
+        empty = SimpleNamespace(tier_bytes=lambda: {"device": 0, "host": 1, "nvme": 0})
+        [problem] = placed.misplaced(SimpleNamespace(config=engine.config, parts=engine.parts, ledger=empty))
+        assert re.match(r"host has reserved 1 bytes for states of [\d,]+", problem)
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["--fp16", "--bf16"])
@@ -182,4 +214,5 @@ def test_placements_of_the_deep_model_agree_in_every_bit(precision: str, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     runs = json.loads((tmp_path / "smoke.json").read_text())["runs"]
     assert len(runs) == 9 and len({run["digest"] for run in runs}) == 3
+    assert not any(run["misplaced"] for run in runs)
     assert len(re.findall(r"loss \d+\.\d+", done.stdout)) == 9
