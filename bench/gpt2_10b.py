@@ -21,7 +21,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -45,12 +45,14 @@ from gpt2_10b_steps import (
     train,
 )
 from gpt2_flags import add_shape, positive, shape_of
+from infinity.cli.timeline import lanes
+from infinity.cli.trace_file import read_trace
 from infinity.config import Config
 from infinity.engine.initialize import initialize
 from infinity.errors import ConfigError, InfinityError
 from infinity.gpt2.data import TokenDataset, load_corpus
 from infinity.gpt2.model import GPT2, GPT2Config
-from infinity.observe.units import show_count
+from infinity.observe.units import show_bytes, show_count
 from infinity.rules import MomentFormat
 from infinity.sizes import parse_size
 from infinity.tiers.device import Device
@@ -71,6 +73,7 @@ SMOKE_BATCH, SMOKE_STEPS = 2, 3
 WARM_UP = 2
 """Steps left out of medians: the first records the trace, the second follows it."""
 RESIDENT_LAYERS = 4
+Save = Callable[[harness.Result], None]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -99,6 +102,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resident-layers", type=int, metavar="N", help=text)
     parser.add_argument("--plan", action="store_true", help="print what each placement takes, and end")
     parser.add_argument("--smoke", action="store_true", help="train a tiny model in every placement and compare bits")
+    text = "profile one more step, print its lanes, and write a trace for infinity timeline"
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help=text)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args(arguments)
     args.global_batch_size = args.global_batch_size or args.micro_batch_size
@@ -166,7 +171,7 @@ def all_needs(
         yield placement, moments, needs(plan, activations, free)
 
 
-def run(args: argparse.Namespace, shape: GPT2Config, device: Device) -> harness.Result:
+def run(args: argparse.Namespace, shape: GPT2Config, device: Device, save: Save) -> harness.Result:
     """Print the needs of all placements, train in one and return the records. ConfigError if it does not fit."""
     print(enforce(device, args.device_memory))
     found = list(all_needs(args, shape, device))
@@ -188,6 +193,7 @@ def run(args: argparse.Namespace, shape: GPT2Config, device: Device) -> harness.
         dtype = torch.bfloat16 if args.bf16 else torch.float16
         rate = resident_rate(replace(shape, num_layers=layers), args.micro_batch_size, dtype, device)
         result["resident_tflops"] = rate / 1e12
+        save(result)
         print(f"resident: {result['resident_tflops']:.3g} TFLOP/s with {layers} blocks")
         _forget_peak(device)
     tokens = TokenDataset(load_corpus(args.data).train, shape.seq_length, args.seed)
@@ -196,10 +202,27 @@ def run(args: argparse.Namespace, shape: GPT2Config, device: Device) -> harness.
         result["construction_seconds"] = time.perf_counter() - began
         print(f"constructed in {result['construction_seconds']:.3g} s")
         result["steps"] = []
+        save(result)
         for record in train(engine, tokens, args.train_iters, device):
             result["steps"].append(record | rates(record, shape, args.global_batch_size))
+            save(result)
             print(line(result["steps"][-1]), flush=True)
+        if args.timeline is not None:
+            engine.profile(1, args.timeline)
+            (record,) = train(engine, tokens, 1, device)
+            print(f"profiled: {record['seconds']:.3g} s")
+    if args.timeline is not None:
+        result["lanes"] = lanes(read_trace(args.timeline))
+        print(*lanes_text(result["lanes"]), sep="\n")
     return result
+
+
+def lanes_text(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each lane of the profiled step."""
+    for lane, one in found.items():
+        rate = one["bytes_per_second"]
+        moved = f", {show_bytes(one['bytes'])} at {rate / 1e9:.1f} GB/s" if rate else ""
+        yield f"  {lane:15} busy {one['busy_seconds']:.3f} s, exposed {one['exposed_seconds']:.3f} s{moved}"
 
 
 def _forget_peak(device: Device) -> None:
@@ -274,6 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
     """Run the command of `args`, print and write its results. Returns the exit code."""
     device, agree = counted_device(), True
+    save = writer(args, arguments, device)
     shape = SMOKE if args.smoke else shape_of(args)
     print(
         f"GPT-2 with {show_count(shape.num_parameters)} parameters on {device.torch_device}, torch {torch.__version__}"
@@ -284,17 +308,24 @@ def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
         else:
             operations = [count(shape, args.global_batch_size) / 1e12 for count in (model_flops, recomputed_flops)]
             print(FORMULA, "Here: {:.4g} and {:.4g} TFLOP.".format(*operations))
-            result = run(args, shape, device)
+            result = run(args, shape, device, save)
             if not args.plan:
                 print(*targets(figures(result, args.global_batch_size // args.micro_batch_size)), sep="\n")
     except (InfinityError, OSError) as error:
         print(f"gpt2_10b.py: {error}", file=sys.stderr)
         return 2
-    if args.out is not None:
-        head = harness.head("gpt2_10b", path=args.nvme_path, arguments=arguments)
-        flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        harness.write_json(args.out, {**head, "device": str(device.torch_device), "flags": flags, **result})
+    save(result)
     return int(not agree)
+
+
+def writer(args: argparse.Namespace, arguments: Sequence[str] | None, device: Device) -> Save:
+    """Return a function that writes what is known to `--out`, so that a run that is cut off leaves its steps."""
+    if args.out is None:
+        return lambda result: None
+    head = harness.head("gpt2_10b", path=args.nvme_path, arguments=arguments)
+    head["device"] = str(device.torch_device)
+    head["flags"] = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return lambda result: harness.write_json(args.out, {**head, **result})
 
 
 if __name__ == "__main__":

@@ -164,7 +164,8 @@ def headline(kit: Kit) -> None:
     """How fast? GPT-2 with 10 B in bf16 and fp16, and where a device idles in steps of 1.3 B."""
     facts(kit)
     steps = ("--train-iters", "4", *kit.sizes.ten)
-    ran = [kit.gpt2(f"10b-{kind}", 170, f"--{kind}", *steps) for kind in ("bf16", "fp16")]
+    lanes = "--timeline", str(kit.figures / "10b-bf16.timeline.json")
+    ran = [kit.gpt2("10b-bf16", 170, "--bf16", *steps, *lanes), kit.gpt2("10b-fp16", 170, "--fp16", *steps)]
     if not kit.no_device and not all(one.passed for one in ran):
         smaller = ("--train-iters", "4", *kit.sizes.ten, *kit.sizes.fallback)
         for kind, one in zip(("bf16", "fp16"), ran, strict=True):

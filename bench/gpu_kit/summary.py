@@ -130,6 +130,10 @@ def _large(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     idle = ", ".join(
         f"{reason} {one['stood_still']:.3f}" for reason, one in last["waits"].items() if one["stood_still"] >= 0.0005
     )
+    for lane in ("reduce", "device_to_host", "host_to_device", "update"):
+        if one := result.get("lanes", {}).get(lane):
+            rate = f"{(one['bytes_per_second'] or 0.0) / 1e9:.1f} GB/s"
+            yield f"  {lane}: busy {one['busy_seconds']:.2f} s, exposed {one['exposed_seconds']:.2f}, {rate}"
     yield f"  peaks {peaks}; Adam {last['update_seconds']:.2f} s; idle for {idle or 'nothing'}"
 
 

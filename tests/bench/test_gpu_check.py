@@ -274,18 +274,35 @@ def test_an_unknown_call_is_refused(arguments: list[str], capsys: pytest.Capture
     assert "One of: right, headline, fix, kernels, nvme" in capsys.readouterr().err
 
 
+LEFT = {
+    "right": {"facts.json", "bits.txt", "tests.txt", "bandwidths.json", "gpt2-tiny.json", "links.json", "plan.json"},
+    "headline": {"10b-bf16.json", "10b-bf16.timeline.json", "10b-fp16.json", "trace.json", "trace.txt"},
+    "fix": {"fix.json", "fix.txt"},
+    "kernels": {"adam.txt", "streams.txt", "memcheck.txt"},
+    "nvme": {"bandwidths.json", "gpt2-tiny.json", "large.txt"},
+}
+"""Call → files that it leaves, among others."""
+
+
 @pytest.mark.campaign
-def test_a_dry_run_of_a_call_leaves_a_summary_and_a_tarball(tmp_path: Path) -> None:
-    """The shell script, the steps and their scripts run on the emulated device. `make gpu-dry-run` runs all calls."""
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("call", LEFT)
+def test_a_dry_run_of_a_call_leaves_a_summary_and_a_tarball(tmp_path: Path, call: str) -> None:
+    """The shell script, the steps and their scripts run on the emulated device of tests/late, with tiny models."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    sanitizer = tools / "compute-sanitizer"  # it gets `--error-exitcode 9`, and then the command
+    sanitizer.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    sanitizer.chmod(0o755)
     environment = {**os.environ, "DRY_RUN": "1", "RESULTS": str(tmp_path), "NVME": str(tmp_path)}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run([ROOT / "bench/gpu_check.sh", "headline"], env=environment, capture_output=True, text=True)
+    environment |= {"BEFORE": str(ROOT / "README.md"), "SECONDS_OF_CALL": "800", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run([ROOT / "bench/gpu_check.sh", call], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    text = (tmp_path / "headline.md").read_text()
-    assert text.startswith("# headline: passed") and "10b-bf16: constructed" in text
-    with tarfile.open(tmp_path / "headline.tar.gz") as tar:
-        names = set(tar.getnames())
-    assert {"headline/summary.md", "headline/10b-bf16.json", "headline/10b-bf16.txt", "headline/trace.json"} <= names
+    text = (tmp_path / f"{call}.md").read_text()
+    assert text.startswith(f"# {call}: passed\n") and text in done.stdout
+    with tarfile.open(tmp_path / f"{call}.tar.gz") as tar:
+        assert {f"{call}/{name}" for name in ("summary.md", *LEFT[call])} <= set(tar.getnames())
 
 
 # -- the summary -------------------------------------------------------------------------------------------------------
