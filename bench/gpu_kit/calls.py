@@ -146,9 +146,9 @@ def right(kit: Kit) -> None:
     """Is it right? Facts, copies, bits, tests, and a step of 1.3 B in four kinds."""
     bandwidths = kit.figures / "bandwidths.json"
     facts(kit, always=True)
-    kit.pytest("bits", 120, "tests/gpu/test_bits.py", workers=kit.sizes.workers)
+    kit.pytest("bits", 120, "tests/gpu/test_bits.py", *kit.sizes.bits, workers=kit.sizes.workers)
     rest = ("tests/gpu", "--ignore=tests/gpu/test_bits.py")
-    kit.pytest("tests", 180, *rest, workers=kit.sizes.workers)
+    kit.pytest("tests", 180, *rest, *kit.sizes.tests, workers=kit.sizes.workers)
     seconds = ("--seconds", str(int(kit.sizes.links_seconds)))
     links = ("-m", "infinity.cli.main", "bench-links", "--path", str(kit.nvme), "--size", "256MiB")
     kit.python("bandwidths", 60, *links, *seconds, "--out", bandwidths)
@@ -197,7 +197,8 @@ def kernels(kit: Kit) -> None:
     """How fast are the kernels, and do they access their own memory only?"""
     facts(kit)
     kit.python("adam", 150, "bench/adam_cuda.py", *(kit.sizes.adam or ("--output", kit.figures / "adam_cuda.md")))
-    kit.pytest("streams", 150, "tests/gpu/test_streams.py", workers=kit.sizes.workers)
+    kit.gpt2("smoke", 90, "--smoke")
+    kit.pytest("streams", 150, "tests/gpu/test_streams.py", *kit.sizes.streams, workers=kit.sizes.workers)
     if shutil.which("compute-sanitizer", path=kit.environment.get("PATH")) is None:
         kit.steps.skip("memcheck", "there is no compute-sanitizer here")
     elif kit.no_device:

@@ -16,6 +16,10 @@ class Sizes:
     kinds: tuple[str, ...] = ("plain", "none", "cpu", "fsdp2 cpu")
     workers: int = 6
     """Processes of pytest."""
+    bits: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
+    """Options of pytest, by step."""
     ten: tuple[str, ...] = ()
     """Flags of gpt2_10b_v100.sh for the headline; none: 10 B."""
     fallback: tuple[str, ...] = ("--num-layers", "32", "--hidden-size", "2560")
@@ -35,6 +39,9 @@ DRY = Sizes(
     small="tiny",
     kinds=("plain", "none", "cpu"),
     workers=2,
+    bits=("-k", "fp32-AdamW-fp32-unclipped-1"),
+    tests=("-k", "test_update_schedules_agree or test_the_norm or test_one_rank"),
+    streams=("-k", "outside_of_the_stream or batches_in_host_memory"),
     ten=(*TINY, "256", "--micro-batch-size", "2", "--device-memory", "1GiB"),
     fallback=(*TINY, "256", "--micro-batch-size", "2", "--device-memory", "1GiB"),
     links_seconds=2,
