@@ -25,6 +25,7 @@ status: 0 if all steps passed; 1 if one failed; 2 for an unknown call; 3 if none
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import shutil
@@ -40,7 +41,7 @@ from types import FrameType
 from gpu_kit.calls import CALLS, Kit, install
 from gpu_kit.sizes import DRY, Sizes
 from gpu_kit.steps import Outcome, Steps
-from gpu_kit.summary import exit_status, figures_of, page, publish, verdict
+from gpu_kit.summary import exit_status, figures_of, leave_files, page, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ROOT / "bench" / "gpu_kit" / "emulated"
@@ -115,7 +116,7 @@ def summarise(call: str, outcomes: Sequence[Outcome], figures: Path, results: Pa
     except Exception:  # noqa: BLE001 - the steps are worth more than their summary
         text = f"# {call}: {verdict(outcomes)}\nthe summary failed:\n{traceback.format_exc()}"
     try:
-        publish(results, call, text, figures)
+        leave_files(results, call, text, figures)
     except Exception:  # noqa: BLE001 - as above
         traceback.print_exc()
     return text
@@ -127,15 +128,14 @@ def _stopped(steps: Steps, number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1 or arguments[0] not in CALLS:
-        given = f"unknown call {' '.join(arguments)}" if arguments else "which call?"
-        print(f"{given} One of: {', '.join(CALLS)}\n\n{__doc__}", file=sys.stderr)
-        return 2
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", choices=CALLS, metavar=" | ".join(CALLS))
+    call = parser.parse_args(arguments).call
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
-        return run(arguments[0], dict(os.environ), Path(work))
+        return run(call, dict(os.environ), Path(work))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

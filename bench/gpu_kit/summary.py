@@ -154,7 +154,7 @@ def _fix(result: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", "before and after:", *(f"  {line}" for line in result["lines"]))
 
 
-def publish(results: Path, call: str, text: str, folder: Path) -> None:
+def leave_files(results: Path, call: str, text: str, folder: Path) -> None:
     """Replace CALL.md and CALL.tar.gz in `results`. The tarball has the summary and all files of `folder`."""
     results.mkdir(parents=True, exist_ok=True)
     _replace(results / f"{call}.md", text.encode())

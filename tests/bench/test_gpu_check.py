@@ -270,8 +270,9 @@ def test_memory_that_shrinks_again_is_stated_to_later_steps(tmp_path: Path, memo
 
 @pytest.mark.parametrize("arguments", [["kernel"], [], ["right", "fix"]])
 def test_an_unknown_call_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(arguments) == 2
-    assert "One of: right, headline, fix, kernels, nvme" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(arguments)
+    assert ended.value.code == 2 and "right | headline | fix | kernels | nvme" in capsys.readouterr().err
 
 
 LEFT = {
@@ -360,7 +361,7 @@ def test_what_was_written_is_there_after_each_step(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for number in (1, 2):
         (tmp_path / "logs" / f"{number}.txt").write_text("x" * number)
-        summary.publish(tmp_path / "results", "fix", f"# {number}\n", tmp_path / "logs")
+        summary.leave_files(tmp_path / "results", "fix", f"# {number}\n", tmp_path / "logs")
         assert (tmp_path / "results" / "fix.md").read_text() == f"# {number}\n"
         with tarfile.open(tmp_path / "results" / "fix.tar.gz") as tar:
             assert tar.getnames() == ["fix/summary.md", *(f"fix/{k}.txt" for k in range(1, number + 1))]
@@ -374,7 +375,7 @@ def test_a_summary_that_fails_ends_no_call(tmp_path: Path, monkeypatch: pytest.M
     text = gpu_check.summarise("right", [Outcome("bits", "passed")], tmp_path / "logs", tmp_path)
     assert text.startswith("# right: passed\nthe summary failed:") and "ZeroDivisionError" in text
     assert (tmp_path / "right.tar.gz").exists()
-    monkeypatch.setattr(gpu_check, "publish", lambda *arguments: 1 // 0)
+    monkeypatch.setattr(gpu_check, "leave_files", lambda *arguments: 1 // 0)
     assert gpu_check.summarise("right", [], tmp_path / "logs", tmp_path)
 
 

@@ -40,9 +40,13 @@ FINGERPRINTS, GRADIENTS = "fingerprints", "gradients on device"
 
 @dataclass(frozen=True)
 class Host:
-    """The host. memory: bytes a second, for each thread that works on it with all cores. Others: bytes of memories."""
+    """The host. memory: bytes a second, for each thread that works on it with all cores. core: bytes a second that one
+    core adds or sums, for gradients that arrive while an update has all others; 0: they have all cores, too. Others:
+    bytes of memories.
+    """
 
     memory: float = 150e9
+    core: float = 0.0
     nbytes: float = 4e12
     device_nbytes: float = 139 * 2**30
 
@@ -182,18 +186,41 @@ def _stream_in(
     return units
 
 
+class _Pool:
+    """The pool of threads that update and sum. A worker joins the oldest job, so an update has it until it ends."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._update = (0.0, 0.0)
+        """Begin and end of the present or last update."""
+
+    def update(self, nbytes: float) -> None:
+        seconds = nbytes / self._host.memory
+        self._update = clock.clock().now, clock.clock().now + seconds
+        clock.clock().work("update", seconds)
+
+    def gradient(self, name: str, nbytes: float) -> None:
+        rate = self._host.memory
+        if self._host.core:
+            clock.clock().turn()  # an update that begins before has noted its times
+            began, ended = self._update
+            rate = self._host.core if began <= clock.clock().now < ended else rate
+        clock.clock().work(name, nbytes / rate)
+
+
 def _kernels(host: Host) -> Kernels:
+    pool = _Pool(host)
     return replace(
         NATIVE,
-        update_run=_update(host),
-        receive=_receive(host),
-        sum_of_squares=_sum_of_squares(host),
+        update_run=_update(pool),
+        receive=_receive(pool),
+        sum_of_squares=_sum_of_squares(pool),
         check_on_device=lambda *states: None,
         is_exact=lambda kind: True,
     )
 
 
-def _update(host: Host) -> Callable[..., None]:
+def _update(pool: _Pool) -> Callable[..., None]:
     def update(
         states: dict[str, torch.Tensor], param: torch.Tensor, grad: torch.Tensor, *rest: Any, **more: Any
     ) -> None:
@@ -203,7 +230,7 @@ def _update(host: Host) -> Callable[..., None]:
         read = sum(state.nbytes for state in states.values()) + grad.nbytes
         written = sum(state.nbytes for state in states.values()) + param.nbytes
         read += 0 if "master" in states else param.nbytes
-        clock.clock().work("update", (read + written) / host.memory)
+        pool.update(read + written)
 
     return update
 
@@ -215,17 +242,17 @@ def _update_on_device(states: dict[str, torch.Tensor], param: torch.Tensor, grad
     grad.view(torch.uint8).sum()
 
 
-def _receive(host: Host) -> Any:
+def _receive(pool: _Pool) -> Any:
     def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, **more: Any) -> float:
-        clock.clock().work("gradient", (source.nbytes + (2 if add else 1) * target.nbytes) / host.memory)
+        pool.gradient("gradient", source.nbytes + (2 if add else 1) * target.nbytes)
         return 1.0
 
     return receive
 
 
-def _sum_of_squares(host: Host) -> Any:
+def _sum_of_squares(pool: _Pool) -> Any:
     def sum_of_squares(values: torch.Tensor, **more: Any) -> float:
-        clock.clock().work("norm", values.nbytes / host.memory)
+        pool.gradient("norm", values.nbytes)
         return 1.0
 
     return sum_of_squares

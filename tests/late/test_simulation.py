@@ -69,6 +69,13 @@ def test_states_on_the_device_shorten_the_step(update: str) -> None:
     assert sum(some["seconds"]) < sum(without["seconds"])
 
 
+def test_gradients_that_have_one_core_while_adam_runs_delay_backward() -> None:
+    """One pool serves both, and Adam has it first. The bytes are the same."""
+    shared, alone = known("during_backward", "memory=2e9"), known("during_backward", "memory=2e9", "core=1e8")
+    assert sum(alone["seconds"]) > sum(shared["seconds"])
+    assert exposed(alone, "gradients on host") > exposed(shared, "gradients on host")
+
+
 def exposed(result: dict[str, Any], lane: str) -> float:
     return sum(phase[lane] for step in result["steps"] for phase in step.values())
 
