@@ -25,6 +25,7 @@ from infinity.engine.pieces import Boundary, Graph, NotInPieces, backward_passes
 from infinity.grads.held import HeldGradients
 from infinity.tiers.device import Device
 from infinity.units import residents
+from infinity.units.topmost import topmost_hooks
 
 LossOf = Callable[[Any], torch.Tensor]
 """Batch → its loss, by a forward of the model."""
@@ -256,4 +257,4 @@ def is_plain_thread(device: Device) -> bool:
         return False
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return topmost_hooks(True) is None

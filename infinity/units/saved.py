@@ -28,6 +28,7 @@ from infinity.units.compiled import eager
 from infinity.units.modes import outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Fetcher, Owner
+from infinity.units.topmost import topmost_hooks
 from infinity.units.unit import placeholder
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
-_top = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ class SavedTensors:
 
         Returns False, and installs nothing, if these hooks are on top already, or if torch.func forbids hooks.
         """
-        top = _top(True)
+        top = topmost_hooks(True)
         if not _are_allowed() or (top is not None and top[1] is self._unpack_hook):
             return False
         if top is None:
@@ -229,7 +229,7 @@ class SavedTensors:
             packed = packed.restore()
         if isinstance(packed, _Reference):
             in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward and torch.is_grad_enabled() and not _is_checkpointing(_top(True)):
+            if in_backward and torch.is_grad_enabled() and not _is_checkpointing(topmost_hooks(True)):
                 # create_graph=True: autograd records this backward. It restores the thread's hooks after each node.
                 # A checkpoint must see the same hooks in recomputation as in forward, where these are installed.
                 self.install()
@@ -249,7 +249,7 @@ def _push_below(pack_hook: _Pack, unpack_hook: _Unpack) -> None:
 
     PyTorch calls the topmost hooks alone. They would keep the parameters themselves, whose memory is reused.
     """
-    top = _top(True)
+    top = topmost_hooks(True)
     if top is not None and getattr(top[1], "__func__", None) is SavedTensors._unpack:
         _push(_packing_over(pack_hook, unpack_hook), top[1])
     else:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from infinity.units.topmost import topmost_hooks
 from support.beside import LATE_TOO, NVME, PLACES, SCHEDULES, assert_same_story, training
 from support.models import vector_batches
 
@@ -244,7 +245,7 @@ def test_compiled_code_under_hooks_of_later_steps(hooks: str, backend: str, plac
 @pytest.fixture(autouse=True)
 def _no_hooks_left() -> Iterator[None]:
     yield
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert topmost_hooks(True) is None
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from conftest import OpenEngine
+from infinity.units.topmost import topmost_hooks
 from support.beside import MEMORY, NVME, EngineLoop, PlainLoop, assert_like, training
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
@@ -65,7 +66,7 @@ def footprint(engine: Any) -> dict[str, Any]:
         "traces": sorted(tracer._traces),
         "depth": scope.depth,
         "holds": [unit.pin_count for unit in engine.units],
-        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "hooks": topmost_hooks(True),
         "references": [unit.references for unit in engine.units],
     }
 

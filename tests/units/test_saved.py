@@ -15,6 +15,7 @@ from conftest import OpenEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import LifetimeError
 from infinity.units import residents
+from infinity.units.topmost import topmost_hooks
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, pool_buffers
@@ -301,13 +302,13 @@ def test_hooks_are_there_while_the_model_runs_and_no_longer(make_engine: OpenEng
 
     class Looking(Stack):
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+            seen.append(topmost_hooks(True) is not None)
             return super().forward(tokens, targets)
 
     engine = make_engine(seeded(Looking))
     for between in (lambda: None, lambda: engine(*TOKENS[0]), lambda: engine.backward(engine(*TOKENS[0]))):
         between()
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert topmost_hooks(True) is None
     engine.step()
     assert seen == [True, True]
     x = torch.ones(3)
