@@ -162,7 +162,8 @@ class CPUAdam(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("maximize", False)
-            group.setdefault("decoupled_weight_decay", False)  # the meaning of a group of an older torch.optim.Adam
+            # Groups of Adam and AdamW of torch 2.6 lack it, since their classes decide.
+            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
 
     # -- one parameter -------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,16 @@ def test_state_dicts_are_exchanged_in_mid_training(order: str) -> None:
     assert_close(net, expected)
 
 
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_a_group_that_does_not_name_its_decay_keeps_that_of_the_optimizer(adamw_mode: bool) -> None:
+    """Groups of Adam and AdamW of torch 2.6 are alike."""
+    state = CPUAdam(model().parameters(), adamw_mode=not adamw_mode, **OPTIONS).state_dict()
+    del state["param_groups"][0]["decoupled_weight_decay"]
+    optimizer = CPUAdam(model().parameters(), adamw_mode=adamw_mode)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is adamw_mode
+
+
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_resuming_gives_the_same_bits(dtype: torch.dtype, moments: Any) -> None:
