@@ -243,6 +243,7 @@ def test_schedulers(name: str, form: str, tmp_path: Path) -> None:
     config = {**engine_config(folder=tmp_path).model_dump(mode="json", exclude_unset=True), "scheduler": warmup}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The epoch parameter", UserWarning)  # SequentialLR of torch 2.6 passes one
         given = make(optimizer) if form == "instance" else make
         engine, _, _, scheduler = infinity.initialize(
             model, config, device=CpuDevice(), optimizer=optimizer, lr_scheduler=given

@@ -339,7 +339,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (fewer.state_dict(), ModelError, r"has 37 parameters in 1 group and this optimizer 38 parameters in 1 group"),
         (two.state_dict(), ModelError, r"38 parameters in 2 groups \(3, 35\).*model_parameters"),
         (sgd.state_dict(), ModelError, r"lacks betas, eps and has momentum, dampening, nesterov.*type adamw"),
-        (torch.optim.Adam(plain.parameters()).state_dict(), ModelError, "decoupled_weight_decay=False"),
+        (edited(saved, decoupled_weight_decay=False), ModelError, "decoupled_weight_decay=False"),
         (edited(saved, amsgrad=True), ConfigError, "amsgrad=True"),
         (edited(saved, maximize=True), ConfigError, "maximize=True"),
         (edited(saved, lr=-1.0), ConfigError, "lr is -1.0"),

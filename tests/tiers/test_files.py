@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_where_no_file_is_anonymous(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_folder_that_stays_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS keeps a name for a removed file while it is open."""
     refuse(monkeypatch, "open", errno.EOPNOTSUPP, is_tmpfile)
-    refuse(monkeypatch, "rmdir", errno.ENOTEMPTY, lambda *_: True)
+    monkeypatch.setattr(Path, "rmdir", Mock(side_effect=OSError(errno.ENOTEMPTY, "not empty")))
     swap = open_swap_files([tmp_path], MB, name="x")
     assert len(os.listdir(tmp_path)) == 1
     monkeypatch.undo()

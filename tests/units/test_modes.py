@@ -56,6 +56,7 @@ def default_device() -> Any:
         yield
     finally:
         torch.set_default_device(None)
+        vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # get_default_device of torch 2.6 fails on None
 
 
 @contextmanager
