@@ -73,18 +73,15 @@ def touched(nbytes: int, step: int = 8 * GIB) -> Iterator[dict[str, Any]]:
         yield {"touched": round((start + length) / GIB, 1), "GB/s": round(rate, 1), **meminfo()}
 
 
-def touch_apart(nbytes: int) -> list[dict[str, Any]]:
-    """Return what `touched` yields in a process of its own, as far as it comes."""
-    found = []
+def touch_apart(nbytes: int) -> Iterator[dict[str, Any]]:
+    """Yield what `touched` yields in a process of its own, as far as it comes."""
     command = [sys.executable, __file__, "--touch-here", str(nbytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            found.append(json.loads(line))
-            print(f"  {found[-1]}", flush=True)
+            yield json.loads(line)
     if process.returncode:
-        found.append({"ended with status": process.returncode})
-    return found
+        yield {"ended with status": process.returncode}
 
 
 def facts(nvme_path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -176,7 +173,10 @@ def main() -> None:
     _write(args.output, result)
     nbytes = int(float(args.touch.removesuffix("GiB")) * GIB)
     if nbytes:
-        result["memory"] += touch_apart(nbytes)
+        for one in touch_apart(nbytes):
+            print(f"  {one}", flush=True)
+            result["memory"].append(one)
+            _write(args.output, result)  # it may be stopped
         result["memory"].append(meminfo())
         print(f"  afterwards {result['memory'][-1]}", flush=True)
         _write(args.output, result)
