@@ -6,21 +6,22 @@
     bench/gpu_check.sh kernels                   kernels beside a copy, streams of the user, compute-sanitizer
     bench/gpu_check.sh nvme                      350 M and 1.3 B with states on the drive
 
-A call needs nothing from an earlier one. It leaves two files, which are replaced after each step, so that a call that
-is cut off leaves what it had: CALL.md, a summary of one screen, and CALL.tar.gz with all logs and figures. A package
-that was built here is left beside them as a wheel, which the next call takes if WHEELS names its folder.
+A call needs no files of an earlier one. It writes CALL.md, a summary, and CALL.tar.gz, all logs and figures. Both are
+replaced after each step, so an interrupted call keeps its completed steps. A package that was built here is left beside
+them as a wheel, which the next call uses if WHEELS names its folder.
 
 Variables:
 
     RESULTS=folder         for these files (default: build/gpu-results)
-    WHEELS=folder          wheels that were carried in (default: build/gpu-bundle, which `make gpu-bundle` fills)
-    INFINITY_WHEEL=file    this build, whatever sources it was made from
+    WHEELS=folder          wheels to install (default: build/gpu-bundle, which `make gpu-bundle` fills)
+    INFINITY_WHEEL=file    a wheel of Infinity to install, even if it was built from other sources
     NVME=folder            for states on NVMe (default: the system's folder for temporary files)
     SECONDS_OF_CALL=480    time of a call, the build included
-    DRY_RUN=1              on the emulated device of tests/late, with tiny models and the package that is installed
+    DRY_RUN=1              use the emulated device of tests/late, tiny models and the installed package
 
-Needs python3 with torch, numpy and pytest; a build needs nvcc, cmake, ninja, pybind11 and scikit-build-core, too. Exit
-status: 0 if all steps passed; 1 if one failed; 2 for an unknown call; 3 if none failed and some could not run.
+Needs python3 with torch, numpy, pytest, pytest-xdist and pip. A build also needs nvcc, cmake, ninja, pybind11 and
+scikit-build-core. Exit status: 0 if all steps passed; 1 if one failed; 2 for an unknown call; 3 if none failed and some
+could not run.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ROOT / "bench" / "gpu_kit" / "emulated"
 """Its sitecustomize.py loads the emulated device in each process of Python."""
 CUDA_TOOLS = "/usr/local/cuda/bin"
-"""Where nvcc and compute-sanitizer often are."""
+"""Usual folder of nvcc and compute-sanitizer."""
 WHY_NO_DEVICE = "import torch; torch.empty(0, device='cuda'); print(torch.cuda.get_device_name())"
 
 
 def no_device(environment: dict[str, str]) -> str:
-    """Return torch's reason why there is no CUDA device; empty if there is one."""
+    """Return the error of torch if it has no CUDA device; otherwise an empty text."""
     done = subprocess.run([sys.executable, "-c", WHY_NO_DEVICE], capture_output=True, text=True, env=environment)
     if done.returncode == 0:
         return ""
@@ -110,10 +111,10 @@ def run(call: str, environment: dict[str, str], work: Path) -> int:
 
 
 def summarise(call: str, outcomes: Sequence[Outcome], figures: Path, results: Path) -> str:
-    """Write and return the summary. An error in that is shown, and ends nothing."""
+    """Write and return the summary. Errors are printed, not raised."""
     try:
         text = page(call, outcomes, figures_of(figures), figures)
-    except Exception:  # noqa: BLE001 - the steps are worth more than their summary
+    except Exception:  # noqa: BLE001 - later steps run without a summary
         text = f"# {call}: {verdict(outcomes)}\nthe summary failed:\n{traceback.format_exc()}"
     try:
         leave_files(results, call, text, figures)
@@ -123,7 +124,7 @@ def summarise(call: str, outcomes: Sequence[Outcome], figures: Path, results: Pa
 
 
 def _stopped(steps: Steps, number: int, frame: FrameType | None) -> None:
-    """Let the running step print its stacks; what is known so far is in the results already."""
+    """Abort the running step, which prints its stacks. Completed steps are in the results already."""
     steps.abort()
     sys.exit(128 + number)
 

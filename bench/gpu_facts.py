@@ -2,9 +2,9 @@
 
     python bench/gpu_facts.py --touch 110GiB --nvme-path /mnt/nvme --output facts.json
 
-`--touch` writes to so much memory in a process of its own, which the kernel ends first if there is less, and shows how
-MemTotal and MemAvailable change: a virtual machine's memory may grow as it is used. A fact that cannot be read is left
-out.
+`--touch` writes to that much memory, and prints MemTotal and MemAvailable meanwhile: the memory of a virtual machine
+may grow as it is used. It runs in a process of its own, which the kernel ends first if memory is short. A fact that
+cannot be read is null.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def touched(nbytes: int, step: int = 8 * GIB) -> Iterator[dict[str, Any]]:
 
 
 def touch_apart(nbytes: int) -> Iterator[dict[str, Any]]:
-    """Yield what `touched` yields in a process of its own, as far as it comes."""
+    """Yield what `touched` yields in a process of its own, until that ends or is killed."""
     command = [sys.executable, __file__, "--touch-here", str(nbytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -164,7 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.touch_here is not None:
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # if memory ends, this process does
+            Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel ends this process first
         for one in touched(args.touch_here):
             print(json.dumps(one), flush=True)
         return

@@ -2,8 +2,9 @@
 
     python bench/gpu_fix.py --before old-site --after new-site --size 1.3b --kinds cpu --clips 0 1 --output fix.json
 
-A site is a folder with an installed package. Each run is a process of its own. Rounds begin while there is time for
-them. The file is written after each run. Prints the ratios of the seconds of a step within rounds, and their median.
+A site is a folder with an installed package. Each run is a process of its own. A round begins if the longest one so far
+would end within `--total`. The file is written after each run. Prints the median and the range of after ÷ before, the
+seconds of a step within a round. Exit status 1 if a kind has no round with both.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--moments", choices=("fp32", "bf16", "8bit"), default="8bit")
     parser.add_argument("--steps", type=int, default=6, help="counted steps of a run (6)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds at most (5)")
-    parser.add_argument("--seconds", type=int, default=90, help="longest run (90)")
+    parser.add_argument("--seconds", type=int, default=90, help="seconds after which a run is stopped (90)")
     parser.add_argument("--total", type=float, default=420, help="seconds in which rounds begin (420)")
     parser.add_argument("--nvme-path", default="/tmp", help="folder for states on NVMe (/tmp)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the JSON to write")

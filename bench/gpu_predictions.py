@@ -1,4 +1,4 @@
-"""Fill the table of predictions in docs/gpu.md with what `gpu_check.sh` measured.
+"""Fill the table of predictions in docs/gpu.md with the figures of `gpu_check.sh`.
 
 python bench/gpu_predictions.py                          # from bench/results/gpu
 python bench/gpu_predictions.py --figures headline/      # from an unpacked tarball; prints the table only
@@ -20,7 +20,7 @@ BLOCK = re.compile(r"<!-- predictions -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(page: str, figures: Path) -> str:
-    """Return the page with the table of the figures in a folder; a folder that is missing has none."""
+    """Return the page with the table of the figures in a folder. Without the folder, no figure is filled in."""
     text = f"<!-- predictions -->\n\n{table(figures_of(figures))}\n\n<!-- end -->"
     return BLOCK.sub(lambda match: text, page)
 

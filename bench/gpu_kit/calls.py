@@ -1,4 +1,4 @@
-"""The calls of the kit, in the order of their value. Each needs nothing that another one left."""
+"""The calls of the kit, the most valuable first. None needs files of another."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ CHECK_IMPORTS = (
 class Kit:
     """A call under way.
 
-    work: a folder with copies of bench and tests, in which commands run. figures: for JSON files. no_device: why there
-    is none; empty: there is one. dry: on the emulated device, with the package that is installed.
+    work: a folder with copies of bench and tests, in which commands run. figures: folder for logs and JSON files.
+    site: folder into which wheels are installed. no_device: the reason if there is no CUDA device; otherwise empty.
+    dry: use the emulated device and the installed package.
     """
 
     steps: Steps
@@ -45,7 +46,7 @@ class Kit:
     dry: bool = False
 
     def python(self, step: str, seconds: float, *words: str | Path, device: bool = True, **environment: str) -> Outcome:
-        """Run a command of Python. device: it needs one."""
+        """Run a command of Python. device: skip it without a CUDA device."""
         if device and self.no_device:
             return self.steps.skip(step, self.no_device)
         return self.steps.run(step, seconds, [sys.executable, *words], **environment)
@@ -74,12 +75,13 @@ class Kit:
 
 
 def install(kit: Kit) -> bool:
-    """Install the wheels that were carried in, and the package. Returns whether it can be imported."""
+    """Install the wheels of `wheels`, and the package. Returns whether it can be imported."""
     if kit.dry:
         return kit.python("imports", 60, "-c", "import infinity, torch; print(infinity.__file__)", device=False).passed
     others = package.other_wheels(kit.wheels)
     if others and not kit.steps.run("wheels", 60, package.install(kit.site, others)).passed:
-        print(f"the wheels may be for another Python than {sys.version.split()[0]}: make gpu-bundle BUNDLE_PYTHON=3.x")
+        version = sys.version.split()[0]
+        print(f"The wheels may be for another Python than {version}. Run make gpu-bundle BUNDLE_PYTHON=3.x.")
     given = kit.environment.get("INFINITY_WHEEL")
     wheel, why = (Path(given).resolve(), "") if given else package.carried_wheel(kit.wheels, kit.root)
     if why:
@@ -99,7 +101,9 @@ def _has_kernels(kit: Kit, step: str) -> bool:
 
 
 def _build(kit: Kit) -> None:
-    """Build a wheel for the present device into the results, and install it: without kernels if that fails."""
+    """Build a wheel for the present device, install it and copy it to the results. If that fails, build and install one
+    without kernels.
+    """
     made = kit.work / "wheel"
     for kernels in (True, False):
         name = "build" if kernels else "build-no-kernels"
@@ -118,15 +122,16 @@ def _build(kit: Kit) -> None:
 
 
 def facts(kit: Kit, *, always: bool = False) -> None:
-    """Read the machine's facts. Writes to its memory if it has little, or `always`: a virtual machine's may grow.
+    """Read the machine's facts. Writes to its memory if Linux reports little, or `always`.
 
-    If it is smaller again afterwards, later steps get INFINITY_MACHINE_MEMORY.
+    The memory of a virtual machine may grow as it is used. If it shrinks again, later steps get
+    INFINITY_MACHINE_MEMORY.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     grows = not kit.no_device and total < kit.sizes.memory_gib
     if always and total > kit.sizes.memory_gib / 0.9:
         touch = kit.sizes.memory_gib
-    else:  # it grows, or it ends the process that writes
+    else:  # the memory grows, or the kernel ends the process that writes
         touch = kit.sizes.memory_gib if grows else 0.8 * total if always else 0
     out = kit.figures / "facts.json"
     flags = ("--touch", f"{touch:g}GiB", "--nvme-path", str(kit.nvme), "--output", out)
@@ -136,14 +141,14 @@ def facts(kit: Kit, *, always: bool = False) -> None:
         written = max((one["touched"] for one in memory if "touched" in one), default=0)
         if memory[-1].get("MemTotal", written) < written:
             kit.steps.environment["INFINITY_MACHINE_MEMORY"] = f"{written:g}GiB"
-            print(f"memory shrank again: later steps have INFINITY_MACHINE_MEMORY={written:g}GiB", flush=True)
+            print(f"memory shrank again: later steps get INFINITY_MACHINE_MEMORY={written:g}GiB", flush=True)
 
 
 # -- the calls ---------------------------------------------------------------------------------------------------------
 
 
 def right(kit: Kit) -> None:
-    """Is it right? Facts, copies, bits, tests, and a step of 1.3 B in four kinds."""
+    """Check correctness: facts, bits of placements, tests, bandwidths, a step of 1.3 B in four kinds, copies, plans."""
     bandwidths = kit.figures / "bandwidths.json"
     facts(kit, always=True)
     kit.pytest("bits", 120, "tests/gpu/test_bits.py", *kit.sizes.bits, workers=kit.sizes.workers)
@@ -161,7 +166,7 @@ def right(kit: Kit) -> None:
 
 
 def headline(kit: Kit) -> None:
-    """How fast? GPT-2 with 10 B in bf16 and fp16, and where a device idles in steps of 1.3 B."""
+    """Measure steps of GPT-2 with 10 B in bf16 and fp16, and trace where the device idles in steps of 1.3 B."""
     facts(kit)
     steps = ("--train-iters", "4", *kit.sizes.ten)
     lanes = "--timeline", str(kit.figures / "10b-bf16.timeline.json")
@@ -176,12 +181,12 @@ def headline(kit: Kit) -> None:
 
 
 def fix(kit: Kit) -> None:
-    """Is one change faster? The wheel BEFORE and the present package, in turns."""
+    """Compare one change: the wheel BEFORE and the present package, in turns."""
     facts(kit)
     given = kit.environment.get("BEFORE", "")
     before = kit.work / "before"
     if not given or not Path(given).exists():
-        kit.steps.skip("fix", "BEFORE=<wheel> names the package before the change")
+        kit.steps.skip("fix", "BEFORE names no file. Set it to a wheel of the package before the change.")
         return
     if kit.dry:
         before.mkdir()
@@ -194,7 +199,7 @@ def fix(kit: Kit) -> None:
 
 
 def kernels(kit: Kit) -> None:
-    """How fast are the kernels, and do they access their own memory only?"""
+    """Measure the kernels beside a copy; run the smoke test of 10 B, streams of the user and compute-sanitizer."""
     facts(kit)
     kit.python("adam", 150, "bench/adam_cuda.py", *(kit.sizes.adam or ("--output", kit.figures / "adam_cuda.md")))
     kit.gpt2("smoke", 90, "--smoke")
@@ -211,7 +216,7 @@ def kernels(kit: Kit) -> None:
 
 
 def nvme(kit: Kit) -> None:
-    """How fast is the drive? Steps of 350 M and 1.3 B with 8-bit moments, in the placements that fit."""
+    """Measure the drive, and steps of 350 M and 1.3 B with 8-bit moments in the placements that fit."""
     facts(kit)
     bandwidths = kit.figures / "bandwidths.json"
     links = ("-m", "infinity.cli.main", "bench-links", "--path", str(kit.nvme))

@@ -1,4 +1,4 @@
-"""The package that a call measures: from a wheel that was carried in, or built for the device that is here.
+"""The package that a call measures: a wheel of the same sources, or one built for the present device.
 
 python3 bench/gpu_kit/package.py     prints the hash of the sources that a wheel is built from
 """
@@ -35,9 +35,9 @@ def _files(root: Path) -> Iterable[Path]:
 
 
 def carried_wheel(folder: Path, root: Path = ROOT) -> tuple[Path | None, str]:
-    """Return the wheel of Infinity in a folder, and why there is none that can be used.
+    """Return the wheel of Infinity in a folder, or None and the reason; the reason is empty if there is no wheel.
 
-    A wheel of other sources would measure another package than the tree's, so it is left out.
+    A wheel of other sources is left out, since a call measures the package of this tree.
     """
     tag = "cp{}{}".format(*sys.version_info[:2])
     wheels = sorted(folder.glob("infinity-*.whl"))
@@ -56,16 +56,16 @@ def other_wheels(folder: Path) -> list[Path]:
 
 
 def install(site: Path, wheels: Sequence[Path]) -> list[str | Path]:
-    """Return the command that installs wheels into a folder, and nothing that they need."""
+    """Return the command that installs wheels into a folder, without their dependencies."""
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     options: list[str | Path] = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
     return [*pip, *options, "--target", site, *wheels]
 
 
 def build(wheels: Path, architecture: str, root: Path = ROOT, *, kernels: bool = True) -> list[str | Path]:
-    """Return the command that builds a wheel into a folder, with the packages that are here.
+    """Return the command that builds a wheel into a folder, with the installed packages.
 
-    architecture: such as "90", of the device that is here; empty: all that the build knows.
+    architecture: of the present device, such as "90"; empty: the build's default ones.
     """
     defines = [f"cmake.define.INFINITY_CUDA={'ON' if kernels else 'OFF'}"]
     if architecture and kernels:

@@ -1,7 +1,7 @@
-"""Predictions, written down before any figure, and the figures that answer them.
+"""Predictions, written down before any measurement, and functions that read the measured figures.
 
-The model of 10 B has 10.28 B parameters, a batch of 10 × 1024 tokens and moments of 8 bits in host memory. The device
-is an H100 (a matrix product of 670 TFLOP/s, 52 GB/s a direction) beside host memory of 100 to 150 GB/s.
+They assume an H100 with matrix products at 670 TFLOP/s, 52 GB/s in each direction, and host memory of 100 to 150 GB/s.
+The model of 10 B has 10.28 B parameters, a batch of 10 × 1024 tokens and moments of 8 bits in host memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Figures = Mapping[str, Any]
 class Prediction(NamedTuple):
     """A quantity with the range that is expected, and the function that reads it from the results of a call.
 
-    text: what is expected. low, high: in `unit`. A result outside of them is a surprise, and no failure.
+    low, high: bounds in `unit`. A result outside of them is no failure.
     """
 
     quantity: str
@@ -70,7 +70,7 @@ def _step(run: str, key: str) -> Callable[[Figures], float | None]:
 
 
 def _idle(run: str, reason: str) -> Callable[[Figures], float | None]:
-    """Read the seconds a step for which compute stood still, for one reason."""
+    """Return a reader of the seconds a step for which compute stood still, for one reason."""
 
     def read(figures: Figures) -> float | None:
         found = [step["waits"].get(reason, {}).get("stood_still", 0.0) for step in _steady(figures.get(run, {}))]
@@ -131,6 +131,6 @@ def rows(figures: Figures) -> Iterator[tuple[str, str, str]]:
 
 
 def table(figures: Figures) -> str:
-    """Return the predictions beside what was measured, as a table of Markdown."""
+    """Return the predictions beside the measured figures, as a table of Markdown."""
     lines = ["| quantity | expected | measured |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows(figures))])

@@ -21,13 +21,13 @@ class Sizes:
     streams: tuple[str, ...] = ()
     """Options of pytest, by step."""
     ten: tuple[str, ...] = ()
-    """Flags of gpt2_10b_v100.sh for the headline; none: 10 B."""
+    """Flags of gpt2_10b_v100.sh for `headline`; empty: the model of 10 B."""
     fallback: tuple[str, ...] = ("--num-layers", "32", "--hidden-size", "2560")
-    """2.7 B."""
+    """Flags of the model of 2.7 B, which runs if that of 10 B fails."""
     links_seconds: int = 16
     steps: int = 4
     memory_gib: float = 110
-    """Memory that `right` writes to, unless the machine has less."""
+    """GiB that `facts` writes to; 0.8 of the machine's memory if that is little more, or if there is no device."""
     adam: tuple[str, ...] = ()
 
 

@@ -1,7 +1,7 @@
-"""Runs the steps of a call within its time, and writes what is known after each.
+"""Runs the steps of a call within its time, and reports the outcomes after each.
 
-A step is a command. Its output is in a file from the first byte, so nothing is lost with the process. A step that is
-out of time gets SIGABRT, on which faulthandler prints the stacks of all threads, and SIGKILL later.
+A step is a command. Its output goes directly to a file, so nothing is lost with the process. A step that exceeds its
+time gets SIGABRT, on which faulthandler prints the stacks of all threads, and later SIGKILL.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Steps:
         self.outcomes: list[Outcome] = []
         self._folder = folder
         self._end = time.monotonic() + seconds
-        # A crash leaves stacks, and a pipe or file has each line at once.
+        # Python prints stacks in a crash, and writes each line at once.
         self.environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         self._cwd = folder_of_commands
         self._after_each = after_each
@@ -126,12 +126,12 @@ class Steps:
                 _stop(process)
                 return "out of time"
             finally:
-                _signal(process, signal.SIGKILL)  # what it has left running
+                _signal(process, signal.SIGKILL)  # children that it left running
                 self._running = None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGABRT, then SIGKILL. A process that hangs in the driver outlives both; the next step begins all the same."""
+    """Send SIGABRT, then SIGKILL. A process that hangs in the driver outlives both; the next step begins anyway."""
     _signal(process, signal.SIGABRT)
     for last in (STACKS_SECONDS, LEAST_SECONDS):
         try:

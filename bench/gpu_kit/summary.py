@@ -1,4 +1,4 @@
-"""The summary of a call, one screen, and the tarball of all that it wrote. Both are replaced after each step."""
+"""Summary of a call on about one screen, and tarball of its logs and figures. Both are replaced after each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST = 15 << 20
 
 
 def figures_of(folder: Path) -> dict[str, Any]:
-    """Return the results in a folder, by the names of their files. A broken file is one that is not there."""
+    """Return the results in a folder, by the names of their files without suffix. Broken files are left out."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -39,7 +39,7 @@ def page(call: str, outcomes: Sequence[Outcome], figures: Mapping[str, Any], fol
     parts = [f"# {call}: {verdict(outcomes)}", *_machine(figures), "", *_steps(outcomes), *_failures(outcomes, folder)]
     measured = [row for row in predictions.rows(figures) if row[2]]
     if measured:
-        parts += ["", "measured, beside what was predicted:"]
+        parts += ["", "measured (expected):"]
         parts += [f"  {quantity}: {value} ({expected})" for quantity, expected, value in measured]
     parts += _kinds(figures)
     for name in ("10b-bf16", "10b-fp16", "2.7b-bf16", "2.7b-fp16"):
@@ -177,7 +177,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Replace a file at once, so that a reader never finds half of it."""
+    """Replace a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)

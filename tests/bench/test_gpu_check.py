@@ -125,7 +125,7 @@ def test_a_wheel_of_the_same_sources_is_taken(tree: Path) -> None:
 
 @pytest.mark.parametrize("changed", ["infinity/a.py", "csrc/a.cpp", "CMakeLists.txt"])
 def test_a_wheel_of_other_sources_is_left_out(tree: Path, changed: str) -> None:
-    """It would measure another package than the tree's."""
+    """A call measures the package of its tree."""
     carry(tree, HERE, package.source_hash(tree))
     (tree / changed).write_text("changed")
     found, why = package.carried_wheel(tree / "wheels", tree)
