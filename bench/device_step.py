@@ -6,9 +6,9 @@ offload.
     python bench/device_step.py --size tiny            # on a CPU, too
 
 All train in bf16 with fp32 masters, without and with clipping, each in a process of its own. The file is written after
-each of them, and a later run of the same package adds what is missing or failed. Exit status 1 if one failed. A
-placement that needs more space than the drive has is left out, and is no failure. `waited`: compute stood still for
-the engine; `waits` has the reasons.
+each of them. A later run with the same package, size, steps and moments adds kinds that are missing or failed. Exit
+status 1 if one failed. A placement that needs more space than the drive has is left out, and is no failure. `waited`:
+seconds of a step for which compute stood still, waiting for the engine. `waits`: all waits of the run, by reason.
 
 The bound of a step is the longest of plain PyTorch's step and, for each link, the bytes that the engine moves over the
 bandwidth that `infinity bench-links --out bandwidths.json` measured: to the device, from it, to and from the drive, and
@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--clips", nargs="+", type=float, default=CLIPS, metavar="NORM", help="0: no clipping (0 1)")
     parser.add_argument("--moments", choices=("fp32", "bf16", "8bit"), default="fp32", help="Infinity's moments (fp32)")
-    parser.add_argument("--seconds", type=int, default=120, help="longest run of one kind (120)")
+    parser.add_argument("--seconds", type=int, default=120, help="seconds after which a run is stopped (120)")
     parser.add_argument("--bandwidths", type=Path, metavar="FILE", help="JSON of infinity bench-links, for the bound")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -140,7 +140,7 @@ def _counters(loop: Any) -> dict[str, float]:
 def child(what: str, seconds: int = 120) -> harness.Result:
     """Train one kind in a process of its own, which ends after `seconds`; {"error": reason} if that fails."""
     try:
-        # In the foreground: it ends with this process's group.
+        # In the foreground, so that a signal to this process's group ends it too.
         limit = ["timeout", "--foreground", "--signal", "ABRT", "--kill-after", "10", str(seconds)]
         return harness.run_child(__file__, [*sys.argv[1:], "--only", what], before=limit)
     except SystemExit as error:

@@ -1,6 +1,6 @@
 """Python frames of all threads, sampled by a thread several thousand times a second.
 
-A profiler with stacks slows the Python that is looked at, and does not see the Python of autograd's threads.
+torch.profiler with stacks slows the Python that it records, and omits the Python of autograd's threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 INTERVAL = 0.0002
 SWITCH = 0.0001
-"""Seconds after which a thread gives up the interpreter's lock. A sample takes less: frames rarely outlive calls."""
+"""Seconds after which a thread releases the GIL. A sample takes less, so frames rarely change while they are read."""
 OURS = 3
 """Frames of a stack that are kept beside the innermost one."""
 DEPTH = 64
@@ -68,7 +68,7 @@ class FrameSampler:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._switch = sys.getswitchinterval()
-        # Flat arrays: the garbage collector has nothing to look at.
+        # Flat arrays, which the garbage collector does not scan.
         self._times, self._first = array("q"), array("q")  # of a sample: its time and its first stack
         self._idents, self._stacks = array("Q"), array("q")  # of a stack: its thread and its number
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -101,7 +101,7 @@ class FrameSampler:
                     self.error = f"the sampler ended after {len(self._stacks)} stacks"
                     break
             self._note_names()
-        except Exception as error:  # noqa: BLE001 - samples are missing then, and the measurement goes on
+        except Exception as error:  # noqa: BLE001 - the measurement continues without samples
             self.error = f"the sampler ended: {type(error).__name__}: {error}"
 
     def _note_names(self) -> None:

@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(bf16=False)
     parser.add_argument("--placement", choices=PLACEMENTS, default="cpu", help="where states live (cpu)")
     parser.add_argument("--moments", choices=MOMENTS, default="8bit", help="format of the optimizer's moments (8bit)")
-    text = "infinity.memory.device, without effect on --smoke (30GiB)"
+    text = "infinity.memory.device (30GiB); ignored by --smoke"
     parser.add_argument("--device-memory", type=parse_size, default="30GiB", metavar="SIZE", help=text)
     parser.add_argument("--nvme-path", type=Path, default=Path(tempfile.gettempdir()), help="folder for states")
     parser.add_argument("--data", help="text to train on (default: source of Python's standard library)")
@@ -116,8 +116,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def config_of(args: argparse.Namespace, placement: str, moments: MomentFormat) -> Config:
-    """Return the placement's configuration with the values of the flags. Without `device_memory`, no state stays on
-    the device that is placed elsewhere.
+    """Return the placement's configuration with the values of the flags. If `device_memory` is None, all states are
+    in the tiers that the placement names.
     """
     given: dict[str, Any] = json.loads((CONFIGS / PLACEMENTS[placement]).read_text(encoding="utf-8"))
     if args.bf16:
@@ -319,7 +319,7 @@ def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
 
 
 def writer(args: argparse.Namespace, arguments: Sequence[str] | None, device: Device) -> Save:
-    """Return a function that writes what is known to `--out`, so that a run that is cut off leaves its steps."""
+    """Return a function that writes a result to `--out`. An interrupted run keeps its completed steps."""
     if args.out is None:
         return lambda result: None
     head = harness.head("gpt2_10b", path=args.nvme_path, arguments=arguments)

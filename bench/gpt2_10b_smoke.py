@@ -1,4 +1,4 @@
-"""Conditions of the smoke test: states are where their configuration places them, and operations repeat their bits."""
+"""Conditions of the smoke test: states are in the tiers of their configuration, and operations are deterministic."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let operations give the same bits each time, or raise. CUDA must not have been used before.
+    """Make operations deterministic; those that cannot be raise. CUDA must not have been used before.
 
-    cuBLAS reads the size of its workspaces from its variable at the start. The backward of fused attention may add in
-    any order, so attention is computed by its formula.
+    cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it starts. The backward of fused attention may add in any order, so
+    attention is computed by its formula.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()

@@ -1,13 +1,13 @@
-"""Time in which a device computes in steps of a GPT-2, and Python that runs while it does not.
+"""Share of time in which a device computes in steps of a GPT-2, and the Python frames that run while it is idle.
 
     python bench/gpu_trace.py --size 1.3b --kind cpu --output trace.json
     python bench/gpu_trace.py --size tiny            # on a CPU, too: operators stand for kernels
 
 torch.profiler traces some steps after those that warm up, and a thread samples the Python frames of all threads
 meanwhile. Prints the shares of time in which kernels and copies run, the largest gaps between kernels with the frames
-that ran in them, all gaps by site in the package, the engine's counters and the longest kernels. `late` gaps end with
-a kernel that the host launched in the gap, `queued` ones with a kernel that was launched before and waited for other
-work of the device. Exit status 1 if nothing was measured.
+that ran in them, all gaps by site in the package, the engine's counters and the longest kernels. A `late` gap ends with
+a kernel that the host launched in the gap. A `queued` gap ends with a kernel that was launched before and waited for
+other work of the device. Exit status 1 if nothing was measured.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, default="cpu", help="where states live, as in device_step.py (cpu)")
     parser.add_argument("--clip", type=float, default=0.0, help="norm to clip the gradient to (0: no clipping)")
     parser.add_argument("--steps", type=int, default=2, help="traced steps (2)")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before, untraced (3); one more is traced")
+    parser.add_argument("--warm-up", type=int, default=3, help="untraced steps before (3); one traced step follows")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON to write")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the profiler's trace, compressed with gzip")
     parser.add_argument("--no-frames", dest="frames", action="store_false", help="do not sample Python's frames")
     args = parser.parse_args(arguments)
     if args.steps < 1 or args.warm_up < 1:
-        parser.error("--steps and --warm-up are at least 1")
+        parser.error("--steps and --warm-up must be at least 1")
     args.ranks, args.dtype, args.prefetch = 1, "bf16", "auto"
     vars(args).update(SIZES[args.size])
     return args
@@ -114,12 +114,12 @@ def analyse(run: Run) -> harness.Result:
     if len(windows) < len(run.steps):
         raise ValueError(f"the trace holds {len(windows)} of {len(run.steps)} steps")
     if clock is None:
-        trace.notes.append("no marks in the trace: samples have no place in it")
+        trace.notes.append("no marks in the trace: samples cannot be placed in it")
     busy = trace_gaps.busy_spans(trace, marked.thread if marked else "")
     lost, launched = kineto.unseen(trace, windows[0][0], windows[-1][1])
     if trace.kernels and lost:
         trace.notes.append(
-            f"{lost} of {launched} launches have no kernel in the trace: the share of kernels is a bound"
+            f"{lost} of {launched} launches have no kernel in the trace: the share of kernels is a lower bound"
         )
     overhead = sum(row["ms"] for row in trace_gaps.most(trace.overheads, windows, len(trace.overheads)))
     if overhead:
@@ -168,7 +168,7 @@ def write(args: argparse.Namespace, run: Run, result: harness.Result) -> None:
 
 
 def report(args: argparse.Namespace, run: Run) -> int:
-    """Write and print the result; the exit status."""
+    """Write and print the result. Returns the exit status."""
     result = first_part(args, run)
     write(args, run, result)
     empty = dict[str, Any]()

@@ -157,7 +157,7 @@ class Meanwhile:
 
 
 def described(gap: Gap, window: Interval, meanwhile: Meanwhile) -> dict[str, Any]:
-    """Return all that is known of a gap, as JSON holds it. start_ms: from the start of the step."""
+    """Return the description of a gap for JSON. start_ms: from the start of the step."""
     return {
         "step": gap.step,
         "start_ms": (gap.start - window[0]) / 1e3,
@@ -243,6 +243,6 @@ def by_site(found: Sequence[Gap], meanwhile: Meanwhile, floor: float = FLOOR) ->
 
 
 def host_sites(samples: Sequence[Sample], count: int = 20) -> list[dict[str, Any]]:
-    """Return the shares of samples by site, whatever the device did."""
+    """Return the shares of all samples by site, in gaps or not."""
     found = Counter(site(sample)[0] for sample in samples)
     return [{"site": name, "share": n / len(samples)} for name, n in found.most_common(count)]
