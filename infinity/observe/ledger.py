@@ -17,7 +17,7 @@ class Snapshot:
     Bytes: nvme_bytes_read, nvme_bytes_written (this rank's states), activation_bytes_read, activation_bytes_written
     (this rank's saved activations, between the device and their tier), all_gather_bytes, reduce_scatter_bytes (of whole
     units).
-    Seconds: seconds (on the clock), wait_seconds (the model's compute stood still for the engine, for all reasons of
+    Seconds: seconds (on the clock), wait_seconds (the model's compute stood still, for all reasons of
     `Ledger.waits`), update_seconds (in Adam's kernels, beside the model
     or not). updated_elements: parameters updated. fetches: units fetched. blocks_repaired: blocks read from nvme whose
     bytes did not match their checksum at first, and did when they were read again.
@@ -64,8 +64,8 @@ class Ledger:
     def waits(self) -> dict[str, Waited]:
         """Return the waits of the model's threads for the engine so far, by reason (`infinity.observe.waits.REASONS`).
 
-        `slept` counts all seconds in which a thread slept. `stood_still` counts those in which the model's compute
-        did too, since a device goes on with the work that it was given before.
+        slept: seconds for which a thread slept. stood_still: seconds for which the model's compute stood still
+        meanwhile; fewer on a device, which continues with queued work.
         """
         return self._waits.so_far()
 

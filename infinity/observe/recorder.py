@@ -131,7 +131,7 @@ class Recorder:
     def wait(self, lane: str, reason: str) -> AbstractContextManager[None]:
         """Return a context in which the model waits for work of `lane`, for a reason of `infinity.observe.waits`.
 
-        The outermost context counts. Helper threads may call it too; theirs do not count.
+        Nested contexts and those of helper threads are not counted.
         """
         return _Waiting(self, lane, reason)
 

@@ -1,7 +1,7 @@
-"""Waits of the model's threads: for how long each slept, and for how long the model's compute stood still meanwhile.
+"""Waits of the model's threads: how long each slept, and how long the model's compute stood still meanwhile.
 
-The two are equal where the host computes. A device goes on with what it was given while a thread sleeps, so there they
-differ: `infinity.tiers.stalls.StreamWaits`.
+The two are equal where the host computes. A device continues with queued work while a thread sleeps, so events on its
+stream measure the second (`infinity.tiers.stalls.StreamWaits`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REASONS = {
     "norm": "the squares of all gradients are summed",
     "edits": "compute ends, so that the fingerprint of a unit is known",
     "loss": "compute ends, so that the loss is known",
-    "small copies": "a loss, a sum or the result of a comparison, which is computed, arrives in host memory",
+    "small copies": "a computed loss, sum or result of a comparison arrives in host memory",
     "collectives": "other ranks take part in a collective",
     "activations": "a saved activation arrives or leaves",
     "saves": "a snapshot, or the commit of a durable run, has read the states",
@@ -32,7 +32,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Waited:
-    """Waits for one reason. slept: seconds on the host's clock. stood_still: seconds in which compute did."""
+    """Waits for one reason. slept: seconds on the host's clock. stood_still: seconds for which compute stood still."""
 
     count: int
     slept: float

@@ -28,7 +28,7 @@ def available_memory(root: str | Path = "/") -> int:
 
 
 MACHINE_MEMORY = "INFINITY_MACHINE_MEMORY"
-"""Variable with the bytes of the machine's memory, such as "120GiB", where Linux reports less than it can have."""
+"""Variable with the size that the machine's memory can reach, such as "120GiB", where Linux reports less."""
 
 
 def _left_by_machine() -> int:

@@ -28,9 +28,9 @@ class _Wait(NamedTuple):
 class StreamWaits(Waits):
     """Waits of threads that compute on streams of a device.
 
-    The stream reaches the first event of a wait when it has no work left, and the second one when the thread has woken
-    and the copies that it waits for have ended. So their distance is the time for which compute stood still, and 0 if
-    the device still had work when the thread woke.
+    The stream reaches the first event of a wait when it has no work left. It reaches the second one when the thread has
+    woken and the copies that it waits for have ended. The time between them is that for which compute stood still. It
+    is about 0 if the device still had work when the thread woke.
     """
 
     def __init__(self, device: torch.device, clock: EventClock) -> None:

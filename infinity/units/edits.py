@@ -18,7 +18,7 @@ class EditCheck:
     def __init__(
         self, device: Device, same: torch.Tensor, flag: torch.Tensor, computed: Transfer, copied: Transfer
     ) -> None:
-        """flag: the host's copy of `same`, which is valid once `computed` is done; the copy, once `copied` is."""
+        """same: valid once `computed` is done. flag: its copy on the host, valid once `copied` is done."""
         self._computed = computed
         self.copied = copied
         self.same: torch.Tensor | None = same  # alive while it is copied

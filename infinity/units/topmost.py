@@ -32,7 +32,8 @@ class _Found(ctypes.Structure):
 def _from_library() -> Callable[[bool], Hooks | None]:
     """Return the function for torch 2.6 and 2.7, which have it in C++ only: at::SavedTensorDefaultHooks::get_hooks().
 
-    A result of this size is returned in memory, as one of C is. PyDLL keeps the GIL, which the call needs.
+    The C++ ABI returns a result of this size in memory, as C does, so ctypes can call it. PyDLL keeps the GIL, which
+    the call needs.
     """
     library = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     get = library._ZN2at23SavedTensorDefaultHooks9get_hooksEv
@@ -59,4 +60,4 @@ def _owned(address: int) -> Any:
 
 _from_torch = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 topmost_hooks: Callable[[bool], Hooks | None] = _from_library() if _from_torch is None else _from_torch
-"""Return the topmost hooks of this thread, or None. Argument: also while Dynamo traces, when torch hides them."""
+"""Return the topmost hooks of this thread, or None. Argument: True returns them while Dynamo traces, too."""
