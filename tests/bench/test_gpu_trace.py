@@ -138,7 +138,7 @@ def test_a_file_without_events_gives_none() -> None:
 
 
 def test_kernels_before_their_launches_are_shifted_or_left_out() -> None:
-    """All are 30 µs early, so the clocks differ; one is 5 ms earlier still, which no clock explains."""
+    """Kernels are 30 µs early, so the clocks differ. One is 5 ms earlier still, which no clock explains."""
     events = [one for k in range(40) for one in kernel(f"k{k}", 1e5 + 100 * k - 30, 1e5 + 100 * k, 1e5 + 100 * k, k)]
     events[20]["ts"] -= 5000
     trace = kineto.checked(kineto.parse(events))

@@ -1,8 +1,8 @@
-"""Where states live changes no bit of a training on one device: in its memory, in host memory and on nvme.
+"""Training on one device gives the same bits with states on the device, in host memory and on nvme.
 
-On CUDA, states in the device's memory are updated by Infinity's kernels, which promise the bits of the host's. On
-"late" they are updated by torch's operators, which round otherwise: there these placements are compared within bounds,
-and left out where torch has no operator. The model has no operation whose bits may depend on the order of threads.
+On CUDA, Infinity's kernels update states on the device, with the bits of the host's kernels. On "late", torch's
+operators update them and round otherwise: these placements are compared within bounds, and left out where torch has no
+operator. The model has no operation whose bits may depend on the order of threads.
 """
 
 from __future__ import annotations

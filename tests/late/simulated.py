@@ -40,9 +40,9 @@ FINGERPRINTS, GRADIENTS = "fingerprints", "gradients on device"
 
 @dataclass(frozen=True)
 class Host:
-    """The host. memory: bytes a second, for each thread that works on it with all cores. core: bytes a second that one
-    core adds or sums, for gradients that arrive while an update has all others; 0: they have all cores, too. Others:
-    bytes of memories.
+    """The host. memory: bytes a second, for each thread that works on it with all cores. core: bytes a second of the
+    one core that adds or sums gradients while an update has all others; 0: gradients have all cores, too. nbytes,
+    device_nbytes: sizes of host and device memory.
     """
 
     memory: float = 150e9
@@ -187,7 +187,7 @@ def _stream_in(
 
 
 class _Pool:
-    """The pool of threads that update and sum. A worker joins the oldest job, so an update has it until it ends."""
+    """The pool of threads that update and sum. Workers join the oldest job, so an update keeps them until it ends."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

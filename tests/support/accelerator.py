@@ -44,6 +44,6 @@ def new_stream() -> AbstractContextManager[object]:
 
 
 def delay() -> None:
-    """Keep the current stream busy. Does nothing on "late", whose work runs only when somebody waits for it."""
+    """Keep the current stream busy. Does nothing on "late", whose work runs only when something waits for it."""
     if device().type == "cuda":
         torch.cuda._sleep(CYCLES)
