@@ -11,7 +11,7 @@ BENCH ?= step
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
 JOBS ?= 2
 CASES ?= all
-# Another torch than that of constraints.txt, and packages in other versions than requirements/develop.txt has.
+# `make test-with`. TORCH: a release instead of that in constraints.txt. ALSO: packages that replace pinned versions.
 TORCH ?=
 ALSO ?=
 # xdist 3.8 hangs where it replaces a process that a test ended.
@@ -46,7 +46,7 @@ test: install ## run the test suite: each value of each parameter of a test
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-with: ## run the suite on other versions: PYTHON=python3.12 TORCH=2.11.0 ALSO="numpy==2.5.2 transformers==5.17.0"
-	@test -n "$(TORCH)" || { echo "which torch? make test-with PYTHON=$(PYTHON) TORCH=2.11.0" >&2; exit 1; }
+	@test -n "$(TORCH)" || { echo "TORCH is not set. Run make test-with PYTHON=$(PYTHON) TORCH=2.11.0." >&2; exit 1; }
 	$(MAKE) test VENV=build/with/$$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')-torch$(TORCH)
 
 test-campaign: install ## run every case of every test, slow ones too (hours); CASES=few: fuzzing, memory, jobs (minutes)
@@ -139,7 +139,7 @@ $(VENV)/.created:
 	@touch $@
 
 # First and by itself, so that what else is installed takes this torch for its own. Large: pip shows its progress.
-# Older releases of torch ask for other versions of sympy and others than constraints.txt has.
+# With TORCH, without constraints: older releases of torch require other versions, such as of sympy.
 $(VENV)/.torch: constraints.txt | $(VENV)/.created
 	$(if $(TORCH),$(PIP) install torch==$(TORCH),$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)")
 	@touch $@
