@@ -98,7 +98,7 @@ wheel: install build/wheel/.installed ## build a wheel that needs no compiler, a
 # pip's resolver has no part in it: the names are those of `import infinity` and of tests/gpu, without torch and numpy.
 BUNDLE_PYTHON ?= 3.12
 BUNDLE = pydantic pydantic-core annotated-types typing-inspection typing-extensions psutil safetensors \
-	rich markdown-it-py mdurl pygments typer shellingham annotated-doc hypothesis sortedcontainers pytest-timeout
+	rich markdown-it-py mdurl pygments typer shellingham annotated-doc hypothesis sortedcontainers pytest-timeout pytest-xdist execnet
 gpu-bundle: $(VENV)/.created ## fill build/gpu-bundle with what a CUDA machine without network lacks (bench/gpu_check.sh)
 	rm -rf build/gpu-bundle
 	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(BUNDLE_PYTHON) --constraint constraints.txt \

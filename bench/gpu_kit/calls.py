@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_kit import package
@@ -54,7 +55,8 @@ class Kit:
     def pytest(self, step: str, seconds: float, *words: str | Path, workers: int = 0) -> Outcome:
         # The options of pyproject.toml name plugins that may be missing.
         options = ["-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider", "-m", "gpu"]
-        spread = ["-n", str(workers), "--max-worker-restart=0"] if workers else []
+        has_xdist = find_spec("xdist") is not None or (self.site / "xdist").exists()
+        spread = ["-n", str(workers), "--max-worker-restart=0"] if workers and has_xdist else []
         return self.python(step, seconds, "-m", "pytest", *options, *spread, *words)
 
     def gpt2(self, step: str, seconds: float, *flags: str, device: bool = True, **environment: str) -> Outcome:
@@ -65,9 +67,9 @@ class Kit:
         command: list[str | Path] = [script, *flags, "--nvme-path", str(self.nvme), "--out", out]
         return self.steps.run(step, seconds, command, **environment)
 
-    def device_step(self, step: str, seconds: float, size: str, *flags: str | Path) -> Outcome:
+    def device_step(self, step: str, seconds: float, size: str, *flags: str | Path, kind: str = "gpt2") -> Outcome:
         nvme = ("--nvme-path", str(self.nvme), "--steps", str(self.sizes.steps))
-        out = self.figures / f"gpt2-{size}.json"
+        out = self.figures / f"{kind}-{size}.json"
         return self.python(step, seconds, "bench/device_step.py", "--size", size, *nvme, "--output", out, *flags)
 
 
@@ -223,7 +225,7 @@ def nvme(kit: Kit) -> None:
     kit.python("bandwidths", 90, *links, "--seconds", str(kit.sizes.links_seconds), "--out", bandwidths)
     kinds = ("--kinds", "plain", "optimizer on nvme", "nvme", "--moments", "8bit", "--bandwidths", bandwidths)
     for name, size in (("small", kit.sizes.small), ("large", kit.sizes.large)):
-        kit.device_step(name, 200, size, *kinds, "--clips", "0", "--seconds", "90")
+        kit.device_step(name, 200, size, *kinds, "--clips", "0", "--seconds", "90", kind="nvme")
 
 
 CALLS: dict[str, Callable[[Kit], None]] = {

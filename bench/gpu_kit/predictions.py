@@ -25,8 +25,6 @@ class Prediction(NamedTuple):
     high: float
     unit: str
     read: Callable[[Figures], float | None]
-    tells: str = ""
-    """Mechanism that the figure shows."""
 
     @property
     def expected(self) -> str:
@@ -106,17 +104,13 @@ PREDICTIONS = (
     Prediction("10 B, resident blocks, recomputed", 410, 450, "model TFLOP/s", _of("10b-bf16", "resident_tflops")),
     Prediction("10 B: construction", 60, 110, "s", _of("10b-bf16", "construction_seconds")),
     Prediction("10 B, bf16: step", 1.75, 2.4, "s", _step("10b-bf16", "seconds")),
-    Prediction(
-        "10 B, fp16: step", 2.3, 2.8, "s", _step("10b-fp16", "seconds"), "bf16 no faster than fp16: mechanism 1"
-    ),
+    Prediction("10 B, fp16: step", 2.3, 2.8, "s", _step("10b-fp16", "seconds")),
     Prediction("10 B, bf16: CPU Adam", 0.87, 1.3, "s a step", _step("10b-bf16", "update_seconds")),
     Prediction("10 B, fp16: CPU Adam", 1.0, 1.5, "s a step", _step("10b-fp16", "update_seconds")),
-    Prediction("10 B, bf16: idle, `gradients`", 0.15, 0.8, "s a step", _idle("10b-bf16", "gradients"), "mechanism 1"),
-    Prediction("10 B, bf16: idle, `edits`", 0.03, 0.06, "s a step", _idle("10b-bf16", "edits"), "mechanism 2"),
-    Prediction(
-        "10 B, bf16: idle, `small copies`", 0.0, 0.4, "s a step", _idle("10b-bf16", "small copies"), "mechanism 3"
-    ),
-    Prediction("1.3 B, `cpu`: device busy", 0.38, 0.5, "of two steps", _busy, "mechanism 4"),
+    Prediction("10 B, bf16: idle, `gradients`", 0.15, 0.8, "s a step", _idle("10b-bf16", "gradients")),
+    Prediction("10 B, bf16: idle, `edits`", 0.03, 0.06, "s a step", _idle("10b-bf16", "edits")),
+    Prediction("10 B, bf16: idle, `small copies`", 0.0, 0.4, "s a step", _idle("10b-bf16", "small copies")),
+    Prediction("1.3 B, `cpu`: device busy", 0.38, 0.5, "of two steps", _busy),
 )
 
 

@@ -61,7 +61,8 @@ class Steps:
     ) -> None:
         self.outcomes: list[Outcome] = []
         self._folder = folder
-        self._end = time.monotonic() + seconds
+        # The stacks of a last step that hangs are within the call, too.
+        self._end = time.monotonic() + seconds - STACKS_SECONDS - LEAST_SECONDS
         # Python prints stacks in a crash, and writes each line at once.
         self.environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         self._cwd = folder_of_commands

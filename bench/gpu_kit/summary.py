@@ -144,7 +144,7 @@ def _trace(result: Mapping[str, Any]) -> Iterator[str]:
     total = shares[-1]
     names = ("kernels", "to device", "from device", "nothing")
     shown = ", ".join(f"{name} {100 * total[name]:.0f} %" for name in names if name in total)
-    yield from ("", f"trace, share of two steps: {shown}; gaps by line (trace.txt has more):")
+    yield from ("", f"trace, share of the steps: {shown}; gaps by line (trace.txt has more):")
     for one in result.get("gap_sites", [])[:SITES]:
         yield f"  {one.get('seconds', 0):.4f} s in {one.get('count')}: {one.get('site')}"
 

@@ -280,7 +280,7 @@ LEFT = {
     "headline": {"10b-bf16.json", "10b-bf16.timeline.json", "10b-fp16.json", "trace.json", "trace.txt"},
     "fix": {"fix.json", "fix.txt"},
     "kernels": {"adam.txt", "streams.txt", "memcheck.txt"},
-    "nvme": {"bandwidths.json", "gpt2-tiny.json", "large.txt"},
+    "nvme": {"bandwidths.json", "nvme-tiny.json", "large.txt"},
 }
 """Call → files that it leaves, among others."""
 
