@@ -26,7 +26,7 @@ class _Wait(NamedTuple):
 
 
 class StreamWaits(Waits):
-    """Waits of threads that compute on streams of a device.
+    """Waits of threads that compute on streams of a device [Note: two times of a wait].
 
     The stream reaches the first event of a wait when it has no work left. It reaches the second one when the thread has
     woken and the copies that it waits for have ended. The time between them is that for which compute stood still. It
