@@ -82,12 +82,16 @@ def _machine(figures: Mapping[str, Any]) -> Iterator[str]:
             most = max(one.get("touched", 0) for one in memory)
             text += f"; {last['MemTotal']} after {most} GiB were written, at {median(rates):.1f} GB/s"
         yield text
-    yield f"NVMe folder: {facts.get('nvme folder')}"
+    if disk := facts.get("nvme folder"):
+        yield f"NVMe folder: {disk['type']} on {disk['source']}, {disk['free GB']} of {disk['GB']} GB free"
 
 
 def _steps(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    before = ""
     for one in outcomes:
-        yield f"  {one.step:18} {one.what:24} {one.seconds:4.0f} s  {one.why}".rstrip()
+        why = "as above" if one.why and one.why == before else one.why
+        before = one.why or before
+        yield f"  {one.step:18} {one.what:24} {one.seconds:4.0f} s  {why}".rstrip()
 
 
 def _failures(outcomes: Sequence[Outcome], folder: Path) -> Iterator[str]:

@@ -343,9 +343,11 @@ def test_the_summary_shows_the_figures_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bits.txt").write_text("one\ntwo\n\nthree\nfour\n")
     outcomes = [Outcome("bits", "failed with status 1", 3.0), Outcome("step", "passed", 9.0)]
+    outcomes += [Outcome(name, "not run", why="there is no tool") for name in ("one", "two")]
     text = summary.page("right", outcomes, summary.figures_of(tmp_path), tmp_path)
     assert text.startswith("# right: FAILED: bits\nNVIDIA H100")
     assert "bits, the last lines:\n  two\n  three\n  four\n" in text
+    assert text.count("there is no tool") == 1 and "as above" in text
     assert "cpu, clip 0                  0.400 s, idle for the engine 0.125, bound 0.300" in text
     assert "nvme, clip 0                 too little space" in text
     assert "step 1: loss 5.0000, 2.00 s, 5120 tokens/s, 330 TFLOP/s, 77 % of resident" in text
