@@ -13,7 +13,7 @@ import harness
 from infinity.gpt2.data import TokenDataset
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.units import show_bytes
-from infinity.observe.waits import Waited
+from infinity.observe.waits import between
 from infinity.tiers.accelerator import AcceleratorDevice, default_device
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer
@@ -102,7 +102,7 @@ def train(engine: TrainingEngine, text: TokenDataset, steps: int, device: Device
             "step": step,
             "loss": mean,
             **spent,
-            "waits": waits,
+            "waits": {reason: vars(one) for reason, one in waits.items()},
             "host_peak_bytes": engine.ledger.host_peak_bytes,
             "device_peak_bytes": engine.ledger.device_peak_bytes,
             "skipped_steps": engine.skipped_steps,
@@ -119,16 +119,6 @@ def _counters(engine: TrainingEngine, device: Device) -> dict[str, float]:
         "nvme_bytes_written": now.nvme_bytes_written,
         "bytes_to_device": getattr(device, "to_device", 0),
         "bytes_from_device": getattr(device, "from_device", 0),
-    }
-
-
-def between(before: Mapping[str, Waited], after: Mapping[str, Waited]) -> dict[str, dict[str, float]]:
-    """Return reason → count, seconds slept and stood still of the waits between two readings of `Ledger.waits`."""
-    none = Waited(0, 0.0, 0.0)
-    return {
-        reason: {name: getattr(one, name) - getattr(before.get(reason, none), name) for name in vars(none)}
-        for reason, one in after.items()
-        if one != before.get(reason, none)
     }
 
 

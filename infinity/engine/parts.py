@@ -122,11 +122,10 @@ class EngineParts:
         return held
 
     def counters(self) -> dict[str, Any]:
-        """Return the bytes moved and the seconds waited so far; see `infinity.observe.ledger.Snapshot`."""
+        """Return the bytes moved and the seconds of updates so far; see `infinity.observe.ledger.Snapshot`."""
         nvme, traffic, training = self.tiers.get("nvme"), self.ranks.traffic, self.training
         room = None if self.activations is None else self.activations.room
         return {
-            "wait_seconds": sum(wait.stood_still for wait in self.device.recorder.waits.so_far().values()),
             "update_seconds": training.pipeline.seconds if training else 0.0,
             "nvme_bytes_read": getattr(nvme, "bytes_read", 0),
             "nvme_bytes_written": getattr(nvme, "bytes_written", 0),

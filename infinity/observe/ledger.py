@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from infinity.concurrency import now
-from infinity.observe.waits import Waited, Waits
+from infinity.observe.waits import Waited, Waits, between
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,23 @@ class Ledger:
         self._tier_bytes = tier_bytes
         self._device_peak = device_peak
         self._waits = waits
+        self._waits_before = waits.so_far()
+        """Waits of engines that had the device before."""
         self._began = now()
 
     def snapshot(self) -> Snapshot:
         """Return the present counters."""
-        counters = self._counters()
-        return Snapshot(seconds=now() - self._began, **counters)  # type: ignore[arg-type]
+        stood_still = sum(wait.stood_still for wait in self.waits().values())
+        return Snapshot(seconds=now() - self._began, wait_seconds=stood_still, **self._counters())  # type: ignore[arg-type]
 
     def waits(self) -> dict[str, Waited]:
         """Return the waits of the model's threads for the engine so far, by reason (`infinity.observe.waits.REASONS`).
 
         slept: seconds for which a thread slept. stood_still: seconds for which the model's compute stood still
         meanwhile; fewer on a device, which continues with queued work.
+        Engines that are given one device at the same time share these counts.
         """
-        return self._waits.so_far()
+        return between(self._waits_before, self._waits.so_far())
 
     def tier_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank's engine has reserved in each tier: "device", "host", "nvme"."""

@@ -169,8 +169,8 @@ class _Waiting(AbstractContextManager[None]):
         own = self._recorder._of_thread
         self._counts = not own.waits_for and _thread() == MODEL
         if self._counts:
-            own.waits_for = self._reason
             self._began = self._recorder.waits.begin()
+            own.waits_for = self._reason  # last: after an error or an interrupt here, no wait would count again
 
     def __exit__(self, *error: object) -> None:
         if not self._counts:

@@ -39,6 +39,17 @@ class Waited:
     stood_still: float
 
 
+def between(before: Mapping[str, Waited], after: Mapping[str, Waited]) -> dict[str, Waited]:
+    """Return reason → the waits between two readings; reasons without one are left out."""
+    none = Waited(0, 0.0, 0.0)
+    pairs = {reason: (one, before.get(reason, none)) for reason, one in after.items()}
+    return {
+        reason: Waited(now.count - then.count, now.slept - then.slept, now.stood_still - then.stood_still)
+        for reason, (now, then) in pairs.items()
+        if now != then
+    }
+
+
 class Waits:
     """Waits of threads that compute in host memory. Thread-safe."""
 
