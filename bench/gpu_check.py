@@ -27,6 +27,8 @@ could not run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import resource
 import shutil
@@ -35,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -49,16 +51,31 @@ EMULATED = ROOT / "bench" / "gpu_kit" / "emulated"
 """Its sitecustomize.py loads the emulated device in each process of Python."""
 CUDA_TOOLS = "/usr/local/cuda/bin"
 """Usual folder of nvcc and compute-sanitizer."""
+DEVICE_SECONDS = 120
+"""Time for the first use of the device."""
 WHY_NO_DEVICE = "import torch; torch.empty(0, device='cuda'); print(torch.cuda.get_device_name())"
 
 
 def no_device(environment: dict[str, str]) -> str:
     """Return the error of torch if it has no CUDA device; otherwise an empty text."""
-    done = subprocess.run([sys.executable, "-c", WHY_NO_DEVICE], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", WHY_NO_DEVICE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEVICE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"the CUDA device did not answer in {DEVICE_SECONDS} s"
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines() or ["torch ended with status " + str(done.returncode)]
     return f"there is no CUDA device here ({lines[-1]})"
+
+
+def memory_limit(groups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the bytes of memory that this container may have."""
+    found = [math.inf]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # without a limit, the text is "max"
+            found.append(int((groups / name).read_text()))
+    return min(found)
 
 
 def run(call: str, environment: dict[str, str], work: Path) -> int:
@@ -73,12 +90,7 @@ def run(call: str, environment: dict[str, str], work: Path) -> int:
         shutil.copytree(ROOT / name, commands / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", commands)
 
-    first = [EMULATED, ROOT / "tests"] if dry else [site]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, first), environment.get("PYTHONPATH")]))
-    own = str(Path(sys.executable).parent)  # scripts start python3
-    environment["PATH"] = os.pathsep.join([own, environment.get("PATH", ""), CUDA_TOOLS])
-    if dry:
-        environment["INFINITY_TEST_DEVICE"] = "late"
+    environment = of_steps(environment, [EMULATED, ROOT / "tests"] if dry else [site], dry=dry)
     seconds = float(environment.get("SECONDS_OF_CALL", "480"))
     steps = Steps(
         figures,
@@ -99,15 +111,27 @@ def run(call: str, environment: dict[str, str], work: Path) -> int:
         wheels=Path(environment.get("WHEELS", ROOT / "build" / "gpu-bundle")).resolve(),
         nvme=Path(environment.get("NVME", tempfile.gettempdir())).resolve(),
         no_device="" if dry else no_device(environment),
+        memory_limit=memory_limit(),
         dry=dry,
     )
-    signal.signal(signal.SIGTERM, lambda number, frame: _stopped(steps, number, frame))
+    signal.signal(signal.SIGTERM, _stopped)
     print(f"== {call} ({seconds:.0f} s at most); results: {results}", flush=True)
     if install(kit):
         CALLS[call](kit)
     text = summarise(call, steps.outcomes, figures, results)
     print(f"== summary ({seconds - steps.left:.0f} s)\n\n{text}", flush=True)
     return exit_status(steps.outcomes)
+
+
+def of_steps(given: Mapping[str, str], first: Sequence[Path], *, dry: bool) -> dict[str, str]:
+    """Return the environment of the steps. first: folders that Python searches first."""
+    paths = [*map(str, first), given.get("PYTHONPATH", "")]
+    own = str(Path(sys.executable).parent)  # scripts start python3
+    # Tests on the emulated device would pass in place of those on CUDA.
+    kept = {name: value for name, value in given.items() if name != "INFINITY_TEST_DEVICE"}
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    found["PATH"] = os.pathsep.join([own, given.get("PATH", ""), CUDA_TOOLS])
+    return {**kept, **found, **({"INFINITY_TEST_DEVICE": "late"} if dry else {})}
 
 
 def summarise(call: str, outcomes: Sequence[Outcome], figures: Path, results: Path) -> str:
@@ -123,9 +147,8 @@ def summarise(call: str, outcomes: Sequence[Outcome], figures: Path, results: Pa
     return text
 
 
-def _stopped(steps: Steps, number: int, frame: FrameType | None) -> None:
-    """Abort the running step, which prints its stacks. Completed steps are in the results already."""
-    steps.abort()
+def _stopped(number: int, frame: FrameType | None) -> None:
+    """Leave the running step, which prints its stacks. Completed steps are in the results already."""
     sys.exit(128 + number)
 
 
@@ -134,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("call", choices=CALLS, metavar=" | ".join(CALLS))
     call = parser.parse_args(arguments).call
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as work:
         return run(call, dict(os.environ), Path(work))
 
 

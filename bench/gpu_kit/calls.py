@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ class Kit:
 
     work: a folder with copies of bench and tests, in which commands run. figures: folder for logs and JSON files.
     site: folder into which wheels are installed. no_device: the reason if there is no CUDA device; otherwise empty.
+    memory_limit: bytes that a container may have.
     dry: use the emulated device and the installed package.
     """
 
@@ -44,6 +46,7 @@ class Kit:
     wheels: Path
     nvme: Path
     no_device: str
+    memory_limit: float = math.inf
     dry: bool = False
 
     def python(self, step: str, seconds: float, *words: str | Path, device: bool = True, **environment: str) -> Outcome:
@@ -130,8 +133,11 @@ def facts(kit: Kit, *, always: bool = False) -> None:
     INFINITY_MACHINE_MEMORY.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    limit = kit.memory_limit / GIB
     grows = not kit.no_device and total < kit.sizes.memory_gib
-    if always and total > kit.sizes.memory_gib / 0.9:
+    if limit < kit.sizes.memory_gib / 0.9:  # at its limit, the system may end all that runs in a container
+        touch = 0.8 * (limit if grows else min(limit, total)) if always or grows else 0
+    elif always and total > kit.sizes.memory_gib / 0.9:
         touch = kit.sizes.memory_gib
     else:  # the memory grows, or the kernel ends the process that writes
         touch = kit.sizes.memory_gib if grows else 0.8 * total if always else 0

@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("infinity", "csrc", "CMakeLists.txt", "pyproject.toml")
+PIP = ("-m", "pip", "--isolated", "--disable-pip-version-check")
+"""Without the machine's variables for pip: constraints or a user's folder would refuse what is carried in."""
 HASH_FILE = "infinity.sources"
 """Beside a wheel: the hash of its sources."""
 
@@ -57,7 +59,7 @@ def other_wheels(folder: Path) -> list[Path]:
 
 def install(site: Path, wheels: Sequence[Path]) -> list[str | Path]:
     """Return the command that installs wheels into a folder, without their dependencies."""
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip: list[str | Path] = [sys.executable, *PIP, "install", "--quiet"]
     options: list[str | Path] = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
     return [*pip, *options, "--target", site, *wheels]
 
@@ -70,7 +72,7 @@ def build(wheels: Path, architecture: str, root: Path = ROOT, *, kernels: bool =
     defines = [f"cmake.define.INFINITY_CUDA={'ON' if kernels else 'OFF'}"]
     if architecture and kernels:
         defines.append(f"cmake.define.INFINITY_CUDA_ARCHITECTURES={architecture}")
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-index"]
+    pip: list[str | Path] = [sys.executable, *PIP, "wheel", "--no-index"]
     options: list[str | Path] = [
         "--no-build-isolation",
         "--no-deps",
@@ -84,7 +86,10 @@ def architecture() -> str:
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return ""
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return ""
     return done.stdout.split("\n")[0].strip().replace(".", "") if done.returncode == 0 else ""
 
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a call within its time, and reports the outcomes after each.
+"""Runs the steps of a call within its time, and reports the outcomes after each, and while one runs.
 
 A step is a command. Its output goes directly to a file, so nothing is lost with the process. A step that exceeds its
 time gets SIGABRT, on which faulthandler prints the stacks of all threads, and later SIGKILL.
@@ -14,20 +14,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 STACKS_SECONDS = 15
 """Time for the stacks between SIGABRT and SIGKILL."""
+REPORT_SECONDS = 60
+"""Seconds of a step after which its log and figures are written, again and again."""
 LEAST_SECONDS = 5
 """A step with less time than this is not started."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step that ended, or was not run. what: "passed", "failed with status N", "out of time" or "not run"."""
+    """A step. what: "passed", "failed with status N", "out of time", "stopped" with the call, "not run", "running"."""
 
     step: str
     what: str
@@ -40,14 +42,14 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        return self.what not in ("passed", "not run")
+        return self.what not in ("passed", "not run", "running")
 
 
 class Steps:
     """The steps of one call.
 
     folder: for a log of each step. seconds: of the call, from now on. folder_of_commands: where they run. after_each:
-    called with all outcomes so far, after each step.
+    called with all outcomes so far, after each step and while it runs.
     """
 
     def __init__(
@@ -67,7 +69,6 @@ class Steps:
         self.environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         self._cwd = folder_of_commands
         self._after_each = after_each
-        self._running: subprocess.Popen[bytes] | None = None
 
     @property
     def left(self) -> float:
@@ -82,7 +83,11 @@ class Steps:
         words = [str(word) for word in command]
         print(f"-- {step}: {shlex.join(words)} ({limit:.0f} s at most)", flush=True)
         began = time.monotonic()
-        what = self._execute(words, limit, self.log_of(step), {**self.environment, **environment})
+        try:
+            what = self._execute(words, step, limit, {**self.environment, **environment})
+        except BaseException:  # the call is stopped: what the step has written is worth its place in the results
+            self._note(Outcome(step, "stopped", time.monotonic() - began))
+            raise
         return self._note(Outcome(step, what, time.monotonic() - began))
 
     def skip(self, step: str, why: str) -> Outcome:
@@ -91,11 +96,6 @@ class Steps:
 
     def log_of(self, step: str) -> Path:
         return self._folder / f"{step}.txt"
-
-    def abort(self) -> None:
-        """Stop the step that runs, for a call that is stopped itself."""
-        if self._running is not None:
-            _signal(self._running, signal.SIGABRT)
 
     def as_json(self) -> list[dict[str, Any]]:
         return [asdict(outcome) for outcome in self.outcomes]
@@ -107,7 +107,8 @@ class Steps:
         self._after_each(self.outcomes)
         return outcome
 
-    def _execute(self, command: Sequence[str], limit: float, log: Path, environment: Mapping[str, str]) -> str:
+    def _execute(self, command: Sequence[str], step: str, limit: float, environment: Mapping[str, str]) -> str:
+        log = self.log_of(step)
         with open(log, "wb") as output:
             try:
                 process = subprocess.Popen(
@@ -118,17 +119,30 @@ class Steps:
                 output.write(f"{error}\n".encode())
                 print(error, flush=True)
                 return "failed with status 127"
-        self._running = process
-        with _shown(log):
+        with _shown(log), _guarded(process):
             try:
-                status = process.wait(limit)
+                status = self._wait(process, step, limit)
                 return "passed" if status == 0 else f"failed with status {status}"
             except subprocess.TimeoutExpired:
                 _stop(process)
                 return "out of time"
+            except BaseException:
+                _stop(process)
+                raise
             finally:
                 _signal(process, signal.SIGKILL)  # children that it left running
-                self._running = None
+
+    def _wait(self, process: subprocess.Popen[bytes], step: str, limit: float) -> int:
+        """Return the status; TimeoutExpired after `limit`. Writes what is known now and then."""
+        began = time.monotonic()
+        while True:
+            spent = time.monotonic() - began
+            self._after_each([*self.outcomes, Outcome(step, "running", spent)])
+            try:
+                return process.wait(min(REPORT_SECONDS, max(0.0, limit - spent)))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() - began >= limit:
+                    raise
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -145,6 +159,23 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def _guarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End the group of `process` if this process is killed in the block: the group would keep the device.
+
+    A shell reads from a pipe that this process alone can write to, and so learns of its end.
+    """
+    command = ["sh", "-c", f"read -r line; kill -s KILL -- -{process.pid}"]
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
 
 
 @contextlib.contextmanager

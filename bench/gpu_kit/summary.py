@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,7 +21,9 @@ SITES = 5
 """Lines of Python that the summary shows for a trace."""
 WIDTH = 118
 LARGEST = 15 << 20
-"""Bytes of a file in the tarball. Larger ones are cut, with a line that says so."""
+"""Bytes of a file in the tarball, and of the tarball. The middle of a larger file is cut, with a line that says so. The
+largest files are left out until the tarball is small enough: as a whole it might not be accepted.
+"""
 
 
 def figures_of(folder: Path) -> dict[str, Any]:
@@ -52,6 +55,10 @@ def page(call: str, outcomes: Sequence[Outcome], figures: Mapping[str, Any], fol
 def verdict(outcomes: Sequence[Outcome]) -> str:
     failed = [one.step for one in outcomes if one.failed]
     missing = [one.step for one in outcomes if one.what == "not run"]
+    running = [one.step for one in outcomes if one.what == "running"]
+    if running:  # the call was cut off, or goes on
+        found = f"unfinished: {running[0]} is running"
+        return f"{found}; FAILED: {', '.join(failed)}" if failed else found
     if failed:
         return f"FAILED: {', '.join(failed)}"
     return f"passed; not run: {', '.join(missing)}" if missing else "passed"
@@ -98,7 +105,7 @@ def _failures(outcomes: Sequence[Outcome], folder: Path) -> Iterator[str]:
     for one in outcomes:
         log = folder / f"{one.step}.txt"
         if one.failed and log.exists():
-            text = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            text = [line for line in _ends(log, 1 << 16).decode(errors="replace").splitlines() if line.strip()]
             yield from ("", f"{one.step}, the last lines:", *(f"  {line}" for line in text[-LAST_LINES:]))
 
 
@@ -162,16 +169,35 @@ def leave_files(results: Path, call: str, text: str, folder: Path) -> None:
     """Replace CALL.md and CALL.tar.gz in `results`. The tarball has the summary and all files of `folder`."""
     results.mkdir(parents=True, exist_ok=True)
     _replace(results / f"{call}.md", text.encode())
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        files[f"{call}/{path.relative_to(folder)}"] = _ends(path, LARGEST)
+    notes = {f"{call}/summary.md": text.encode()}
+    while len(packed := _packed(notes | files)) > LARGEST and files:
+        # The one that takes most of the tarball: a larger text packs better.
+        largest = max(files, key=lambda name: len(zlib.compress(files[name], 1)))
+        del files[largest]
+        notes[f"{call}/left_out.txt"] = notes.get(f"{call}/left_out.txt", b"") + f"{largest}\n".encode()
+    _replace(results / f"{call}.tar.gz", packed)
+
+
+def _packed(contents: Mapping[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as tar:
-        _add(tar, f"{call}/summary.md", text.encode())
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            with open(path, "rb") as file:
-                content = file.read(LARGEST)
-                if file.read(1):
-                    content += b"\n[cut: the file is larger]\n"
-            _add(tar, f"{call}/{path.relative_to(folder)}", content)
-    _replace(results / f"{call}.tar.gz", packed.getvalue())
+        for name, content in contents.items():
+            _add(tar, name, content)
+    return packed.getvalue()
+
+
+def _ends(path: Path, most: int) -> bytes:
+    """Return a file; of one with more than `most` bytes, its beginning and its end."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size <= most:
+            return file.read(most)
+        first = file.read(most // 2)
+        file.seek(size - most // 2)
+        return first + f"\n[cut: the file has {size} bytes]\n".encode() + file.read(most // 2)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

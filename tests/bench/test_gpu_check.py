@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+import time
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +62,7 @@ def test_each_step_is_recorded_with_its_output(made: Any, capfd: pytest.CaptureF
     assert made.run("two", 50, ["sh", "-c", "echo $HERE >&2"], HERE="there").passed
     assert made.run("three", 50, ["/no/such/command"]).what == "failed with status 127"
     assert made.log_of("one").read_text() == "out\n" and made.log_of("two").read_text() == "there\n"
-    assert made.seen == [["one"], ["one", "two"], ["one", "two", "three"]]
+    assert made.seen == [["one"], ["one"], ["one", "two"], ["one", "two"], ["one", "two", "three"]]
     assert "out\n" in capfd.readouterr().out
 
 
@@ -93,6 +97,80 @@ def test_a_process_that_hangs_leaves_its_stacks_and_its_children_end(tmp_path: P
     assert not Path(f"/proc/{child}/exe").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
 
 
+CALL = """
+import os, signal, sys
+from pathlib import Path
+
+import gpu_check
+from gpu_kit.steps import Steps
+
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGTERM, gpu_check._stopped)
+made = Steps(
+    folder,
+    60,
+    environment=dict(os.environ),
+    folder_of_commands=folder,
+    after_each=lambda outcomes: (folder / "seen").write_text(outcomes[-1].what),
+)
+made.run("one", 50, [sys.executable, "-c", sys.argv[2]])
+"""
+HANGS = """
+import subprocess, time
+
+def hangs():
+    child = subprocess.Popen(["sleep", "600"])
+    open("partial", "w").write(str(child.pid))
+    __import__("os").rename("partial", "child")
+    time.sleep(600)
+
+hangs()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_step_ends_with_the_call_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    """Also with SIGKILL, which no process can handle: the step would keep the device from the next call."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", CALL, str(tmp_path), HANGS]
+    call = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    seen = tmp_path / "seen"
+    wait_until(lambda: (tmp_path / "child").exists() and seen.exists() and seen.read_text() == "running")
+    os.killpg(call.pid, number)
+    call.wait(30)
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+    if number == signal.SIGTERM:
+        assert "in hangs" in (tmp_path / "one.txt").read_text() and seen.read_text() == "stopped"
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_what_a_step_has_written_is_reported_while_it_runs(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "REPORT_SECONDS", 0.1)
+    assert made.run("one", 50, ["sleep", "1"]).passed
+    assert len(made.seen) > 4 and made.seen[0] == ["one"]
+
+
+def test_a_device_that_does_not_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "DEVICE_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_check, "WHY_NO_DEVICE", "import time; time.sleep(60)")
+    assert "did not answer" in gpu_check.no_device(dict(os.environ))
+
+
+def test_only_a_dry_run_uses_the_emulated_device(tmp_path: Path) -> None:
+    """A variable that is left over would let tests pass on it in place of CUDA."""
+    given = {"INFINITY_TEST_DEVICE": "late", "PYTHONPATH": "theirs", "PATH": "/bin"}
+    real = gpu_check.of_steps(given, [tmp_path], dry=False)
+    assert "INFINITY_TEST_DEVICE" not in real and real["PYTHONPATH"] == f"{tmp_path}{os.pathsep}theirs"
+    assert gpu_check.of_steps({}, [tmp_path], dry=True)["INFINITY_TEST_DEVICE"] == "late"
+
+
 # -- the package -------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +199,22 @@ def test_a_wheel_of_the_same_sources_is_taken(tree: Path) -> None:
     (tree / "wheels" / "pydantic-2-py3-none-any.whl").touch()
     assert package.carried_wheel(tree / "wheels", tree) == (wheel, "")
     assert [one.name for one in package.other_wheels(tree / "wheels")] == ["pydantic-2-py3-none-any.whl"]
+
+
+@pytest.mark.parametrize("variable", [("PIP_USER", "1"), ("PIP_CONSTRAINT", "constraints.txt")])
+def test_variables_for_pip_do_not_keep_wheels_out(tmp_path: Path, variable: tuple[str, str]) -> None:
+    """Images for CUDA pin packages by such variables."""
+    (tmp_path / "constraints.txt").write_text("carried==2\n")
+    wheel = tmp_path / "carried-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("carried.py", "")
+        file.writestr("carried-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1\n")
+        file.writestr("carried-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr("carried-1.dist-info/RECORD", "")
+    name, value = variable
+    command = package.install(tmp_path / "site", [wheel])
+    assert subprocess.run(command, env={**os.environ, name: value}, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "site" / "carried.py").exists()
 
 
 @pytest.mark.parametrize("changed", ["infinity/a.py", "csrc/a.cpp", "CMakeLists.txt"])
@@ -268,6 +362,24 @@ def test_memory_that_shrinks_again_is_stated_to_later_steps(tmp_path: Path, memo
     assert kit.steps.environment.get("INFINITY_MACHINE_MEMORY") == stated
 
 
+@pytest.mark.parametrize(("limit", "always"), [(60, True), (60, False), (100, False)])
+def test_memory_is_not_written_to_beyond_the_limit_of_a_container(tmp_path: Path, limit: int, always: bool) -> None:
+    """The system may end all processes of a container at its limit."""
+    kit = kit_of(tmp_path)
+    kit.memory_limit = limit * calls.GIB
+    calls.facts(kit, always=always)
+    words = kit.steps.commands["facts"]
+    assert float(words[words.index("--touch") + 1].removesuffix("GiB")) <= 0.8 * limit
+
+
+def test_the_limit_of_a_container_is_read(tmp_path: Path) -> None:
+    assert gpu_check.memory_limit(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text("max\n")
+    assert gpu_check.memory_limit(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text(f"{64 << 30}\n")
+    assert gpu_check.memory_limit(tmp_path) == 64 << 30
+
+
 @pytest.mark.parametrize("arguments", [["kernel"], [], ["right", "fix"]])
 def test_an_unknown_call_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -368,6 +480,31 @@ def test_what_was_written_is_there_after_each_step(tmp_path: Path) -> None:
         with tarfile.open(tmp_path / "results" / "fix.tar.gz") as tar:
             assert tar.getnames() == ["fix/summary.md", *(f"fix/{k}.txt" for k in range(1, number + 1))]
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["fix.md", "fix.tar.gz"]
+
+
+def test_a_call_that_was_cut_off_has_not_passed() -> None:
+    outcomes = [Outcome("bits", "passed"), Outcome("tests", "running", 60.0)]
+    assert summary.verdict(outcomes) == "unfinished: tests is running"
+    outcomes[0] = Outcome("bits", "failed with status 1")
+    assert summary.verdict(outcomes) == "unfinished: tests is running; FAILED: bits"
+
+
+def test_the_tarball_is_small_enough_and_has_the_ends_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that packs badly is left out before a larger text is."""
+    monkeypatch.setattr(summary, "LARGEST", 100_000)
+    (tmp_path / "logs").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "logs" / f"{name}.gz").write_bytes(random.Random(name).randbytes(60_000))
+    (tmp_path / "logs" / "long.txt").write_text("begin\n" + "x" * 300_000 + "\nValueError: the end\n")
+    summary.leave_files(tmp_path, "right", "# text\n", tmp_path / "logs")
+    assert (tmp_path / "right.tar.gz").stat().st_size <= 100_000
+    with tarfile.open(tmp_path / "right.tar.gz") as tar:
+        assert len(set(tar.getnames()) & {"right/a.gz", "right/b.gz"}) == 1
+        assert {"right/summary.md", "right/left_out.txt", "right/long.txt"} <= set(tar.getnames())
+        log = tar.extractfile("right/long.txt")
+        assert log is not None
+        text = log.read().decode()
+    assert text.startswith("begin\n") and "[cut: the file has" in text and text.endswith("ValueError: the end\n")
 
 
 def test_a_summary_that_fails_ends_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
