@@ -8,7 +8,7 @@ offload.
 All train in bf16 with fp32 masters, without and with clipping, each in a process of its own. The file is written after
 each of them. A later run with the same package, size, steps and moments adds kinds that are missing or failed. Exit
 status 1 if one failed. A placement that needs more space than the drive has is left out, and is no failure. `waited`:
-seconds of a step for which compute stood still, waiting for the engine. `waits`: all waits of the run, by reason.
+seconds of a step for which compute stood still, waiting for the engine. `waits`: their reasons, in the mean of counted steps.
 
 The bound of a step is the longest of plain PyTorch's step and, for each link, the bytes that the engine moves over the
 bandwidth that `infinity bench-links --out bandwidths.json` measured: to the device, from it, to and from the drive, and
@@ -95,9 +95,13 @@ def run(args: argparse.Namespace, what: str) -> harness.Result:
             loop, batch = make_loop(args, contender), training.random_batches(args)
         except OutOfSpaceError as error:
             return {"left_out": str(error)}
-        seconds, counted = [], []
+        seconds: list[float] = []
+        counted: list[dict[str, float]] = []
+        waits_before: dict[str, Any] = {}
         for _ in range(args.steps + WARM_UP):
             tokens, targets = (part.to(args.device) for part in batch())
+            if len(seconds) == WARM_UP:
+                waits_before = _waits(loop)
             before, began = _counters(loop), time.perf_counter()
             loss = float(loop.step(tokens, targets))
             seconds.append(time.perf_counter() - began)
@@ -108,9 +112,7 @@ def run(args: argparse.Namespace, what: str) -> harness.Result:
             "step_seconds": seconds,
             "waited": harness.median(counted[WARM_UP:], "waited") if isinstance(loop, InfinityLoop) else None,
             "moved": {link: harness.median(counted[WARM_UP:], link) for link in (*LINKS, *DRIVE) if link in counted[0]},
-            "waits": {name: vars(wait) for name, wait in loop.engine.ledger.waits().items()}
-            if isinstance(loop, InfinityLoop)
-            else None,
+            "waits": mean_waits(waits_before, _waits(loop), args.steps),
             "host_peak_bytes": harness.peak_rss(),
             "device_peak_bytes": torch.cuda.max_memory_allocated() if args.device == "cuda" else 0,
         }
@@ -137,6 +139,21 @@ def _counters(loop: Any) -> dict[str, float]:
     return found
 
 
+def _waits(loop: Any) -> dict[str, Any]:
+    """Return the waits so far; none of plain PyTorch, and of packages that did not count them by reason."""
+    count = getattr(loop.engine.ledger, "waits", dict) if isinstance(loop, InfinityLoop) else dict
+    return {reason: dict(vars(one)) for reason, one in count().items()}
+
+
+def mean_waits(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -> dict[str, dict[str, float]]:
+    """Return reason → count, seconds slept and stood still of a step, in the mean of the steps between two readings."""
+    return {
+        reason: {name: (value - before.get(reason, {}).get(name, 0)) / steps for name, value in one.items()}
+        for reason, one in after.items()
+        if one != before.get(reason)
+    }
+
+
 def child(what: str, seconds: int = 120) -> harness.Result:
     """Train one kind in a process of its own, which ends after `seconds`; {"error": reason} if that fails."""
     try:
@@ -144,7 +161,12 @@ def child(what: str, seconds: int = 120) -> harness.Result:
         limit = ["timeout", "--foreground", "--signal", "ABRT", "--kill-after", "10", str(seconds)]
         return harness.run_child(__file__, [*sys.argv[1:], "--only", what], before=limit)
     except SystemExit as error:
-        return {"error": str(error.code).partition(" ended with ")[2] or "failed"}
+        return {"error": failure(error)}
+
+
+def failure(error: SystemExit) -> str:
+    """Return how a child ended, without its command."""
+    return str(error.code).partition(" ended with ")[2] or "failed"
 
 
 def bound(runs: Mapping[str, harness.Result], what: str, rates: Mapping[str, Any]) -> float | None:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, which: str, what: str) -> harness.Result:
     try:
         return harness.run_child(device_step.__file__, flags, before=limit, environment=environment)
     except SystemExit as error:
-        return {"error": str(error.code)}
+        return {"error": device_step.failure(error)}
 
 
 def ratios(runs: list[dict[str, Any]], what: str) -> list[float]:
@@ -41,18 +41,25 @@ def ratios(runs: list[dict[str, Any]], what: str) -> list[float]:
     return [b["seconds"] / a["seconds"] for a, b in pairs if "seconds" in a and "seconds" in b]
 
 
+def reason(run: harness.Result) -> str:
+    """Return why a run has no figures; empty if it has."""
+    return str(run.get("error") or run.get("left_out") or "")
+
+
 def lines(result: harness.Result) -> list[str]:
     """Return a line for each kind."""
     found = []
     for what in dict.fromkeys(one["what"] for one in result["rounds"]):
         within = ratios(result["rounds"], what)
         if within:
+            runs = [one.get(which, {}) for one in result["rounds"] if one["what"] == what for which in WHICH]
             low, high = min(within), max(within)
             text = f"{harness.spread(within).median:.3f} ({low:.3f} to {high:.3f}, {len(within)} rounds)"
-            losses = {one[which]["loss"] for one in result["rounds"] if one["what"] == what for which in WHICH}
+            text += "".join(f", without one: {why}" for why in filter(None, map(reason, runs)))
+            losses = {run["loss"] for run in runs if "loss" in run}
             found.append(f"{what}: after ÷ before {text}; {'same losses' if len(losses) == 1 else 'losses DIFFER'}")
         else:
-            errors = {one.get(which, {}).get("error", "") for one in result["rounds"] for which in WHICH} - {""}
+            errors = {reason(one.get(which, {})) for one in result["rounds"] for which in WHICH} - {""}
             found.append(f"{what}: no round has both; {'; '.join(sorted(errors))}")
     return found
 
@@ -87,12 +94,11 @@ def main() -> int:
             result["rounds"].append(one)
             for which in WHICH if number % 2 == 0 else WHICH[::-1]:
                 one[which] = run(args, which, what)
+                result["lines"] = lines(result)  # each time: the run may be cut off
                 harness.write_json(args.output, result)
-                shown = one[which].get("error") or f"{one[which]['seconds']:.4g} s a step"
+                shown = reason(one[which]) or f"{one[which]['seconds']:.4g} s a step"
                 print(f"round {number + 1}, {what}, {which}: {shown}", flush=True)
         longest = max(longest, time.monotonic() - round_began)
-    result["lines"] = lines(result)
-    harness.write_json(args.output, result)
     print(*result["lines"], sep="\n")
     return int(not all(ratios(result["rounds"], one["what"]) for one in result["rounds"]))
 

@@ -533,6 +533,21 @@ def test_the_page_shows_each_prediction_and_its_figure(tmp_path: Path) -> None:
     assert "| 10 B: construction | 60 to 110 s | 71.2 |" in module.filled(page, tmp_path)
 
 
+def test_figures_of_all_calls_are_read_from_their_folders(tmp_path: Path) -> None:
+    """`nvme` measures 1.3 B with moments of 8 bits: its figures are not those of fp32."""
+    module = importlib.import_module("gpu_predictions")
+    for call, moments, seconds in (("nvme", "8bit", 9.0), ("right", "fp32", 0.4)):
+        (tmp_path / call).mkdir()
+        result = {"moments": moments, "runs": {"cpu, clip 0": {"seconds": seconds}, "plain, clip 0": {"seconds": 0.2}}}
+        (tmp_path / call / "gpt2-1.3b.json").write_text(json.dumps(result))
+    (tmp_path / "headline").mkdir()
+    (tmp_path / "headline" / "10b-bf16.json").write_text(json.dumps({"construction_seconds": 71.23}))
+    found = {quantity: value for quantity, _, value in predictions.rows(module.figures_in(tmp_path))}
+    assert found["10 B: construction"] == "71.2" and found["1.3 B, fp32 moments in host memory: step"] == "0.4"
+    only = module.figures_in(tmp_path / "nvme")
+    assert not any(value for _, _, value in predictions.rows(only))
+
+
 # -- the scripts -------------------------------------------------------------------------------------------------------
 
 
@@ -623,6 +638,24 @@ def test_one_change_is_compared_within_rounds() -> None:
     first, second = gpu_fix.lines({"rounds": rounds})
     assert first == "cpu, clip 0: after ÷ before 0.625 (0.500 to 0.750, 2 rounds); same losses"
     assert second == "cpu, clip 1: no round has both; code 134"
+
+
+@pytest.mark.parametrize("failed", [{"error": "code 134"}, {"left_out": "too little space"}, None])
+def test_a_round_without_figures_does_not_hide_the_others(failed: dict[str, str] | None) -> None:
+    run = {"seconds": 2.0, "loss": 1.0}
+    rounds: list[dict[str, Any]] = [{"what": "cpu, clip 0", "before": run, "after": run} for _ in range(2)]
+    del rounds[1]["after"]
+    if failed is not None:
+        rounds[1]["after"] = failed
+    (line,) = gpu_fix.lines({"rounds": rounds})
+    assert line.startswith("cpu, clip 0: after ÷ before 1.000 (1.000 to 1.000, 1 rounds)")
+    assert line.endswith("; same losses") and all(why in line for why in (failed or {}).values())
+
+
+def test_waits_are_those_of_counted_steps() -> None:
+    before = {"edits": {"count": 3, "slept": 5.0, "stood_still": 4.0}, "norm": {"count": 1, "slept": 1.0}}
+    after = {"edits": {"count": 7, "slept": 6.0, "stood_still": 4.5}, "norm": {"count": 1, "slept": 1.0}}
+    assert device_step.mean_waits(before, after, 2) == {"edits": {"count": 2.0, "slept": 0.5, "stood_still": 0.25}}
 
 
 def test_wheels_are_not_installed_by_a_dry_run(tmp_path: Path) -> None:
