@@ -8,7 +8,8 @@ offload.
 All train in bf16 with fp32 masters, without and with clipping, each in a process of its own. The file is written after
 each of them. A later run with the same package, size, steps and moments adds kinds that are missing or failed. Exit
 status 1 if one failed. A placement that needs more space than the drive has is left out, and is no failure. `waited`:
-seconds of a step for which compute stood still, waiting for the engine. `waits`: their reasons, in the mean of counted steps.
+seconds of a step for which compute stood still, waiting for the engine. `waits`: their reasons, a mean over the counted
+steps.
 
 The bound of a step is the longest of plain PyTorch's step and, for each link, the bytes that the engine moves over the
 bandwidth that `infinity bench-links --out bandwidths.json` measured: to the device, from it, to and from the drive, and

@@ -8,7 +8,7 @@ Flags are Megatron-LM's. The model starts from random values and trains on the s
 byte a token. Prints what the placements take and refuses one that does not fit, with the bytes that are missing.
 
 A wait has two times: the seconds for which the model's thread slept, and those in which the device was idle meanwhile.
-`resident` is plain PyTorch's model TFLOP/s with a few of the same blocks, forward and backward, all on the device.
+`resident` is plain PyTorch's TFLOP/s with a few of the same blocks, recomputed too, all on the device.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def figures(result: harness.Result, accumulation: int) -> dict[str, float]:
     if last["device_peak_bytes"]:
         found["peak device, GiB"] = last["device_peak_bytes"] / 2**30
     if "resident_tflops" in result:
-        ratio = harness.median(steady, "model_tflops") / result["resident_tflops"]
-        found[f"{name}: model TFLOP/s ÷ resident"] = ratio
+        ratio = harness.median(steady, "recomputing_tflops") / result["resident_tflops"]
+        found[f"{name}: TFLOP/s ÷ resident"] = ratio
     return found
 
 

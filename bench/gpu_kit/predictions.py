@@ -108,7 +108,7 @@ PREDICTIONS = (
     Prediction("1.3 B, all on the device: step", 0.15, 0.2, "s", _kind("none, clip 0")),
     Prediction("1.3 B, fp32 moments in host memory: step", 0.35, 0.45, "s", _kind("cpu, clip 0")),
     Prediction("1.3 B, FSDP2 with CPU offload: step", 1.0, 1.3, "s", _kind("fsdp2 cpu, clip 0")),
-    Prediction("10 B, resident blocks, recomputed", 410, 450, "model TFLOP/s", _of("10b-bf16", "resident_tflops")),
+    Prediction("10 B, resident blocks, recomputed", 560, 620, "TFLOP/s", _of("10b-bf16", "resident_tflops")),
     Prediction("10 B: construction", 60, 110, "s", _of("10b-bf16", "construction_seconds")),
     Prediction("10 B, bf16: step", 1.75, 2.4, "s", _step("10b-bf16", "seconds")),
     Prediction("10 B, fp16: step", 2.3, 2.8, "s", _step("10b-fp16", "seconds")),

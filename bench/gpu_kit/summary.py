@@ -132,7 +132,7 @@ def _large(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     built = result.get("construction_seconds", 0.0)
     yield from ("", f"{name}: constructed in {built:.0f} s, resident {resident or 0:.0f} TFLOP/s")
     for step in steps:
-        share = f", {100 * step['model_tflops'] / resident:.0f} % of resident" if resident else ""
+        share = f", {100 * step['recomputing_tflops'] / resident:.0f} % of resident" if resident else ""
         yield (
             f"  step {step['step']}: loss {step['loss']:.4f}, {step['seconds']:.2f} s, {step['tokens_per_second']:.0f} "
             f"tokens/s, {step['model_tflops']:.0f} TFLOP/s{share}"

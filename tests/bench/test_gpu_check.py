@@ -305,6 +305,15 @@ def test_the_headline_has_a_smaller_model_if_the_large_one_fails(tmp_path: Path)
     assert "2560" in kit.steps.commands["2.7b-fp16"]
 
 
+def test_a_large_model_that_was_cut_off_after_its_steps_needs_no_smaller_one(tmp_path: Path) -> None:
+    """The time belongs to the trace."""
+    kit = kit_of(tmp_path, fails=("--bf16 --train-iters 4", "--fp16 --train-iters 4 --nvme-path"))
+    for kind, count in (("bf16", 3), ("fp16", 2)):
+        (kit.figures / f"10b-{kind}.json").write_text(json.dumps({"steps": [{}] * count}))
+    calls.headline(kit)
+    assert [one.step for one in kit.steps.outcomes] == ["facts", "10b-bf16", "10b-fp16", "2.7b-fp16", "trace"]
+
+
 def test_a_change_is_measured_against_the_wheel_of_before(tmp_path: Path) -> None:
     wheel = tmp_path / "old.whl"
     wheel.touch()
@@ -439,13 +448,20 @@ def test_the_summary_shows_the_figures_that_are_there(tmp_path: Path) -> None:
     runs: dict[str, Any] = {"cpu, clip 0": {"seconds": 0.4, "waited": 0.125, "loss": 3.0, "bound": 0.3}}
     runs["cpu, clip 0"] |= {"device_peak_bytes": 1e9, "host_peak_bytes": 2e9}
     runs["nvme, clip 0"] = {"left_out": "too little space"}
-    step = {"step": 1, "loss": 5.0, "seconds": 2.0, "tokens_per_second": 5120, "model_tflops": 330}
+    step = {
+        "step": 1,
+        "loss": 5.0,
+        "seconds": 2.0,
+        "tokens_per_second": 5120,
+        "model_tflops": 330,
+        "recomputing_tflops": 430,
+    }
     step |= {"device_peak_bytes": 29e9, "host_peak_bytes": 94e9, "update_seconds": 1.1}
     step["waits"] = {"gradients": {"count": 3, "slept": 0.5, "stood_still": 0.3}}
     copies = [{"name": "to device, device.copy", "size": "4MiB", "bytes": 4e9, "seconds": [0.1, 0.2]}]
     files: dict[str, Any] = {
         "gpt2-1.3b": {"bench": "device_step", "runs": runs},
-        "10b-bf16": {"steps": [step] * 4, "resident_tflops": 430, "construction_seconds": 70},
+        "10b-bf16": {"steps": [step] * 4, "resident_tflops": 580, "construction_seconds": 70},
         "links": {"copies": copies},
         "trace": {"shares": [{"kernels": 0.4, "nothing": 0.6}], "gap_sites": [{"seconds": 0.02, "site": "a.py:1 b"}]},
         "facts": {"gpu": {"name": "NVIDIA H100"}, "memory": [{"MemTotal": 125, "MemAvailable": 120}]},
@@ -462,7 +478,7 @@ def test_the_summary_shows_the_figures_that_are_there(tmp_path: Path) -> None:
     assert text.count("there is no tool") == 1 and "as above" in text
     assert "cpu, clip 0                  0.400 s, idle for the engine 0.125, bound 0.300" in text
     assert "nvme, clip 0                 too little space" in text
-    assert "step 1: loss 5.0000, 2.00 s, 5120 tokens/s, 330 TFLOP/s, 77 % of resident" in text
+    assert "step 1: loss 5.0000, 2.00 s, 5120 tokens/s, 330 TFLOP/s, 74 % of resident" in text
     assert "idle for gradients 0.300" in text and "0.0200 s in None: a.py:1 b" in text
     assert "1.3 B, fp32 moments in host memory: step: 0.4 (0.35 to 0.45 s)" in text
     assert "link, host to device, 4 MiB: 26.7 (45 to 55 GB/s)" in text
