@@ -314,6 +314,22 @@ def test_a_large_model_that_was_cut_off_after_its_steps_needs_no_smaller_one(tmp
     assert [one.step for one in kit.steps.outcomes] == ["facts", "10b-bf16", "10b-fp16", "2.7b-fp16", "trace"]
 
 
+def test_fp16_is_left_out_if_bf16_takes_all_of_its_time(tmp_path: Path) -> None:
+    """The smaller model and the trace need the rest of the call."""
+    kit = kit_of(tmp_path)
+    run = kit.steps.run
+
+    def hangs(step: str, *arguments: Any, **more: Any) -> Any:
+        return kit.steps._note(Outcome(step, "out of time")) if step == "10b-bf16" else run(step, *arguments, **more)
+
+    kit.steps.run = hangs
+    calls.headline(kit)
+    assert [(one.step, one.what) for one in kit.steps.outcomes[1:]] == [
+        ("10b-bf16", "out of time"), ("10b-fp16", "not run"), ("2.7b-bf16", "passed"), ("2.7b-fp16", "passed"),
+        ("trace", "passed"),
+    ]  # fmt: skip
+
+
 def test_a_change_is_measured_against_the_wheel_of_before(tmp_path: Path) -> None:
     wheel = tmp_path / "old.whl"
     wheel.touch()
