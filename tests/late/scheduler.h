@@ -227,7 +227,7 @@ class Scheduler {
         std::deque<TaskPtr> tasks;
         Moment moment;  // end of its last task, in virtual time
         int32_t number = 0;
-        uint64_t weight = 0;  // streams differ in speed; drawn at the first use
+        uint64_t weight = 0;  // streams differ in speed; 0 until it is drawn, at the first use
     };
 
     struct Retired {
@@ -264,8 +264,12 @@ class Scheduler {
     Queue& queue_of(StreamKey stream) {
         auto& queue = queues_[stream];
         if (queue.number == 0) queue.number = static_cast<int32_t>(queues_.size());
-        if (queue.weight == 0) queue.weight = uint64_t{1} << (3 * draw(3));
+        weigh(queue);
         return queue;
+    }
+
+    void weigh(Queue& queue) {
+        if (queue.weight == 0) queue.weight = uint64_t{1} << (3 * draw(3));
     }
 
     // Per stream, the number of the last task that `targets` need.
@@ -304,6 +308,7 @@ class Scheduler {
                 const auto limit = needed->find(key);
                 if (limit == needed->end() || queue.tasks.front()->number > limit->second) continue;
             }
+            weigh(queue);  // its work may be older than the seed
             choices.push_back(&queue);
             total += queue.weight;
         }

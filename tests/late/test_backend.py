@@ -148,6 +148,19 @@ def test_the_order_is_that_of_the_seed() -> None:
     assert outcomes(two_streams(wait=False)) == outcomes(two_streams(wait=False))
 
 
+def test_queued_work_may_be_older_than_the_seed(lazy: None) -> None:
+    first, second = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    for seed in range(10):
+        late.set_mode("lazy")
+        with first:
+            x = torch.ones(4, device=DEVICE)
+        late.set_mode("eager")
+        late.set_seed(seed)
+        second.wait_stream(first)
+        with second:
+            assert (x * 2).tolist() == [2] * 4
+
+
 def test_an_event_is_done_when_its_stream_has_reached_it(lazy: None) -> None:
     x = torch.ones(2, device=DEVICE)
     event = torch.Event(DEVICE, blocking=True)
