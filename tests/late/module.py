@@ -52,6 +52,10 @@ def is_initialized() -> bool:
     return True
 
 
+def _lazy_init() -> None:
+    """Nothing is left to do. torch 2.11 synchronizes a device only if it has called this."""
+
+
 def _is_in_bad_fork() -> bool:
     return False
 
