@@ -1,12 +1,13 @@
-"""Stalls of a stream and times of its events, by streams in virtual time."""
+"""Waits of a model on a device and times of its events, by streams in virtual time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from infinity.observe.waits import Waited
 from infinity.tiers import stalls
-from infinity.tiers.stalls import EventClock, Stalls
+from infinity.tiers.stalls import EventClock, StreamWaits
 from support.streams import Host, Stream
 
 
@@ -18,19 +19,53 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return made
 
 
-def test_a_stream_waits_for_an_event_and_the_stall_is_measured(host: Host) -> None:
-    copies, compute = Stream(host), Stream(host)
+@pytest.fixture
+def compute(host: Host, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The model's stream."""
+    made = Stream(host)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made)
+    return made
+
+
+@pytest.fixture
+def waits() -> StreamWaits:
+    return StreamWaits(torch.device("cpu"), EventClock())
+
+
+def test_a_copy_that_compute_waits_for_is_time_without_work(host: Host, compute: Stream, waits: StreamWaits) -> None:
+    """The thread does not sleep: its stream waits."""
+    copies, event = Stream(host), host.event()
     copies.work(5.0)
     compute.work(2.0)
-    event = host.event()
     event.record(copies)
-    found = Stalls()
-    assert found.wait(compute, event) is not None  # type: ignore[arg-type]
-    assert compute.end == 5.0 and found.seconds() == 0.0
+    began = waits.begin()
+    compute.wait_event(event)
+    waits.end(began, "parameters")
+    assert waits.so_far() == {"parameters": Waited(1, 0.0, 0.0)}, "the device has not come so far"
     host.now = 5.0
-    assert found.seconds() == 3.0
-    assert found.wait(compute, event) is None  # type: ignore[arg-type]
-    assert found.seconds() == 3.0
+    assert waits.so_far() == {"parameters": Waited(1, 0.0, 3.0)}
+
+
+@pytest.mark.parametrize(("work", "idle"), [(0.0, 4.0), (3.0, 1.0), (9.0, 0.0)])
+def test_a_sleep_costs_the_time_in_which_the_stream_has_no_work(
+    host: Host, compute: Stream, waits: StreamWaits, work: float, idle: float
+) -> None:
+    """The thread sleeps for 4 seconds after it has issued work."""
+    compute.work(work)
+    began = waits.begin()
+    host.now = 4.0
+    waits.end(began, "edits")
+    host.now = 20.0
+    assert waits.so_far() == {"edits": Waited(1, 4.0, idle)}
+
+
+def test_many_waits_are_added_by_reason(host: Host, compute: Stream, waits: StreamWaits) -> None:
+    for number in range(200):
+        began = waits.begin()
+        host.now += 0.5
+        waits.end(began, "norm" if number % 4 else "loss")
+    assert waits.so_far() == {"norm": Waited(150, 75.0, 75.0), "loss": Waited(50, 25.0, 25.0)}
+    assert not waits._open
 
 
 def test_times_of_a_stream_are_on_the_clock_of_the_host(host: Host) -> None:
