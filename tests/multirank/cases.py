@@ -265,7 +265,8 @@ def bad_loss(rank: int, *, folder: str, where: int, later: bool = False, viewed:
     """
     config = engine_config(folder=folder, micro=SAMPLES)
     device = device_of(rank, late=later)
-    with warnings.catch_warnings(action="ignore"), open_engine(seeded(Stack), config, device) as engine:
+    with warnings.catch_warnings(), open_engine(seeded(Stack), config, device) as engine:
+        warnings.simplefilter("ignore")
         raised = ""
         losses = []
         views: list[torch.Tensor] = []
