@@ -19,6 +19,7 @@ class Draft:
     mapped: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
+    dotted: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def take(self, dotted: str) -> Any:

@@ -17,6 +17,8 @@ class Notes(NamedTuple):
     """Full names of keys without effect."""
     defaults: tuple[str, ...] = ()
     """Full names of keys that are "auto" without a known value."""
+    dotted: tuple[str, ...] = ()
+    """Full names that are keys of the top level, where neither this library nor DeepSpeed reads them."""
 
     def line(self) -> str:
         """Return all notes in one line; "" without any."""
@@ -24,5 +26,6 @@ class Notes(NamedTuple):
             ("mapped", self.mapped),
             ('"auto" without a value, so default', self.defaults),
             ("no effect here (docs/config.md says why)", self.ignored),
+            ("not read, as by DeepSpeed, since full names with dots are no keys of the top level", self.dotted),
         )
         return "; ".join(f"{title}: {', '.join(phrases)}" for title, phrases in parts if phrases)

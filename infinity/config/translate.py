@@ -35,6 +35,7 @@ def translate(
     known: full dotted names of the schema's keys. Pure: `content` is not changed.
     """
     draft = Draft(copied(content), dialect)
+    _drop_dotted(draft, known)
     for rename in RENAMES:
         rename(draft)
     _resolve_auto(draft, known, fill or Fill())
@@ -44,8 +45,26 @@ def translate(
         rule(draft)
     if dialect == "deepspeed":
         add_defaults(draft)
-    notes = Notes(tuple(draft.mapped), tuple(draft.ignored), tuple(draft.defaults))
+    notes = Notes(tuple(draft.mapped), tuple(draft.ignored), tuple(draft.defaults), tuple(draft.dotted))
     return Translation(draft.content, notes, draft.problems)
+
+
+def _drop_dotted(draft: Draft, known: Collection[str]) -> None:
+    """Remove keys of the top level that are full dotted names, which DeepSpeed ignores.
+
+    TRL 0.24 to 1.16 adds three of section `zero_optimization` for a reference model. Full names are refused without
+    the dialect "deepspeed", and in section `infinity`, which front ends do not write. Unknown names stay, for
+    validation to refuse.
+    """
+    for dotted in [key for key in draft.content if isinstance(key, str) and "." in key]:
+        if not any(name == dotted or name.startswith(f"{dotted}.") for name in (*known, *TABLE)):
+            continue
+        del draft.content[dotted]
+        section, _, name = dotted.rpartition(".")
+        if draft.dialect == "deepspeed" and not dotted.startswith("infinity."):
+            draft.dotted.append(dotted)
+        else:
+            draft.problems.append(f"{dotted}: is a full name at the top level: move {name} into the section {section}")
 
 
 def _resolve_auto(draft: Draft, known: Collection[str], fill: Fill) -> None:

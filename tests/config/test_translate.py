@@ -128,6 +128,37 @@ def test_an_old_key_beside_its_successor_is_an_error() -> None:
     assert "must be true or false, not 3" in refusal(zero(cpu_offload=3))
 
 
+# -- full names at the top level ---------------------------------------------------------------------------------------
+
+
+def test_full_names_at_the_top_level_are_not_read_as_in_deepspeed() -> None:
+    """TRL's `prepare_deepspeed` adds three of them; the keys of the sections decide, and one note names the others."""
+    names = ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage")
+    added = {f"zero_optimization.{name}": 0.9 for name in names} | {"zero_optimization.offload_param": {"device": "x"}}
+    base = zero(stage=3, stage3_prefetch_bucket_size=1000)
+    config = Config.load(base | added, dialect="deepspeed")
+    assert config.model_dump() == Config.load(base, dialect="deepspeed").model_dump()
+    assert config.notes.dotted == tuple(added) and config.notes.ignored == ()
+    assert all(name in config.notes.line() for name in added)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "key", "says"),
+    [
+        ("deepspeed", "zero_optimization.reduce_buckt_size", "unknown key; the nearest is zero_optimization.reduce_bu"),
+        ("deepspeed", "zero_optimisation.stage", "unknown key; a key of that name is zero_optimization.stage"),
+        ("deepspeed", "no.such.section", "unknown key"),
+        ("deepspeed", "infinity.unit_size", "move unit_size into the section infinity"),
+        ("infinity", "zero_optimization.stage", "move stage into the section zero_optimization"),
+        ("infinity", "zero_optimization.reduce_bucket_size", "move reduce_bucket_size into the section zero_optimiz"),
+    ],
+)
+def test_other_names_with_dots_are_refused(dialect: Dialect, key: str, says: str) -> None:
+    """Misspelled names, keys of section infinity, and all in a config that is not DeepSpeed's."""
+    said = refusal({key: 4096}, dialect=dialect)
+    assert said.startswith(f"{key}: ") and says in said
+
+
 # -- Adam --------------------------------------------------------------------------------------------------------------
 
 
