@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from infinity.deepspeed.engine_names import GETTERS, REFUSED, read
+from infinity.deepspeed.parameter_offload import DeepSpeedZeRoOffload
 from infinity.deepspeed.states import SavingEngine
 from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
@@ -25,8 +26,8 @@ ROUTE_TRAIN = "train"
 class DeepSpeedEngine(SavingEngine):
     """Trains a model in DeepSpeed's loop. Constructed by `infinity.deepspeed.initialize`.
 
-    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. Without an optimizer it only runs the model, and
-    `optimizer` is None. `training_engine` is Infinity's engine, with the rest of its interface.
+    `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`. Without an optimizer it only runs the model.
+    `training_engine` is Infinity's engine, with the rest of its interface.
     """
 
     enable_backward_allreduce = True
@@ -50,13 +51,24 @@ class DeepSpeedEngine(SavingEngine):
         """
         super().__init__(engine, settings)
         self.client_optimizer = client_optimizer
-        self.optimizer = self._trainer.optimizer if self._trainer else None
+        self.optimizer: Any = self._optimizer()
+        """Without an optimizer: None, or in stage 3 the object that is `parameter_offload` of an optimizer."""
         self.collate_fn = collate_fn
         self.micro_steps = 0
         """Number of calls of `step`."""
         self._step_applied = False
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+
+    def _optimizer(self) -> Any:
+        optimizer: Any = self._trainer.optimizer if self._trainer else None
+        if not self.zero_optimization_partition_weights():
+            return optimizer
+        offload = DeepSpeedZeRoOffload(self.module)
+        if optimizer is None:
+            return offload
+        optimizer.parameter_offload = offload
+        return optimizer
 
     @property
     def lr_scheduler(self) -> Any:
@@ -181,12 +193,12 @@ class DeepSpeedEngine(SavingEngine):
         return self._of_groups("type")
 
     def get_mom(self) -> list[Any]:
-        uses_momentum = self.optimizer is not None and self.optimizer.rule == "sgd"
+        uses_momentum = self._trainer is not None and self._trainer.optimizer.rule == "sgd"
         return self._of_groups("momentum" if uses_momentum else "betas")
 
     def _of_groups(self, name: str) -> list[Any]:
         """Return a key of every param_group; 0 for groups without it."""
-        return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        return [group.get(name, 0.0) for group in self._trainer.optimizer.param_groups] if self._trainer else []
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradient before clipping; see `TrainingEngine.grad_norm`."""

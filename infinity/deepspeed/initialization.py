@@ -20,6 +20,7 @@ from infinity.engine.arguments import add_config_arguments, check_mpu, config_so
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.optimizer import ParamGroups
+from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger
 
@@ -75,7 +76,8 @@ def initialize(
         raise
     if wrapped.zero_optimization_partition_weights():
         set_status(model)
-    return wrapped, wrapped.optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
+    trained = engine.optimizer if isinstance(engine, TrainingEngine) else None
+    return wrapped, trained, wrapped.training_dataloader, wrapped.lr_scheduler
 
 
 def _make_engine(

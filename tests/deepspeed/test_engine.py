@@ -301,11 +301,37 @@ def test_without_an_optimizer_the_engine_runs_the_model(opens: Opens) -> None:
     model.eval()
     expected = model(*batch)
     engine = opens(3, model=model, optimizer=None)
-    assert engine.optimizer is None and engine.lr_scheduler is None
+    assert engine.lr_scheduler is None and engine.get_lr() == engine.get_mom() == []
+    assert (
+        isinstance(engine.optimizer, deepspeed.zero.DeepSpeedZeRoOffload) and opens(0, optimizer=None).optimizer is None
+    )
     assert not engine.module.training
     torch.testing.assert_close(engine(*batch), expected)
     with pytest.raises(UsageError, match="the engine has no optimizer"):
         engine.backward(engine(*batch))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_hooks_are_removed_for_a_generation_as_trl_does(opens: Opens, trains: bool) -> None:
+    """Without and with an optimizer, whose steps before and after are those of a plain loop."""
+    batches = token_batches(4)
+    engine = opens(3) if trains else opens(3, optimizer=None)
+    if trains:
+        run(engine, batches[:2])
+    owner = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
+        named = list(owner.module.named_parameters(recurse=True)) + list(owner.module.ds_external_parameters())
+        assert [name for name, _ in named] == [name for name, _ in engine.module.named_parameters()]
+        for _, parameter in named:
+            parameter.ds_active_sub_modules.clear()
+        for hook in (*owner.forward_hooks, *owner.backward_hooks):
+            hook.remove()
+        owner.forward_hooks, owner.backward_hooks = [], []
+        engine(*batches[3])
+        owner._register_deepspeed_module(owner.module)
+    if trains:
+        run(engine, batches[2:])
+        same(engine, plain(batches))
 
 
 def test_a_retained_graph_is_differentiated_again(opens: Opens) -> None:

@@ -1,5 +1,6 @@
 """`deepspeed.zero`: construction and gathering of models that are larger than memory."""
 
+from infinity.deepspeed.parameter_offload import DeepSpeedZeRoOffload as DeepSpeedZeRoOffload
 from infinity.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters as GatheredParameters,
     Init as Init,

@@ -35,12 +35,13 @@ class ZeroParamStatus(Enum):
 
 
 def set_status(model: nn.Module) -> None:
-    """Set the status of the parameters of `model`, which a stage 3 engine shards."""
+    """Set the status of the parameters of `model`, which a stage 3 engine shards, and the modules that hold them."""
     # Autograd gives a backward of Python a tensor in place of a parameter that was saved, without its attributes. TRL
     # reads the status there, so it is an attribute of the class.
     torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for parameter in model.parameters():
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
 
 
 class Init:

@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.zero.parameter_offload`."""
+
+from infinity.deepspeed.parameter_offload import DeepSpeedZeRoOffload as DeepSpeedZeRoOffload
