@@ -69,7 +69,9 @@ class BaseEngine(ABC):
         precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
         around = None if precision is None else precision.around
         units = parts.units_of_module
-        self._hooks = ModelHooks(self.module, units, parts.store, self._on_forward, self._on_entry, around)
+        self._hooks = ModelHooks(
+            self.module, units, parts.store, parts.coming, self._on_forward, self._on_entry, around
+        )
         open_engines.add(self)
         show_by_default()
         if parts.ranks.is_main_rank:

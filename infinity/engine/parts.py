@@ -26,6 +26,7 @@ from infinity.tiers.passing import PassingTier
 from infinity.tiers.passing_space import PassingSpace
 from infinity.tiers.pools import Pools
 from infinity.units.backward import BackwardTracker
+from infinity.units.coming import ComingGradients
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
@@ -92,6 +93,7 @@ class EngineParts:
     pools: Pools
     store: UnitStore
     backward: BackwardTracker
+    coming: ComingGradients
     units_of_module: dict[nn.Module, list[Unit]]
     unit_of: Mapping[int, Unit]
     """id(parameter) → unit."""

@@ -167,12 +167,12 @@ class Step:
     def _too_many_backwards(self) -> UsageError:
         if self.boundary:
             return UsageError(
-                "engine.backward() was called twice before engine.step() at a boundary that was set, and the first "
+                "backward was called twice before engine.step() at a boundary that was set, and the first "
                 "call has updated units. Call engine.set_gradient_accumulation_boundary(False) before all but the last "
                 'micro-batch of a step, or set infinity.update to "next_forward".'
             )
         return UsageError(
-            f"engine.backward() was called more than gradient_accumulation_steps times ({self.accumulation}) before "
+            f"backward was called more than gradient_accumulation_steps times ({self.accumulation}) before "
             "engine.step(), and the last of these has updated units. Call engine.step() first, add the losses of a "
             "micro-batch and call backward once, raise gradient_accumulation_steps, or set infinity.update to "
             '"next_forward".'

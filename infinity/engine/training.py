@@ -527,11 +527,19 @@ class TrainingEngine(CheckpointingEngine):
         self.parts.store.tracer.begin("train" if training else "eval")
 
     def _on_backward(self) -> None:
+        self._check_reaches_no_updated_unit()
         self._reports.begin(Phase.BACKWARD)
         self._step.begin_backward()
         if self.updates.durable is not None:
             self.parts.store.start_due_updates()  # updates of this backward wait for a commit, and that for these
         self.updates.updater.hypers = self.optimizer.hypers()
+
+    def _check_reaches_no_updated_unit(self) -> None:
+        """Raise UsageError if the backward that begins has gradients for units that the step's last one has updated."""
+        units, updated = self.parts.units, self._step.updated
+        if any(self.parts.coming.reaches(units[index]) for index in updated):
+            self.parts.backward.reset()  # nothing has arrived: engine.step() ends the step without this backward
+            self._step.check(Call.BACKWARD)
 
     def _on_backward_end(self) -> None:
         self._step.end_backward(counts=self.updates.collector.end_backward())

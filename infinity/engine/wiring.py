@@ -46,6 +46,7 @@ from infinity.tiers.passing_space import PassingSpace
 from infinity.tiers.pools import Pools
 from infinity.units.aliases import check_aliases
 from infinity.units.backward import BackwardTracker
+from infinity.units.coming import ComingGradients
 from infinity.units.discover import ModelUnits
 from infinity.units.saved import SavedTensors
 from infinity.units.scope import Scope
@@ -183,6 +184,7 @@ def wire(
     pools = Pools(plan.own_pools, device, tiers.values(), debug=plan.debug)
     scope = Scope(SavedTensors(backward.notice, activations))
     make_store = partial(UnitStore, units, pools[sizes.UNITS], states, device, ranks, scope, plan.prefetch_bytes)
+    coming = ComingGradients(backward)
     training: UpdateParts | None = None
     if plan.update is None:
         store = make_store(None, None)
@@ -199,7 +201,9 @@ def wire(
         scale = 1.0 / plan.grad_divisor
         updater = Updater(store, gradients, ranks, step, scale, in_forward=plan.in_forward, check_nan=plan.check_nan)
         updates = updater if updates_early else DeferredUpdates(store)
-        collector = GradCollector(units, ranks, buffers, gradients, step, updates, backward.notice, store.finish_update)
+        collector = GradCollector(
+            units, ranks, buffers, gradients, step, updates, coming, backward.notice, store.finish_update
+        )
         training = UpdateParts(
             step=step,
             collector=collector,
@@ -218,6 +222,7 @@ def wire(
         pools=pools,
         store=store,
         backward=backward,
+        coming=coming,
         units_of_module={module: [units[i] for i in indices] for module, indices in needed.items()},
         unit_of={id(p): unit for unit in units for p in unit.parameters},
         states=states,

@@ -1,8 +1,8 @@
 """Collects gradients as they arrive: from `.grad` into the unit's flat gradient, which is reduced over ranks.
 
-A unit's gradient is complete after as many arrivals as in the previous backward, or when backward ends. Gradients are
-never all in memory at once: buffers come from a fixed pool. When incomplete gradients fill it, the oldest is sent on
-and completed by addition.
+A unit's gradient is complete when the graph that backward executes has no other one for it, or when backward ends.
+Gradients are never all in memory at once: buffers come from a fixed pool. When incomplete gradients fill it, the oldest
+is sent on and completed by addition.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.plan.layout import Slot
 from infinity.tiers.pool import Lease, Pool
+from infinity.units.coming import ComingGradients
 from infinity.units.compiled import eager
 from infinity.units.released import take_grad
 from infinity.units.unit import Unit
@@ -91,22 +92,23 @@ class GradCollector:
         store: GradStore,
         step: StepState,
         updates: Updates,
+        coming: ComingGradients,
         on_arrival: Callable[[], None],
         finish_update: Callable[[Unit], None],
     ) -> None:
-        """updates: takes the units whose gradients are complete. on_arrival: called with each gradient.
-        finish_update: executes the update of a former step that no forward has waited for.
+        """updates: takes the units whose gradients are complete. coming: knows which are. on_arrival: called with each
+        gradient. finish_update: executes the update of a former step that no forward has waited for.
         """
         self._units = units
         self._ranks = ranks
         self._places = places
         self._store = store
         self._open: dict[int, _Open] = {}
+        self._coming = coming
         self._arrivals: dict[int, int] = {}
-        self._trained: dict[int, list[bool]] = {}
-        """unit → requires_grad of its parameters at the first arrival in this backward."""
-        self._expected: dict[int, tuple[int, list[bool]]] = {}
-        """unit → its arrivals in the last backward, and requires_grad of its parameters, which users may change."""
+        """unit → its arrivals in this backward."""
+        self._before: dict[int, int] = {}
+        """unit → its arrivals in the last backward: before that number the graph is not asked, which takes time."""
         self._passed: set[int] = set()
         """Units past their last use in this backward (several ranks only)."""
         self._unpredictable: set[int] = set()
@@ -154,14 +156,21 @@ class GradCollector:
         held = self._held
         if held is None or not held.take(unit.index, slot, gradient, unit.layout.slots[slot].name):
             self._collect(unit, slot, gradient)
+            self._coming.arrived(unit, slot)
+            if self._sends and self._ranks.is_single and self._is_complete(unit):
+                self._send(unit, complete=True)
+
+    def _is_complete(self, unit: Unit) -> bool:
+        before = self._before.get(unit.index, len(unit.parameters))
+        return self._arrivals[unit.index] >= before and not self._coming.expects(unit)
 
     def _collect(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         index = unit.index
         if index in self._step.updated:
             raise LifetimeError(
-                f"unit {unit.name} received a gradient after its update in the same step. Load the last checkpoint. "
-                "For several backwards a step set gradient_accumulation_steps; for a model that uses a unit more often "
-                'than in the step before set infinity.update to "next_forward", which waits for engine.step().'
+                f"unit {unit.name} received a gradient after its update in the same step, from a backward inside of a "
+                "backward that its graph did not show. Load the last checkpoint, and set infinity.update to "
+                '"next_forward", which waits for engine.step().'
             )
         if index not in self._arrivals:
             self._finish_update(unit)
@@ -189,13 +198,8 @@ class GradCollector:
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         unit.collected.add(slot)
         self._arrivals[index] = self._arrivals.get(index, 0) + 1
-        if index not in self._trained:
-            self._trained[index] = unit.trained()
         if index in self._passed:
             self._unpredictable.add(index)
-        expected, trained = self._expected.get(index, (len(unit.parameters), None))
-        if self._arrivals[index] == expected and self._sends and self._ranks.is_single:
-            self._send(unit, complete=trained == self._trained[index])
 
     @uninterrupted()
     def unit_changed(self, to: Unit, finished: Callable[[int], bool]) -> None:
@@ -275,6 +279,7 @@ class GradCollector:
         """Send incomplete gradients, and record the number of arrivals that completes each unit. Returns False if no
         gradient arrived.
         """
+        self._coming.end_backward(last=self._step.is_last_micro_step)
         if self._held is not None:
             for index, slot, gradient in self._held.due():
                 self._collect(self._units[index], slot, gradient)
@@ -282,10 +287,9 @@ class GradCollector:
             return False
         if self._sends:
             self.send_all()
-        others = {} if self._held is None else self._expected  # the other pieces have other units
-        arrived = {index: (number, self._trained[index]) for index, number in self._arrivals.items()}
-        self._expected = {**others, **arrived}
-        self._arrivals, self._trained = {}, {}
+        others = {} if self._held is None else self._before  # the other pieces have other units
+        self._before = {**others, **self._arrivals}
+        self._arrivals = {}
         self._predictable |= self._passed
         self._predictable -= self._unpredictable
         self._passed = set()
@@ -325,7 +329,7 @@ class GradCollector:
         squares = collecting.total(unit.layout.slots)
         sent = Sent(unit, flat, lease, reduced, present, squares, self._step.may_end)
         is_last = complete and self._step.is_last_micro_step
-        if is_last and self._updates.can_update_now(unit):
+        if is_last and self._updates.can_update_now(unit) and not self._coming.expects(unit):
             self._step.add_updated([unit.index])
             self._updates.update_now(unit, self._store.land(sent))
             return
@@ -373,11 +377,12 @@ class GradCollector:
         for collecting in self._open.values():
             collecting.lease.release()
         self._open = {}
-        self._arrivals, self._trained = {}, {}
+        self._arrivals = {}
         self._passed = set()
         self._store.discard()
         self._forget_arrivals()
 
     def _forget_arrivals(self) -> None:
+        self._coming.end_step()
         for unit in self._units:
             unit.collected.clear()

@@ -68,6 +68,12 @@ class BackwardTracker:
         self._on_end()  # if it raises, `conclude` returns True
         self.running = self._ended_inside = False
 
+    def is_running(self, task: int) -> bool:
+        """Return whether the graph task of this id is known and has not ended. Tasks inside of another one that an
+        exception ended count as running until that one ends.
+        """
+        return task in self._tasks
+
     def conclude(self) -> bool:
         """End a backward whose end was not seen. Call outside of any graph task.
 

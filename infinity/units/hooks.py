@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
 from infinity.units import binding, residents
+from infinity.units.coming import ComingGradients
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
 from infinity.units.copies import StateCopies
 from infinity.units.modes import is_refused_derivative, refused_derivative, transformed
-from infinity.units.scope import Scope
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
 
@@ -34,14 +34,17 @@ class UnitParameters(dict[str, Any]):
     torch.func.functional_call replaces parameters by tensors, reads return these tensors.
     """
 
-    def __init__(self, parameters: dict[str, Any], store: UnitStore, scope: Scope, replaced: Counter[int]) -> None:
+    def __init__(
+        self, parameters: dict[str, Any], store: UnitStore, coming: ComingGradients, replaced: Counter[int]
+    ) -> None:
         super().__init__(parameters)
         owners = ((name, residents.owner_of(parameter)) for name, parameter in parameters.items())
         self._units = {name: owner.unit for name, owner in owners if owner is not None}
         self._managed = {name: parameters[name] for name in self._units}
         self._store = store
-        self._use = eager(store.use)
-        self._scope = scope
+        self._use = eager(self._fetch)
+        self._coming = coming
+        self._scope = store.scope
         self._replaced = replaced
 
     @runs_as_it_is
@@ -60,6 +63,11 @@ class UnitParameters(dict[str, Any]):
         if not unit.layout.trainable and parameter.requires_grad:
             unit.check_frozen()  # the module's forward may never be called, as with a ParameterDict
         return parameter
+
+    def _fetch(self, unit: Unit) -> None:
+        self._store.use(unit)
+        if not unit.pin_count:
+            self._coming.ran(unit)
 
     def _check_held(self, name: str) -> None:
         """Break the graph being traced if the unit is not held: the inputs of a graph stay resident while it runs."""
@@ -118,6 +126,7 @@ class ModelHooks:
         model: nn.Module,
         units_of_module: dict[nn.Module, list[Unit]],
         store: UnitStore,
+        coming: ComingGradients,
         on_forward: Callable[[], None],
         on_entry: Callable[[], None],
         around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
@@ -125,6 +134,7 @@ class ModelHooks:
         self._model = model
         self._around = around
         self._store = store
+        self._coming = coming
         self._scope = store.scope
         self._on_forward = on_forward
         self._on_entry = on_entry
@@ -138,7 +148,7 @@ class ModelHooks:
         self._handles: list[Any] = []
         self._wrapped = [module for module in model.modules() if module._parameters]
         for module in self._wrapped:
-            parameters = UnitParameters(module._parameters, store, self._scope, self._replaced)
+            parameters = UnitParameters(module._parameters, store, coming, self._replaced)
             self._members.update(unit.index for unit in parameters._units.values())
             module.__dict__["_parameters"] = parameters
             put = functools.partial(self._copies.put)  # a partial accepts the attributes that torch sets on a hook
@@ -208,7 +218,7 @@ class ModelHooks:
         Forward hooks do not suffice: if another pre-hook raises first, PyTorch skips this module's pre-hook but still
         calls its hook after the forward.
         """
-        call, scope, store = module.forward, self._scope, self._store
+        call, scope, store, coming = module.forward, self._scope, self._store, self._coming
         is_root = module is self._model
         around = self._around if is_root else None
         inner = call if around is None else around(call)
@@ -227,10 +237,12 @@ class ModelHooks:
                 installed = scope.enter(self.check_entry)
                 if is_root and scope.depth == 1 and torch._C._current_graph_task_id() == -1:
                     self._on_forward()
+                    coming.begin_forward((args, kwargs))
                 for unit in units:
                     if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:
                         store.hold(unit)
                         held.append(unit)
+                        coming.ran(unit)
                 run: Any = inner
                 if before is None and type(module).forward is not of_class:
                     run = type(module).forward.__get__(module)  # the class was patched or replaced
@@ -250,10 +262,12 @@ class ModelHooks:
                 for unit in held:
                     store.unhold(unit)
                 if installed is not None:
-                    if is_root and scope.depth == 1 and not torch.is_grad_enabled():
-                        # Uses before the next forward are a cycle of their own: `generate` calls an encoder
-                        # directly.
-                        store.tracer.begin("outside")
+                    if is_root and scope.depth == 1:
+                        coming.end_forward()
+                        if not torch.is_grad_enabled():
+                            # Uses before the next forward are a cycle of their own: `generate` calls an encoder
+                            # directly.
+                            store.tracer.begin("outside")
                     scope.leave(installed)
                 exchange_callback(compiling)
 

@@ -12,7 +12,7 @@ from torch import nn
 import infinity
 from conftest import OpenEngine
 from infinity.engine.training import TrainingEngine
-from infinity.errors import LifetimeError, UsageError
+from infinity.errors import UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.lifetime import assert_nothing_leaked, assert_trains_like_plain, run_forward
@@ -238,18 +238,56 @@ class Shifts(nn.Module):
         return x
 
 
-def test_a_gradient_after_the_update_is_refused(make_engine: OpenEngine) -> None:
-    """The second backward needs no values of the units updated by the first, so only its gradients reveal it."""
+def test_a_second_backward_that_needs_no_parameters_is_refused(make_engine: OpenEngine) -> None:
+    """Only its graph reveals it, before a gradient arrives: the step goes on as if it had not been called."""
     engine = make_engine(seeded(Shifts), unit_size=256, cache_bytes=1 << 20, update="during_backward")
-    inputs = torch.randn(3, 4, 32)
-    for x in inputs[:2]:
-        engine.backward(engine(x).square().mean())
+    reference = seeded(Shifts)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.01)
+    for x in torch.randn(4, 4, 32):
+        reference(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out = engine(x)
+        out.square().mean().backward()
+        if engine.global_steps >= 2:
+            assert engine.updates.step.updated
+            with pytest.raises(UsageError, match="backward was called more than gradient_accumulation_steps times"):
+                out.sum().backward()
         engine.step()
-    out = engine(inputs[2])
-    out.square().mean().backward()
-    assert engine.updates.step.updated
-    with pytest.raises(LifetimeError, match="received a gradient after its update in the same step"):
-        out.sum().backward()
+    found = parameters_of(engine)
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+class TwoParts(Stack):
+    """Two models in one, with losses of their own."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        def loss(blocks: Any) -> torch.Tensor:
+            x = F.one_hot(tokens, 32).float()
+            for block in blocks:
+                x = block(x)
+            return x.square().mean()
+
+        return loss(self.blocks[:2]), loss(self.blocks[2:])
+
+
+def test_a_second_backward_of_other_units(make_engine: OpenEngine) -> None:
+    """It reaches no unit that the first one has updated."""
+    batches = [(tokens % 32, targets) for tokens, targets in BATCHES]
+    reference = seeded(TwoParts)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.01)
+    engine = make_engine(seeded(TwoParts), prefetch_bytes=0)
+    for batch in batches:
+        for module in (engine.module, reference):
+            for loss in module(*batch):
+                loss.backward()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = parameters_of(engine)
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_two_losses_of_one_forward(make_engine: OpenEngine) -> None:
