@@ -16,8 +16,8 @@ from support.models import seeded
 WIDTH = 8
 PARTS = 4
 MODES = ("train", "detach", "detach_input", "no_grad", "frozen", "eval", "reentrant", "checkpoint")
-"""Ways in which a step may run a part. `detach`: none of its parameters gets a gradient. `detach_input`: nothing before it
-does. `frozen`: its parameters require none during the step."""
+"""Ways in which a step may run a part. `detach`: none of its parameters gets a gradient. `detach_input`: nothing before
+it does. `frozen`: its parameters require none during the step."""
 
 
 class Use(NamedTuple):
