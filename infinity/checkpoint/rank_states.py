@@ -19,9 +19,11 @@ from infinity.native import _aio
 from infinity.optim.cpu_adam import join_master
 from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
 from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
-from infinity.plan.placement import State
+from infinity.plan.placement import CALLED, State
 from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
 from infinity.rules import MomentFormat, Rule
+from infinity.tiers.digests import PART as PART_READ, Digests, Read, digest_of
+from infinity.tiers.files import alignment, open_direct
 from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor
 
@@ -85,9 +87,17 @@ class SavedUnit:
 class RankStates:
     """The states of one rank: its units, and bytes of their extents."""
 
-    def __init__(self, paths: Sequence[Path], layout: Mapping[str, Any], slots: bytes, checksums: bytes = b"") -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        layout: Mapping[str, Any],
+        slots: bytes,
+        checksums: bytes = b"",
+        digests: Digests | None = None,
+    ) -> None:
         """paths: the file in each folder. layout: as of a manifest (`infinity.durable.manifest`). slots: the slot of
-        each extent. checksums: of the blocks of the file; empty if none are kept.
+        each extent. checksums: of the blocks of the file; empty if none are kept. digests: of the extents; None if
+        they are not known.
 
         Raises CheckpointError if a file is missing or shorter than the layout says, or if the layout contradicts itself
         or the slots.
@@ -98,7 +108,9 @@ class RankStates:
             self._chunk, nbytes = int(layout["chunk"]), int(layout["nbytes"])
             _require(SMALLEST_CHUNK <= self._chunk <= LARGEST_CHUNK and 0 < nbytes < 1 << 60, "the bytes of the file")
             _require(len(layout["extents"]) == len(slots), "the number of extents")
-            self._block, self._checksums = int(layout["checksum_block"]), checksums
+            self._block, self._checksums, self._digests = int(layout["checksum_block"]), checksums, digests
+            _require(digests is None or len(digests) == len(slots), "the number of digests")
+            _require(digests is None or (0 < digests.block <= PART_READ and not digests.block % 4096), "the blocks")
             covered = len(self._checksums) // 4 * self._block
             _require(not self._checksums or nbytes <= covered < nbytes + LARGEST_CHUNK * len(paths), "the checksums")
             _require(all(type(n) is int for u, _, *numbers in layout["extents"] for n in (u, *numbers)), "the extents")
@@ -145,14 +157,53 @@ class RankStates:
         return pieces(start, nbytes, self._chunk, len(self._paths))
 
     def verify(self) -> None:
-        """Compare the states with their checksums, if the run keeps any. Raises CheckpointError."""
-        try:
-            self.compare()
-        except OSError as error:
+        """Read the states and compare their digests, if there are any. Raises CheckpointError."""
+        if wrong := self.wrong():
             raise CheckpointError(
-                f"{error.filename} was altered since it was written, or its drive is failing ({error.strerror}). Use a "
-                "checkpoint, or pass verify=False to load it at your own risk."
-            ) from error
+                f"{self.path} does not hold the states of its commit: the {wrong} differ from those that were "
+                "committed. The files were copied while the run trained, or altered since, or the drive is failing. "
+                "Copy them again while no process trains the run, use a checkpoint, or pass verify=False to load "
+                "them at your own risk."
+            )
+
+    def wrong(self) -> str:
+        """Read the states, and name the first extent that differs from its digest; empty if none does.
+
+        Raises CheckpointError if they cannot be read.
+        """
+        if self._digests is None:
+            return ""
+        with ExitStack() as stack:
+            read = self._reader(stack)
+            for number, ((unit, state), (place, nbytes)) in enumerate(self._places.items()):
+                try:
+                    found = digest_of(read, place, nbytes, self._digests.block)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{error.filename} cannot be read ({error.strerror}): check its drive, or use a checkpoint"
+                    ) from error
+                if found != self._digests[number]:
+                    return f"{CALLED[state]} of unit {self.units[unit].layout.name}"
+        return ""
+
+    def _reader(self, stack: ExitStack) -> Read:
+        """Return a function that reads bytes of the file past the page cache where the file system allows that."""
+        members = []
+        for path in self._paths:
+            fd = _opened(path, stack)
+            direct = open_direct(fd, os.O_RDONLY)
+            if direct >= 0:
+                stack.callback(os.close, direct)
+            members.append(_aio.File(direct, fd, str(path), alignment()))
+        file = members[0] if len(members) == 1 else _aio.File.striped(members, self._chunk)
+        engine = stack.enter_context(open_engine(block_size=LARGEST_CHUNK, queue_depth=8, threads=len(members)))
+        buffer = host_tensor(PART_READ)
+
+        def read(place: int, nbytes: int) -> torch.Tensor:
+            engine.read(file, place, buffer.data_ptr(), nbytes).wait()
+            return buffer[:nbytes]
+
+        return read
 
     def compare(self) -> None:
         """Read the states and compare checksums, if the run keeps any.

@@ -244,7 +244,10 @@ def run_script(
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the run: NVME_PATH/RUN.")],
     check: Annotated[
-        bool, typer.Option("--check", help="Only show the last committed step, and whether its files are intact.")
+        bool,
+        typer.Option(
+            "--check", help="Only show the last committed step, and whether its files are intact. Reads them."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: write one JSON object.")] = False,
 ) -> None:
@@ -255,8 +258,8 @@ def resume(
 
     \b
     --check --json writes {run, step, ranks, intact}: the run's name, its last
-    committed step, its number of ranks, and whether each rank's record and states
-    are there. It exits with 0 if they are, and with 1 otherwise.
+    committed step, its number of ranks, and whether each rank's record is there, with
+    the states that it belongs to. It exits with 0 if so, and with 1 otherwise.
     """
     from infinity.cli.resume import run
 

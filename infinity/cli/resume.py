@@ -25,7 +25,7 @@ def run(folder: Path, check: bool, as_json: bool) -> None:
         try:
             with owned(folder) as held:
                 check_idle(folder)
-                found = condition(held, folder)
+                found = condition(held, folder, verify=check)
         except InfinityError as error:
             fail(error, USAGE)
     if check:
@@ -41,6 +41,8 @@ def _show(found: Condition, *, as_json: bool) -> None:
         note(f"{_ranks(found.absent)}: no files on this machine; check the run on the machines that have them")
     for fault in found.faults:
         note(fault)
+    if not found.proves:
+        note(f"run {printable(found.run)} was written by an older Infinity, whose records do not prove their states")
     if as_json:
         say_json({"run": found.run, "step": found.step, "ranks": found.ranks, "intact": found.is_intact})
         return

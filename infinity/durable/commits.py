@@ -20,12 +20,15 @@ from infinity.errors import StorageError, UsageError
 from infinity.plan.durable import Durable
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
+from infinity.tiers.named import MisplacedError
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Promise, Transfer
 from infinity.update.job import UpdateJob
 
-_STOPPED = 65536.0
-"""Added to a rank's number in the agreement if it was asked to stop; 1 stands for a failure."""
+_MISPLACED, _STOPPED = 65536.0, 65536.0**2
+"""Added to a rank's number in the agreement if its files are not in their places, and if it was asked to stop; 1 stands
+for a failure.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ class Commits:
         self.run = run
         self.stops = False
         """True once any rank was asked to stop; equal on all ranks between two commits."""
+        self.misplaced = ""
+        """Why the last commit was left out on all ranks; empty if it was not. The states are right, and training can go
+        on; the next commit is tried again. Differs between ranks.
+        """
         self._writes: Mapping[str, Mapping[int, int]] | None = None
         """Tier in memory → its writes, as of the last commit; None: nothing was committed or adopted."""
         self.asked_to_stop = False
@@ -185,6 +192,7 @@ class Commits:
 
     def _commit(self, step: Step) -> None:
         failed: BaseException | None = None
+        misplaced = ""
         before = self.run.record
         try:
             for job in step.jobs:
@@ -194,24 +202,48 @@ class Commits:
             self.note_writes()  # first: what is written from now on may be missing in the commit
             self._write_through(step, everything=before is None)
             sealed = self._tier.seal()
-            blobs = {**step.blobs(), CHECKSUMS: self._tier.checksums}
-            self._tier.sync()
-            record = Record(
-                self.run.next_number(), step.progress, [list(steps) for steps in step.unit_steps], sealed, blobs
-            )
-            self.run.write(record)
+            try:
+                self._record(step, sealed, before)
+            except MisplacedError as error:
+                misplaced = str(error)
         except BaseException as error:  # noqa: BLE001 - raised below, once all ranks know
             failed = error
-        total = self._channel.sum(float(failed is not None) + _STOPPED * self.asked_to_stop)
-        stops, failures = divmod(total, _STOPPED)
+        total = self._channel.sum(
+            float(failed is not None) + _MISPLACED * bool(misplaced) + _STOPPED * self.asked_to_stop
+        )
+        stops, rest = divmod(total, _STOPPED)
+        elsewhere, failures = divmod(rest, _MISPLACED)
         self.stops = self.stops or bool(stops)
         if failed is not None:
             raise failed
         if failures:
             self.run.record = before
             raise StorageError("another rank could not commit it: see the error of that rank")
+        self.misplaced = ""
+        if elsewhere:
+            self.run.withdraw(before)
+            self.misplaced = self._explain(step, misplaced or "files of another rank are missing: see its error")
+            return
         self._tier.slots.commit(sealed)
         self.run.conclude()
+
+    def _record(self, step: Step, sealed: bytes, before: Record | None) -> None:
+        """Sync the states and write their record. Raises MisplacedError if nothing would find them."""
+        blobs = {**step.blobs(), CHECKSUMS: self._tier.checksums}
+        known = (b"", None) if before is None else (before.slots, before.digests)
+        digests = self._tier.digests(sealed, *known)
+        self._tier.sync()
+        self._tier.check_named()
+        self.run.check_held()
+        unit_steps = [list(steps) for steps in step.unit_steps]
+        self.run.write(Record(self.run.next_number(), step.progress, unit_steps, sealed, blobs), digests)
+
+    def _explain(self, step: Step, problem: str) -> str:
+        return (
+            f"step {step.progress.global_steps} was not committed to {self.run.path}: {problem}. The states are "
+            "intact: call engine.save_checkpoint(directory) on all ranks and load it in another run (infinity.run), or "
+            "move the files back, and the next step is committed."
+        )
 
     def _write_through(self, step: Step, *, everything: bool) -> None:
         """Write the states in memory that changed since the last commit to their slots."""

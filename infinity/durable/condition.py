@@ -15,6 +15,7 @@ from pathlib import Path
 from infinity.durable import folder as files
 from infinity.durable.manifest import Manifest
 from infinity.durable.record import Record, read_record
+from infinity.durable.source import states_of
 from infinity.errors import CheckpointError
 from infinity.plan.stripe import shares
 from infinity.tiers.open_tiers import states_in
@@ -32,7 +33,9 @@ class Condition:
     absent: tuple[int, ...]
     """Ranks whose files are not on this machine."""
     faults: tuple[str, ...]
-    """Files that are damaged or missing, with the reason."""
+    """Files that are damaged, missing, or of another commit, with the reason."""
+    proves: bool
+    """False if records are of a version that has no digests of the states."""
     command: tuple[str, ...]
     """The command line of the process that made the last commit."""
     folder: str
@@ -73,8 +76,9 @@ def check_idle(run: Path) -> None:
     files.check_unheld(run, 0)
 
 
-def condition(held: Path, run: Path) -> Condition:
-    """Return the condition of a run. held: the folder, as `owned` yields it. run: its name for messages.
+def condition(held: Path, run: Path, *, verify: bool) -> Condition:
+    """Return the condition of a run. held: the folder, as `owned` yields it. run: its name for messages. verify: read
+    the states and compare them with their records.
 
     Raises CheckpointError if no manifest can be read.
     """
@@ -88,24 +92,28 @@ def condition(held: Path, run: Path) -> Condition:
     manifest = generation.manifests[min(generation.manifests)]
     folder = files.generation_folder(held, generation.number)
     there = set(files.ranks_in(folder))
-    step, faults = None, []
+    records = {rank: read_record(files.record_file(folder, rank, number)) for rank in generation.manifests if number}
+    steps = [each.progress.global_steps for each in records.values() if each is not None and each.number == number]
+    faults = []
     for rank in range(manifest.ranks):
-        if rank not in there:
-            continue
-        if rank not in generation.manifests:
+        if rank in there and rank not in generation.manifests:
             faults.append(f"rank {rank}: its manifest is damaged")
-        elif number:
-            record = read_record(files.record_file(folder, rank, number))
-            step = step if record is None or record.number != number else record.progress.global_steps
-            own = generation.manifests[rank]
-            faults += [f"rank {rank}: {fault}" for fault in _faults(held, own, generation.number, rank, number, record)]
+        elif rank in records:
+            own, record = generation.manifests[rank], records[rank]
+            own_faults = [*_faults(held, own, generation.number, rank, number, record)]
+            if verify and record is not None and not own_faults:
+                own_faults = [*_differences(held, own, generation.number, rank, record)]
+            faults += [f"rank {rank}: {fault}" for fault in own_faults]
+    if len({job for (_, own), job in generation.jobs.items() if own == number}) > 1:
+        faults.append("different jobs wrote the records of the ranks: copy the files of one run")
     absent = tuple(rank for rank in range(manifest.ranks) if rank not in there)
     return Condition(
         run=run.name,
-        step=step,
+        step=steps[-1] if steps else None,
         ranks=manifest.ranks,
         absent=absent,
         faults=tuple(faults),
+        proves=all(each is None or each.digests is not None for each in records.values()),
         command=manifest.command,
         folder=manifest.folder,
         written_in=next(iter(manifest.runs), ""),
@@ -145,6 +153,21 @@ def _faults(
             continue
         if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
             yield f"{name} has {status.st_size:,} bytes instead of {nbytes:,}"
+
+
+def _differences(held: Path, manifest: Manifest, generation: int, rank: int, record: Record) -> Iterator[str]:
+    """Read a rank's states, and yield how they differ from the record of their commit."""
+    folders = [files.generation_folder(run, generation) for run in [held, *map(Path, manifest.runs[1:])]]
+    try:
+        wrong = states_of(folders, rank, manifest, record).wrong()
+    except CheckpointError as error:
+        yield str(error)
+        return
+    if wrong:
+        yield (
+            f"the {wrong} are not those of commit {record.number}: the files were copied while the run trained, or "
+            "altered since. Copy them again while no process trains the run, or load a checkpoint"
+        )
 
 
 def _file_sizes(manifest: Manifest) -> list[int]:

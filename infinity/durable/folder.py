@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.durable.manifest import Manifest, read_manifest
-from infinity.durable.record import invalidate, read_record
+from infinity.durable.record import invalidate, read_record, sync_folder
 from infinity.errors import StorageError
 from infinity.observe.log import logger
 
@@ -47,6 +47,8 @@ class Generation:
     """Rank → numbers of its intact records."""
     damaged: tuple[int, ...]
     """Ranks that have committed, and have no intact record."""
+    jobs: Mapping[tuple[int, int], str]
+    """Rank and number of an intact record → the job that wrote it."""
 
 
 def generation_folder(run: Path, number: int) -> Path:
@@ -87,19 +89,17 @@ def read_generations(run: Path) -> list[Generation]:
     for folder in _generations(run):
         manifests = {rank: read_manifest(manifest_file(folder, rank)) for rank in ranks_in(folder)}
         read = {rank: manifest for rank, manifest in manifests.items() if manifest is not None}
-        commits = {
-            rank: tuple(
-                record.number for slot in (0, 1) if (record := read_record(record_file(folder, rank, slot))) is not None
-            )
-            for rank in read
-        }
+        records = {rank: [read_record(record_file(folder, rank, slot)) for slot in (0, 1)] for rank in read}
+        intact = {rank: [record for record in both if record is not None] for rank, both in records.items()}
+        commits = {rank: tuple(record.number for record in own) for rank, own in intact.items()}
+        jobs = {(rank, record.number): record.proof.job for rank, own in intact.items() for record in own}
         damaged = tuple(
             rank
             for rank, numbers in commits.items()
             if not numbers and all(record_file(folder, rank, slot).exists() for slot in (0, 1))
         )
         if read:
-            found.append(Generation(int(folder.name), read, commits, damaged))
+            found.append(Generation(int(folder.name), read, commits, damaged, jobs))
     return found
 
 
@@ -142,14 +142,6 @@ def drop_records_after(folder: Path, rank: int, number: int) -> None:
     sync_folder(folder)
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def sync_names(runs: Sequence[Path], number: int) -> None:
     """Wait until the names of a generation's files and folders have reached the drives."""
     for run in runs:
@@ -182,6 +174,21 @@ class Lock:
         self._path = run / f"rank-{rank:05d}.lock"
         self._fd = _exclusive(self._path)
         _held.add(self)
+
+    def check(self) -> None:
+        """Lock the file at the path if the locked one was removed or replaced.
+
+        Raises StorageError if another process holds it, and OSError if there is no such folder any more.
+        """
+        if _is_at(self._fd, self._path):
+            return
+        fd = _open(self._path, os.O_RDWR | os.O_CREAT)
+        with _closed_on_error(fd):
+            if not (_try_lock(fd, fcntl.LOCK_EX) and _is_at(fd, self._path)):
+                raise _in_use(self._path)
+        logger.warning("%s was removed or replaced while the run trained, and is locked again", self._path)
+        former, self._fd = self._fd, fd
+        os.close(former)
 
     def close(self, *, remove: bool = False) -> None:
         """Unlock. remove: also delete the file, if this process still holds the lock. Idempotent."""

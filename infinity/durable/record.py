@@ -1,9 +1,13 @@
 """The record of a commit: all of a step except the states in its slots. One small file per rank.
 
-    "INFDUR01" | bytes of the rest, u64 | CRC-32 of the rest, u32 | bytes of the JSON, u32 | JSON | blobs
+    "INFDUR02" | bytes of the rest, u64 | CRC-32 of the rest, u32 | bytes of the JSON, u32 | JSON | blobs
 
 Numbers are little-endian. The JSON names the bytes of each blob. Commits alternate between two files, so a
 record that was cut short leaves the previous one.
+
+A record proves the files that it belongs to, which may have been copied at another moment: it has a digest of each
+extent (`infinity.tiers.digests`), the digest of the manifest's layout, and the job that wrote it, equal on all ranks.
+Version 01 has none of them.
 """
 
 from __future__ import annotations
@@ -14,18 +18,21 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import CheckpointError, StorageError
 from infinity.inputs import open_input, parse_json
+from infinity.tiers.digests import Digests
 
 CLIENT_STATE, RNG, BUFFERS = "client_state", "rng", "buffers"
-CHECKSUMS = "checksums"
+DIGESTS, CHECKSUMS = "digests", "checksums"
 """Names of a record's blobs. The last has the checksums of the states' blocks, and is empty without `aio.checksum`."""
 
-_MAGIC = b"INFDUR01"
+_FORMAT = b"INFDUR"
+_MAGIC = _FORMAT + b"02"
+_READABLE = (_FORMAT + b"01", _MAGIC)
 
 _HEAD = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<I")
@@ -45,6 +52,18 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """Names of the files that belong to a record, besides the digests of states. Empty in a record of version 01."""
+
+    job: str = ""
+    """Drawn by each start of a run, equal on all its ranks: the same step of another run, or of a copy, has another."""
+    layout: str = ""
+    """Digest of the manifest's layout."""
+    block: int = 0
+    """Bytes of a checksum's block in the digests of states."""
+
+
+@dataclass(frozen=True)
 class Record:
     """A committed step of one rank."""
 
@@ -56,7 +75,13 @@ class Record:
     slots: bytes
     """Slot of each durable extent, in the order of the plan."""
     blobs: Mapping[str, bytes]
-    """RNG states, client_state, buffers and checksums, by name."""
+    """RNG states, client_state, buffers, digests and checksums, by name."""
+    proof: Proof = field(default_factory=Proof)
+
+    @property
+    def digests(self) -> Digests | None:
+        """Digests of the extents in their slots; None in a record of version 01."""
+        return Digests(self.proof.block, self.blobs[DIGESTS]) if self.proof.block and DIGESTS in self.blobs else None
 
     def packed(self) -> bytes:
         """Return the bytes of the record's file. Raises StorageError if they are more than a file may have."""
@@ -65,6 +90,7 @@ class Record:
             "number": self.number,
             "progress": asdict(self.progress),
             "unit_steps": [_shortened(steps) for steps in self.unit_steps],
+            "proof": asdict(self.proof),
             "blobs": {name: len(blob) for name, blob in named.items()},
         }
         text = json.dumps(content, separators=(",", ":")).encode()
@@ -79,7 +105,10 @@ class Record:
 
 
 def read_record(path: Path) -> Record | None:
-    """Return the record of a file; None if it does not exist, is a link, or was cut short or altered."""
+    """Return the record of a file; None if it does not exist, is a link, or was cut short or altered.
+
+    Raises CheckpointError if it is of a newer version of Infinity.
+    """
     if path.is_symlink():
         return None
     try:
@@ -88,7 +117,10 @@ def read_record(path: Path) -> Record | None:
             if len(head) < _HEAD.size:
                 return None
             magic, nbytes, crc32 = _HEAD.unpack(head)
-            if magic != _MAGIC or nbytes > min(os.fstat(file.fileno()).st_size, _LARGEST):
+            if magic not in _READABLE and magic.startswith(_FORMAT) and magic[len(_FORMAT) :].isdigit():
+                version = magic[len(_FORMAT) :].decode()
+                raise CheckpointError(f"{path} has format version {version}: use a newer Infinity")
+            if magic not in _READABLE or nbytes > min(os.fstat(file.fileno()).st_size, _LARGEST):
                 return None
             rest = file.read(nbytes)
     except FileNotFoundError:
@@ -119,22 +151,36 @@ def _unpacked(rest: bytes) -> Record:
         unit_steps=[_restored(steps) for steps in content["unit_steps"]],
         slots=blobs.pop("slots"),
         blobs=blobs,
+        proof=Proof(**content.get("proof", {})),
     )
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Overwrite the second-last record with this one and wait until it has reached the drive.
+    """Overwrite the second-last record with this one and wait until it has reached the drive, with the name of a new
+    file.
 
     Raises OSError, and StorageError, before anything is written, for a record that is too large.
     """
     content = record.packed()
+    is_new = not path.exists()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         _overwrite(fd, content)
         os.ftruncate(fd, len(content))
         os.fsync(fd)
+        if is_new:
+            sync_folder(path.parent)
     except OSError as error:
         raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder have reached the drive. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infinity.comm.communicator import Communicator
 from infinity.durable import folder as files
+from infinity.durable.choose import Source, check_layout, choose, digest, seen_by
 from infinity.durable.manifest import Manifest, manifest_of
-from infinity.durable.record import CHECKSUMS, Record, confirm, invalidate, read_record, write_record
-from infinity.errors import CheckpointError, StorageError, UsageError
+from infinity.durable.record import (
+    CHECKSUMS,
+    DIGESTS,
+    Proof,
+    Record,
+    confirm,
+    invalidate,
+    read_record,
+    sync_folder,
+    write_record,
+)
+from infinity.errors import StorageError, UsageError
+from infinity.observe.log import logger
 from infinity.plan.plan import Plan
+from infinity.tiers.digests import Digests
 from infinity.tiers.durable import DurableFiles
 from infinity.tiers.files import check_folder
 
 if TYPE_CHECKING:
     from infinity.config import Config
-
-
-@dataclass(frozen=True)
-class Source:
-    """The last commit that all ranks of a generation have."""
-
-    generation: int
-    number: int
-    ranks: int
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A generation as one rank sees it.
-
-    ranks: of its run. commits: rank → numbers of its intact records. is_same: True if the layout of this rank's states
-    is the present one. damaged: ranks that have committed and have no intact record.
-    """
-
-    ranks: int
-    commits: Mapping[int, tuple[int, ...]]
-    is_same: bool
-    damaged: tuple[int, ...] = ()
 
 
 class DurableRun:
@@ -57,11 +46,13 @@ class DurableRun:
         source: Source | None,
         record: Record | None,
         lock: files.Lock,
-        manifest: Manifest | None = None,
+        manifest: Manifest,
+        job: str,
     ) -> None:
         """runs: the run's folder in each folder of nvme_path. record: of the commit whose slots the files hold.
 
-        manifest: replaces that of the generation with the first commit; None: the generation has it already.
+        manifest: written with the first commit, and again if its file is changed. job: drawn by this start, equal on
+        all ranks.
         """
         self.runs = list(runs)
         self.rank = rank
@@ -74,6 +65,9 @@ class DurableRun:
         """True if the source has been loaded, so that the next commit may follow it."""
         self._lock = lock
         self._manifest = manifest
+        self._written: tuple[int, ...] = ()
+        """Identity of the manifest's file that this process has written; empty: none yet."""
+        self._proof = Proof(job, digest(manifest.layout))
 
     @property
     def path(self) -> Path:
@@ -110,16 +104,41 @@ class DurableRun:
     def next_number(self) -> int:
         return 1 if self.record is None else self.record.number + 1
 
-    def write(self, record: Record) -> None:
-        """Write this rank's record of a commit. Raises OSError."""
+    def check_held(self) -> None:
+        """Check that this process still holds the lock. Raises StorageError if another one has taken it."""
+        self._lock.check()
+
+    def write(self, record: Record, digests: Digests) -> None:
+        """Write this rank's record of a commit. digests: of its states. Raises OSError."""
         folder = self.folders[0]
-        if self._manifest is not None:  # not before: a process that only loads the run must not leave its command
-            _write_manifest(files.manifest_file(folder, self.rank), self._manifest)
-            self._manifest = None
+        self._keep_manifest(files.manifest_file(folder, self.rank))
+        proof = replace(self._proof, block=digests.block)
+        record = replace(record, proof=proof, blobs={**record.blobs, DIGESTS: digests.packed})
         write_record(files.record_file(folder, self.rank, record.number), record)
         if record.number <= 2:
             files.sync_names(self.runs, self.generation)
         self.record = record
+
+    def _keep_manifest(self, path: Path) -> None:
+        """Write the manifest with the first commit, and again if its file was removed, replaced or altered.
+
+        Not before: a process that only loads the run must not leave its command.
+        """
+        if self._written and self._written == _identity(path):
+            return
+        if self._written:
+            logger.warning("%s was removed or altered while the run trained, and is written again", path)
+        _write_manifest(path, self._manifest)
+        self._written = _identity(path)
+
+    def withdraw(self, before: Record | None) -> None:
+        """Invalidate the record of a commit that other ranks lack, before its slots are written again. Raises OSError.
+
+        before: of the commit before it.
+        """
+        if self.record is not None and self.record is not before:
+            invalidate(files.record_file(self.folders[0], self.rank, self.record.number), sync=True)
+            self.record = before
 
     def forget_previous(self) -> None:
         """Invalidate the record before the last one, which all ranks have, since the next updates write its slots.
@@ -178,7 +197,8 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
         lock = files.Lock(runs[0], rank)
         files.check_unheld(runs[0], size)
         manifest = manifest_of(plan, config, size)
-        seen = ranks.gather(_seen(runs[0], rank, manifest))
+        gathered = ranks.gather((seen_by(runs[0], rank, manifest), secrets.token_hex(8)))
+        seen, job = [each for each, _ in gathered], gathered[0][1]
         source, is_same = choose(size, seen, runs[0])
         begins = source is None
         numbers = [number for each in seen for number in each]
@@ -194,6 +214,7 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
                 raise StorageError(
                     f"{folder} changed while it was opened, so another process writes it: end that process and restart"
                 )
+            check_layout(record, manifest, folder)
             confirm(files.record_file(folder, rank, source.number))  # the next updates write the slots of the previous
         else:
             generation = max(numbers, default=0) + 1
@@ -202,7 +223,7 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
             files.make_private(files.generation_folder(run, generation))
         if record is None:
             _write_manifest(files.manifest_file(files.generation_folder(runs[0], generation), rank), manifest)
-        held = DurableRun(runs, rank, generation, source, record, lock, None if record is None else manifest)
+        held = DurableRun(runs, rank, generation, source, record, lock, manifest, job)
         try:
             ranks.barrier()  # a rank that fails after this removes the folder if it is empty
             held.forget_previous()
@@ -217,69 +238,6 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
         raise
 
 
-def choose(ranks: int, seen: Sequence[Mapping[int, Seen]], run: Path) -> tuple[Source | None, bool]:
-    """Return the last commit of the newest generation that has one, and whether all ranks have its layout.
-
-    seen: for each present rank, generation → what it sees of it. run: for messages. Pure; all ranks get the same
-    answer. Raises CheckpointError if a generation has commits of some of its ranks, and none that all have.
-    """
-    for generation in sorted({number for each in seen for number in each}, reverse=True):
-        views = [each[generation] for each in seen if generation in each]
-        before = max(view.ranks for view in views)
-        commits: dict[int, set[int]] = {}
-        for view in views:
-            for rank, numbers in view.commits.items():
-                commits.setdefault(rank, set()).update(numbers)
-        number = files.last_commit(before, commits)
-        if number:
-            is_same = before == ranks and len(views) == len(seen) and all(view.is_same for view in views)
-            return Source(generation, number, before), is_same
-        _check_begun(before, commits, {rank for view in views for rank in view.damaged}, run)
-    return None, False
-
-
-def _check_begun(ranks: int, commits: Mapping[int, set[int]], damaged: set[int], run: Path) -> None:
-    """Raise CheckpointError if all ranks of a generation have committed, and files of some are missing or damaged."""
-    missing = [rank for rank in range(ranks) if rank not in commits]
-    newest = max((max(numbers, default=0) for numbers in commits.values()), default=0)
-    if damaged:
-        problem = f"the records of rank {', '.join(map(str, sorted(damaged)))} are damaged"
-    elif newest and missing:
-        problem = f"the files of rank {', '.join(map(str, missing))} are missing, or their manifests are damaged"
-    elif newest > 1:
-        problem = "its ranks have records of different steps"
-    else:
-        return
-    raise CheckpointError(
-        f"{run} holds a run that cannot be resumed: {problem}. Restore the files of all ranks, or name another run "
-        "(infinity.run) and load a checkpoint."
-    )
-
-
-def last_source(ranks: Communicator, run: Path) -> Source | None:
-    """Return the last commit of a run that this process does not hold. Collective."""
-    generations = files.read_generations(run)
-    seen = {each.number: Seen(_ranks_of(each), each.commits, False, each.damaged) for each in generations}
-    return choose(0, ranks.gather(seen), run)[0]
-
-
-def digest(layout: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
-
-
-def _seen(run: Path, rank: int, manifest: Manifest) -> dict[int, Seen]:
-    found = {}
-    for generation in files.read_generations(run):
-        own = generation.manifests.get(rank)
-        is_same = own is not None and digest(own.layout) == digest(manifest.layout)
-        found[generation.number] = Seen(_ranks_of(generation), generation.commits, is_same, generation.damaged)
-    return found
-
-
-def _ranks_of(generation: files.Generation) -> int:
-    return max(each.ranks for each in generation.manifests.values())
-
-
 def _write_manifest(path: Path, manifest: Manifest) -> None:
     """Replace a manifest atomically: a kill at any moment leaves the former one or the new one."""
     part = path.with_suffix(files.PART)
@@ -292,7 +250,16 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
-    files.sync_folder(path.parent)
+    sync_folder(path.parent)
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Return numbers that differ once a file is replaced or altered; empty if it does not exist."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return ()
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _withdraw(runs: Sequence[Path], generation: int, lock: files.Lock | None, *, begins: bool) -> None:

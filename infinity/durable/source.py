@@ -23,9 +23,10 @@ from infinity.checkpoint.rank_states import RankStates, Shards, well_formed
 from infinity.checkpoint.saved import CheckpointFolder, PieceOf, SavedStates
 from infinity.comm.communicator import Communicator
 from infinity.durable import folder as files
+from infinity.durable.choose import Source, check_jobs, check_layout, last_source
 from infinity.durable.manifest import Manifest, read_manifest
 from infinity.durable.record import BUFFERS, CHECKSUMS, CLIENT_STATE, RNG, Record, read_record
-from infinity.durable.run import DurableRun, Source, last_source
+from infinity.durable.run import DurableRun
 from infinity.errors import CheckpointError, StorageError
 from infinity.nn.pieces import Piece
 from infinity.observe.log import logger
@@ -54,7 +55,7 @@ class CommittedStates:
             self._open(folders, number, rank, ranks)
 
     def _open(self, folders: Sequence[Path], number: int, rank: int, ranks: int) -> None:
-        self._manifest = _manifest(folders[0], 0)
+        self._manifest = manifest_in(folders[0], 0)
         self._is_same = self._manifest.ranks == ranks
         layout = self._manifest.layout
         if layout["model_parallel"] != 1:
@@ -63,7 +64,10 @@ class CommittedStates:
                 "of ranks and the settings that wrote it, and save a checkpoint to change them"
             )
         records = {writer: _record(folders[0], writer, number) for writer in range(layout["shards"])}
-        self._shards = Shards([_rank_states(folders, writer, record) for writer, record in records.items()])
+        check_jobs({record.proof.job for record in records.values()}, self.path)
+        self._shards = Shards(
+            [states_of(folders, writer, manifest_in(folders[0], writer), record) for writer, record in records.items()]
+        )
         if any(_steps(record) != _steps(records[0]) for record in records.values()):
             raise CheckpointError(
                 f"{folders[0]} has files of different runs, since ranks differ in their units or steps: copy the files "
@@ -77,8 +81,8 @@ class CommittedStates:
         return {slot.name: Piece(slot.name, slot.shape) for unit in units for slot in unit.layout.slots}
 
     def check(self, ranks: Communicator, *, verify: bool) -> None:
-        """Raise CheckpointError if the model is tensor-parallel. verify: also compare the checksums of `aio.checksum`,
-        of which each rank takes some files.
+        """Raise CheckpointError if the model is tensor-parallel. verify: also read the states and compare them with
+        their records; each rank takes some files.
         """
         if ranks.model.size != 1:
             raise CheckpointError(
@@ -86,7 +90,7 @@ class CommittedStates:
                 "tensor-parallel ranks: resume without tensor parallelism, and save a checkpoint to change that"
             )
         if verify:
-            _together(ranks, lambda: self._verify(self._shards.ranks[ranks.rank :: ranks.size]))
+            together(ranks, lambda: self._verify(self._shards.ranks[ranks.rank :: ranks.size]))
 
     def _verify(self, share: Sequence[RankStates]) -> None:
         for states in share:
@@ -155,14 +159,14 @@ def open_saved(
             runs, source = run.runs, run.source
         else:
             runs = [path]
-            _together(ranks, lambda: stack.enter_context(files.unchanged(path)))
+            together(ranks, lambda: stack.enter_context(files.unchanged(path)))
             source = last_source(ranks, path)
         if source is None:
             raise CheckpointError(f"{path} has no committed step: start the run without loading it")
         generation, number = source.generation, source.number
         folders = [files.generation_folder(each, generation) for each in runs]
         rank, size = ranks.model.number * ranks.size + ranks.rank, ranks.size * ranks.model.size
-        yield _together(ranks, lambda: CommittedStates(path, folders, number, rank, size))
+        yield together(ranks, lambda: CommittedStates(path, folders, number, rank, size))
 
 
 def check_no_tag(ranks: Communicator, run: Path, tag: str | None) -> None:
@@ -188,7 +192,7 @@ def _is_run(ranks: Communicator, directory: str | Path) -> bool:
     return any(ranks.gather(files.is_run(Path(directory))))
 
 
-def _manifest(folder: Path, rank: int) -> Manifest:
+def manifest_in(folder: Path, rank: int) -> Manifest:
     path = files.manifest_file(folder, rank)
     manifest = read_manifest(path)
     if manifest is None:
@@ -210,10 +214,13 @@ def _record(folder: Path, rank: int, number: int) -> Record:
     return record
 
 
-def _rank_states(folders: Sequence[Path], rank: int, record: Record) -> RankStates:
-    return RankStates(
-        states_in(folders, rank), _manifest(folders[0], rank).layout, record.slots, record.blobs.get(CHECKSUMS, b"")
-    )
+def states_of(folders: Sequence[Path], rank: int, manifest: Manifest, record: Record) -> RankStates:
+    """Return a rank's states of a commit. folders: of the generation, in each folder of nvme_path. Raises
+    CheckpointError if the record is of another manifest, or as `RankStates`.
+    """
+    check_layout(record, manifest, folders[0])
+    checksums = record.blobs.get(CHECKSUMS, b"")
+    return RankStates(states_in(folders, rank), manifest.layout, record.slots, checksums, record.digests)
 
 
 def _steps(record: Record) -> tuple[Any, Any]:
@@ -221,7 +228,7 @@ def _steps(record: Record) -> tuple[Any, Any]:
     return record.progress, record.unit_steps
 
 
-def _together(ranks: Communicator, work: Callable[[], T]) -> T:
+def together(ranks: Communicator, work: Callable[[], T]) -> T:
     """Return `work()`. Collective; if it fails on one rank, all ranks raise."""
     error: CheckpointError | StorageError | None = None
     try:

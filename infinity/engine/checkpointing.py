@@ -158,6 +158,8 @@ class CheckpointingEngine(BaseEngine):
             durable.wait()
             if optimizer and durable.can_adopt(Path(directory)):
                 check_no_tag(self.ranks, Path(directory), tag)
+                if verify:
+                    durable.verify(self.ranks)
                 return Path(directory), self._adopt(durable, scheduler=load_lr_scheduler_states, load_rng=load_rng)
         with open_saved(self.ranks, directory, tag, None if durable is None else durable.run) as saved:
             loading = Loading(
@@ -181,19 +183,20 @@ class CheckpointingEngine(BaseEngine):
                 durable.commit_loaded(saved.path, self._run_state(), self.module, loading.client_state)
         return saved.path, loading.client_state
 
-    def resume(self, *, load_rng: bool = True) -> dict[str, Any] | None:
+    def resume(self, *, verify: bool = True, load_rng: bool = True) -> dict[str, Any] | None:
         """Go on from the last committed step of this engine's durable run, and return its client_state.
 
         Returns None if nothing is committed, or without infinity.durable. Collective; call it before the first step.
         The number of ranks, units, tiers, tile size and formats may differ from those of the step: the states are
-        converted and committed again. load_rng: also restore the RNG states of torch, Python and numpy, if the number
-        of ranks is the same.
+        converted and committed again. verify: first read the states once and compare them with the digests of their
+        commit, so that a copy that was made while the run trained is refused with a CheckpointError. load_rng: also
+        restore the RNG states of torch, Python and numpy, if the number of ranks is the same.
         """
         self._check_open()
         durable = self.updates.durable
         if durable is None or durable.run.source is None:
             return None
-        return self.load_checkpoint(durable.run.path, load_rng=load_rng)[1]
+        return self.load_checkpoint(durable.run.path, verify=verify, load_rng=load_rng)[1]
 
     def _adopt(self, durable: DurableSteps, *, scheduler: bool, load_rng: bool) -> dict[str, Any]:
         """Go on from the last commit in its own slots. Returns its client_state."""

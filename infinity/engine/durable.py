@@ -15,22 +15,21 @@ from infinity.checkpoint.committed import Committed
 from infinity.checkpoint.format import persistent_buffers
 from infinity.checkpoint.load import match_buffers
 from infinity.checkpoint.parts import Run
-from infinity.checkpoint.rank_states import RankStates
 from infinity.checkpoint.save import pack_client_state
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.durable.commits import Commits, Step
 from infinity.durable.folder import manifest_file
 from infinity.durable.manifest import read_manifest
-from infinity.durable.record import BUFFERS, CHECKSUMS, CLIENT_STATE, RNG, Progress, Record
+from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Progress, Record
 from infinity.durable.run import DurableRun
+from infinity.durable.source import manifest_in, states_of, together
 from infinity.errors import CheckpointError, StorageError, UsageError
 from infinity.interrupts import on_sigterm
 from infinity.plan.plan import Plan
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
-from infinity.tiers.open_tiers import states_in
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.store import UnitStore
@@ -65,6 +64,8 @@ class DurableSteps:
         self._kept: list[Callable[[int], Transfer]] = []
         """Unit → transfer that copies its committed slots, which updates write after the next commit."""
         self._has_begun = False
+        self._misplaced = ""
+        """`Commits.misplaced` of the last commit that was waited for."""
         self._stops = False
         """True if a commit that this step waited for agreed to stop, so that all ranks see the same."""
         self._restore_handler = on_sigterm(self._commits.ask_to_stop)
@@ -94,7 +95,7 @@ class DurableSteps:
         blobs: dict[str, bytes] = {CLIENT_STATE: pack_client_state(client_state)}
         with self._device.recorder.wait("gather", "saves"):
             self._commits.wait()
-        self._stops = self._commits.stops
+        self._stops, self._misplaced = self._commits.stops, self._commits.misplaced
         self._store.write_edits()
         units = self._store.units
         buffers = {name: value.detach().cpu().contiguous().clone() for name, value in persistent_buffers(model).items()}
@@ -133,6 +134,19 @@ class DurableSteps:
         """Wait until the last step is committed. Its updates must have begun."""
         self._commits.wait()
 
+    def check_kept(self) -> None:
+        """Raise StorageError on all ranks if the commit that the last `commit` waited for was left out, since files of
+        the run are not in their places. The states are those of the step, and can be saved.
+        """
+        if self._misplaced:
+            raise StorageError(self._misplaced)
+
+    def finish(self) -> None:
+        """Wait until the last step is committed. Raises StorageError if it is not."""
+        self._commits.wait()
+        self._misplaced = self._commits.misplaced
+        self.check_kept()
+
     # -- save --------------------------------------------------------------------------------------------------------
 
     def committed(self, progress: Run) -> Committed | None:
@@ -156,12 +170,20 @@ class DurableSteps:
         manifest = read_manifest(manifest_file(run.folders[0], run.rank))
         if manifest is None or manifest.layout["model_parallel"] != 1:
             return None
-        states = RankStates(
-            states_in(run.folders, run.rank), manifest.layout, record.slots, record.blobs.get(CHECKSUMS, b"")
-        )
-        return Committed(states, run.rank, self._kept.append)
+        return Committed(states_of(run.folders, run.rank, manifest, record), run.rank, self._kept.append)
 
     # -- load --------------------------------------------------------------------------------------------------------
+
+    def verify(self, ranks: Communicator) -> None:
+        """Read this rank's committed states and compare them with their record. Collective. Raises CheckpointError."""
+        run, record = self.run, self.run.record
+        assert record is not None
+
+        def compare() -> None:
+            manifest = manifest_in(run.folders[0], run.rank)
+            states_of(run.folders, run.rank, manifest, record).verify()
+
+        together(ranks, compare)
 
     def can_adopt(self, folder: Path) -> bool:
         """Return whether the files of this run in `folder` hold a commit in the present layout."""

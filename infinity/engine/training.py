@@ -246,6 +246,8 @@ class TrainingEngine(CheckpointingEngine):
             self._reports.step(self._facts(losses))
         if over:
             self._finish_saving()
+        if durable is not None:
+            durable.check_kept()
         if durable is not None and durable.must_stop:
             self.close()
             raise SystemExit(128 + signal.SIGTERM)
@@ -685,4 +687,4 @@ class TrainingEngine(CheckpointingEngine):
         self.parts.store.settle()
         self._check_refused(len(self.updates.pipeline.refused))
         if self.updates.durable is not None:
-            self.updates.durable.wait()
+            self.updates.durable.finish()

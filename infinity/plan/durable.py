@@ -26,11 +26,15 @@ class Durable:
 
 @dataclass(frozen=True)
 class DurablePlan:
-    """A run whose states survive the process: its name, its extents, and the bytes that their slots add on nvme."""
+    """A run whose states survive the process: its name, its extents, and the bytes that their slots add on nvme.
+
+    block: bytes of a block that is always written whole, whose checksum is part of an extent's digest.
+    """
 
     run: str
     extents: tuple[Durable, ...]
     nbytes: int
+    block: int = 4096
 
     def added(self) -> Iterator[tuple[State, int]]:
         """Yield the state and the bytes of each slot that no extent of the placement is."""

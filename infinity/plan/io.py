@@ -52,7 +52,8 @@ def plan_io(config: Config, placement: Placement, *, train: bool) -> IoPlan | No
         durable = plan_durable(config.infinity.run, placement, nbytes)
         paths = config.zero_optimization.durable_paths
         io = io_in(config, paths, nbytes + durable.nbytes, passing, placement.granule)
-        return replace(io, durable=durable)
+        block = checksum_block(placement.granule, io.block_size, io.chunk)
+        return replace(io, durable=replace(durable, block=block))
     if not nbytes:
         return None
     return io_in(config, config.zero_optimization.nvme_paths, nbytes, passing, placement.granule)

@@ -39,7 +39,7 @@ class State(str, Enum):
     OPTIM = "optim"
 
 
-_CALLED = {State.PARAM: "parameters", State.GRAD: "gradient", State.OPTIM: "optimizer states"}
+CALLED = {State.PARAM: "parameters", State.GRAD: "gradient", State.OPTIM: "optimizer states"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def place(
         tier = tier_of(layout, state)
         counted = passing if state is State.GRAD and policy.passes(tier) else used
         offset = counted.get(tier, 0)
-        extents[layout.index, state] = Extent(tier, offset, nbytes, f"{_CALLED[state]} of unit {layout.name}")
+        extents[layout.index, state] = Extent(tier, offset, nbytes, f"{CALLED[state]} of unit {layout.name}")
         counted[tier] = offset + aligned(nbytes)
 
     for layout in layouts:

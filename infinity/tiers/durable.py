@@ -11,6 +11,7 @@ import torch
 from infinity.native import _aio
 from infinity.plan.placement import Extent
 from infinity.tiers.device import Device
+from infinity.tiers.digests import Digests, Sums, digest_of
 from infinity.tiers.files import SwapFile
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
@@ -28,13 +29,14 @@ class DurableFiles:
     folders: Sequence[Path]
     committed: bytes | None
     checksums: bytes
-    """Checksums of the commit; empty if it has none."""
+    """Checksums of the commit, for `aio.checksum`; empty if it has none."""
 
 
 class DurableTier(NvmeTier):
     """Reads the present bytes of durable extents, and writes them where no committed bytes are.
 
-    Extents without slots, such as gradients, are read and written in place.
+    Extents without slots, such as gradients, are read and written in place. Every write to a slot is checksummed for
+    the digests of the next commit; reads are compared with checksums only with `aio.checksum`.
     """
 
     def __init__(
@@ -47,11 +49,20 @@ class DurableTier(NvmeTier):
         checksum_block: int = 0,
         ahead: Mapping[int, int] | None = None,
         checksums: bytes = b"",
+        digest_block: int = 4096,
     ) -> None:
-        """slots: of the durable extents. checksums: of the committed bytes. Others: as of `NvmeTier`."""
+        """slots: of the durable extents. checksums: of the committed bytes. digest_block: bytes of a block that is
+        always written whole, for the checksums of digests. Others: as of `NvmeTier`.
+        """
         super().__init__(file, nbytes, engine, device, checksum_block, ahead)
         self.slots = slots
-        if checksum_block and checksums:
+        self._block = checksum_block or digest_block
+        self._slot_file = file.file
+        """Handle of the file through which slots are written."""
+        if not checksum_block:
+            self._slot_file = file.native()
+            self._slot_file.keep_checksums(file.nbytes, self._block)
+        elif checksums:
             file.file.restore_checksums(checksums)
 
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
@@ -66,7 +77,8 @@ class DurableTier(NvmeTier):
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         if not self.slots.holds(extent.offset):
             return super()._write(extent, memory, offset)
-        return self._write_at(self.slots.to_write(extent.offset, offset, memory.numel()), memory, extent)
+        place = self.slots.to_write(extent.offset, offset, memory.numel())
+        return self._write_at(place, memory, extent, self._slot_file)
 
     def seal(self) -> bytes:
         """Complete extents that were written in part, and return `Slots.seal`. No write may be under way."""
@@ -85,8 +97,32 @@ class DurableTier(NvmeTier):
 
     @property
     def checksums(self) -> bytes:
-        """Checksums of all blocks, for the next process. No request may be under way."""
+        """Checksums of all blocks, for the next process with `aio.checksum`. No request may be under way."""
         return self._file.file.checksums
+
+    def digests(self, sealed: bytes, before: bytes, known: Digests | None) -> Digests:
+        """Return the digests of the slots of `seal`. before, known: slots and digests of the last commit.
+
+        A slot that is still the committed one was not written since. Slots that no digest is known of are read.
+        """
+        sums = Sums(self._slot_file.checksums, self._block)
+        is_known = known is not None and known.block == self._block and len(known) == len(before) == len(sealed)
+        found: list[bytes] = []
+        for number, (place, nbytes) in enumerate(self.slots.places(sealed)):
+            if known is not None and is_known and before[number] == sealed[number]:
+                found.append(known[number])
+            else:
+                found.append(sums.digest(place, nbytes) or digest_of(self._content, place, nbytes, self._block))
+        return Digests(self._block, b"".join(found))
+
+    def _content(self, place: int, nbytes: int) -> torch.Tensor:
+        buffer = host_tensor(nbytes)
+        self._read_at(place, buffer, Extent(self.name, place, nbytes, "durable states")).wait()
+        return buffer
+
+    def check_named(self) -> None:
+        """Raise MisplacedError if the files were removed, renamed or replaced, so that no commit can be found."""
+        self._file.check_named()
 
     def sync(self) -> None:
         """Wait until all that was written has reached the drives. Raises OSError."""
@@ -98,4 +134,4 @@ class DurableTier(NvmeTier):
         for start in range(0, nbytes, _PIECE):
             part = buffer[: min(nbytes - start, _PIECE)]
             self._read_at(source + start, part, where).wait()
-            self._write_at(target + start, part, where).wait()
+            self._write_at(target + start, part, where, self._slot_file).wait()

@@ -24,17 +24,36 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from infinity.errors import StorageError
 from infinity.native import _aio
 from infinity.plan.stripe import LARGEST_CHUNK, ranges, shares
+from infinity.tiers.named import check_named
 from infinity.tiers.space import FULL, Range, file_system_of, names, punch, require, reserve
 
 __all__ = ["SwapFile", "open_swap_files"]
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One open file of a swap file. direct: descriptor with `O_DIRECT`; -1: none. path: names no file if it is not
+    durable. nbytes: reserved.
+    """
+
+    fd: int
+    direct: int
+    folder: Path
+    path: Path
+    nbytes: int
+
+    @property
+    def fds(self) -> list[int]:
+        return [self.direct, self.fd] if self.direct >= 0 else [self.fd]
 
 
 class SwapFile:
@@ -46,25 +65,23 @@ class SwapFile:
     """
 
     def __init__(
-        self,
-        file: _aio.File,
-        path: str,
-        nbytes: int,
-        fds: Sequence[int],
-        members: Sequence[tuple[int, Path]],
-        chunk: int = LARGEST_CHUNK,
-        folders: Sequence[Path] = (),
+        self, members: Sequence[Member], nbytes: int, chunk: int = LARGEST_CHUNK, folders: Sequence[Path] = ()
     ) -> None:
-        """fds: closed with the file. members: descriptor and folder of each file. chunk: bytes of a stripe's chunk.
-        folders: removed with the file.
+        """members: their descriptors are closed with the file. chunk: bytes of a stripe's chunk. folders: removed with
+        the file.
         """
-        self.file = file
-        self.path = path
+        self.path = ", ".join(str(member.path) for member in members)
         self.nbytes = nbytes
-        self._fds = list(fds)
+        self._fds = [fd for member in members for fd in member.fds]
         self._members = list(members)
         self._chunk = chunk
         self._folders = list(folders)
+        self.file = self.native()
+
+    def native(self) -> _aio.File:
+        """Return the file for the I/O engine, with checksums of its own if it is to keep any."""
+        files = [_aio.File(each.direct, each.fd, str(each.path), alignment()) for each in self._members]
+        return files[0] if len(files) == 1 else _aio.File.striped(files, self._chunk)
 
     @property
     def direct(self) -> bool:
@@ -101,18 +118,23 @@ class SwapFile:
         """Return the bytes in each file that has any."""
         parts = ranges(offset, nbytes, self._chunk, len(self._members))
         return [
-            Range(fd, folder, start, stop)
-            for (fd, folder), (start, stop) in zip(self._members, parts, strict=True)
+            Range(member.fd, member.folder, start, stop)
+            for member, (start, stop) in zip(self._members, parts, strict=True)
             if start < stop
         ]
 
     def sync(self) -> None:
         """Wait until the bytes written so far have reached the drives. Raises OSError with the folder."""
-        for fd, folder in self._members:
+        for member in self._members:
             try:
-                os.fdatasync(fd)
+                os.fdatasync(member.fd)
             except OSError as error:
-                raise OSError(error.errno, os.strerror(error.errno or 0), str(folder)) from error
+                raise OSError(error.errno, os.strerror(error.errno or 0), str(member.folder)) from error
+
+    def check_named(self) -> None:
+        """Raise MisplacedError if a durable file was removed, renamed, replaced or cut short while it is open."""
+        for member in self._members:
+            check_named(member.fd, member.path, member.nbytes)
 
     def close(self) -> None:
         """Release the space. All requests on the file must be done before. Idempotent."""
@@ -184,7 +206,11 @@ def open_swap_files(
         opened = []
         for folder, file, size in zip(folders, files, sizes, strict=True):
             opened.append(undo.enter_context(_open_one(folder, size, file, durable=durable)))
-        swap = opened[0] if len(opened) == 1 else _striped(opened, whole(nbytes, chunk), chunk)
+        swap = opened[0]
+        if len(opened) > 1:
+            members = [member for each in opened for member in each._members]
+            named = [each for one in opened for each in one._folders]
+            swap = SwapFile(members, whole(nbytes, chunk), chunk, named)
         undo.pop_all()
         return swap
 
@@ -194,30 +220,15 @@ def member_of(name: str, member: int) -> str:
     return f"{name}-{member}" if member else name
 
 
-def _striped(members: Sequence[SwapFile], nbytes: int, chunk: int) -> SwapFile:
-    """Combine the members into one file, which takes ownership of their descriptors and folders."""
-    return SwapFile(
-        _aio.File.striped([member.file for member in members], chunk),
-        ", ".join(member.path for member in members),
-        nbytes,
-        [fd for member in members for fd in member._fds],
-        [each for member in members for each in member._members],
-        chunk,
-        [folder for member in members for folder in member._folders],
-    )
-
-
 def _open_one(folder: Path, nbytes: int, name: str, *, durable: bool) -> SwapFile:
     """Open and reserve one file. nbytes: a multiple of the alignment."""
     fd, named = (_open_durable(folder / name), None) if durable else open_anonymous(folder, name)
     direct_fd = -1
     try:
-        direct_fd = _open_direct_again(fd) if os.fstat(fd).st_size else _open_direct(fd, folder)
+        direct_fd = open_direct(fd) if os.fstat(fd).st_size else _open_direct(fd, folder)
         reserve(Range(fd, folder, 0, nbytes))
-        path = str(folder / name)
-        fds = [direct_fd, fd] if direct_fd >= 0 else [fd]
-        file = _aio.File(direct_fd, fd, path, alignment())
-        return SwapFile(file, path, nbytes, fds, [(fd, folder)], folders=[named] if named else [])
+        member = Member(fd, direct_fd, folder, folder / name, nbytes)
+        return SwapFile([member], nbytes, folders=[named] if named else [])
     except BaseException:
         os.close(fd)
         if direct_fd >= 0:
@@ -326,10 +337,10 @@ def _held(path: Path) -> int:
         return 0
 
 
-def _open_direct_again(fd: int) -> int:
+def open_direct(fd: int, flags: int = os.O_RDWR) -> int:
     """Return a descriptor with `O_DIRECT` of a file with content; -1 if the file system refuses it."""
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return -1
 

@@ -204,7 +204,8 @@ class NvmeTier(Tier):
         self._device.recorder.request("nvme_read", extent.name, memory.numel(), request)
         return Request(request, memory, extent)
 
-    def _write_at(self, place: int, memory: torch.Tensor, extent: Extent) -> Transfer:
-        request = self._engine.write(self._file.file, place, memory.data_ptr(), memory.numel())
+    def _write_at(self, place: int, memory: torch.Tensor, extent: Extent, file: _aio.File | None = None) -> Transfer:
+        """Start to write at byte `place`. file: another handle of the tier's file."""
+        request = self._engine.write(file or self._file.file, place, memory.data_ptr(), memory.numel())
         self._device.recorder.request("nvme_write", extent.name, memory.numel(), request)
         return Request(request, memory, extent)

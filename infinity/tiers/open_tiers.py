@@ -69,7 +69,8 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
         if durable is None or io.durable is None:
             tier = NvmeTier(*settings)
         else:
-            tier = DurableTier(Slots(io.durable.extents, durable.committed), *settings, durable.checksums)
+            slots = Slots(io.durable.extents, durable.committed)
+            tier = DurableTier(slots, *settings, durable.checksums, io.durable.block)
         undo.pop_all()
     return tier
 

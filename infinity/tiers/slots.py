@@ -107,6 +107,11 @@ class Slots:
             assert all(pair.is_whole for pair in self._pairs.values())
             return bytes(pair.present for pair in self._pairs.values())
 
+    def places(self, sealed: bytes) -> list[tuple[int, int]]:
+        """Return the place and the bytes of each extent in the slots of `seal`."""
+        with self._access:
+            return [(pair.places[slot], pair.nbytes) for pair, slot in zip(self._pairs.values(), sealed, strict=True)]
+
     def commit(self, sealed: bytes) -> None:
         """Make the slots of `seal` the committed ones. Bytes written since the last commit are dropped if they are in
         others.

@@ -264,3 +264,27 @@ def test_check_of_a_run_whose_first_commit_some_ranks_lack(run: Path) -> None:
         (generation / f"rank-{rank:05d}.json").chmod(0o600)
     write_record(generation / "rank-00000.record-1", replace(record, number=1))
     assert checked(run) == (0, {"run": "small", "step": STEPS, "ranks": 1, "intact": True}, "")
+
+
+def test_check_of_a_copy_that_was_made_while_the_run_trained(tmp_path: Path) -> None:
+    """The states of step 1 and the record of step 3 are files of the right sizes."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_batch_size": 2,
+        "zero_optimization": {"offload_param": place, "offload_optimizer": place},
+        "infinity": {"durable": True, "run": "small", "update": "after_backward"},
+    }
+    engine = infinity.initialize(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), config=config)[0]
+    for step in range(STEPS):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        if step == 0:
+            shutil.copy2(tmp_path / "small" / STATES, tmp_path / "states")
+    engine.close()
+    run = tmp_path / "small"
+    assert checked(run)[0] == 0
+    shutil.copy2(tmp_path / "states", run / STATES)
+    status, facts, error = checked(run)
+    assert status == 1 and facts == {"run": "small", "step": STEPS, "ranks": 1, "intact": False}
+    assert "rank 0: the parameters of unit " in error and f"are not those of commit {STEPS}" in error
+    assert "Copy them again while no process trains the run" in error

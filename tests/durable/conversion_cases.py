@@ -161,16 +161,16 @@ def refused(rank: int, *, folder: str, ranks: int, lacks: int = -1, directory: s
     def missing(folder: Path, writer: int) -> Manifest:
         raise CheckpointError(f"rank-{writer:05d}.json is missing on rank {rank}")
 
-    kept = source._manifest
+    kept = source.manifest_in
     with opened(folder, ranks, seed=9) as engine:
         if rank == lacks:
-            source._manifest = missing
+            source.manifest_in = missing
         try:
             engine.load_checkpoint(Path(folder, directory.format(rank=rank)))
         except InfinityError as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            source._manifest = kept
+            source.manifest_in = kept
     return ""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from durable.drive import Drive, Files, Found, subsets
 from durable.recorder import Committed, Enter, Leave, Log, Returned, Sync, Write
-from infinity.durable.run import Seen, choose
+from infinity.durable.choose import Seen, choose
 from infinity.errors import CheckpointError
 
 RUN = Path("run")

@@ -71,20 +71,21 @@ class Drive:
                 path.write_bytes(files[path.name])
                 if (record := read_record(path)) is not None:
                     records.append(record)
-        good = [each for each in records if self._is_whole(each, files[STATES])]
+        good = [each for each in records if is_whole(self._log, each, files[STATES])]
         return Found(
             tuple((each.number, each.progress.global_steps) for each in good),
             tuple(each.number for each in records if each not in good),
             present == 2 and not records,
         )
 
-    def _is_whole(self, record: Record, states: bytearray) -> bool:
-        places = [(each.first, each.second)[slot] for each, slot in zip(self._log.extents, record.slots, strict=True)]
-        expected = self._log.expected[record.progress.global_steps]
-        return all(
-            states[place.offset : place.offset + place.nbytes] == content
-            for place, content in zip(places, expected, strict=True)
-        )
+
+def is_whole(log: Log, record: Record, states: bytearray) -> bool:
+    """Return whether the states are those of the record's step."""
+    places = [(each.first, each.second)[slot] for each, slot in zip(log.extents, record.slots, strict=True)]
+    return all(
+        states[place.offset : place.offset + place.nbytes] == content
+        for place, content in zip(places, log.expected[record.progress.global_steps], strict=True)
+    )
 
 
 def apply(files: Files, write: Write) -> None:

@@ -24,6 +24,7 @@ from infinity.durable.run import open_run
 from infinity.engine import platform
 from infinity.engine.training import TrainingEngine
 from infinity.plan.durable import Durable
+from infinity.tiers.digests import Digests
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.files import SwapFile
 from infinity.tiers.transfer import Transfer
@@ -144,9 +145,9 @@ def recorded(log: Log, *, late: float) -> Iterator[None]:
     write_at, sync, total = DurableTier._write_at, SwapFile.sync, SideChannel.sum
     conclude, write = commits.DurableRun.conclude, commits.DurableRun.write
 
-    def watched_write(tier: DurableTier, place: int, memory: torch.Tensor, extent: Any) -> Transfer:
+    def watched_write(tier: DurableTier, place: int, memory: torch.Tensor, extent: Any, file: Any = None) -> Transfer:
         log.note(Write(STATES, place, memory.cpu().numpy().tobytes()))
-        return write_at(tier, place, memory, extent)
+        return write_at(tier, place, memory, extent, file)
 
     def watched_sync(file: SwapFile) -> None:
         time.sleep(late)
@@ -158,13 +159,13 @@ def recorded(log: Log, *, late: float) -> Iterator[None]:
         log.note(Committed(run.record.progress.global_steps))
         conclude(run)
 
-    def watched_record(run: commits.DurableRun, content: Record) -> None:
+    def watched_record(run: commits.DurableRun, content: Record, digests: Digests) -> None:
         if log.end is not None and log.end.step == content.progress.global_steps and log.rank in log.end.ranks:
             if not log.end.after_write:
                 raise Killed
             with mock.patch.object(record, "os", _Os(log, dies=True)):
-                write(run, content)
-        write(run, content)
+                write(run, content, digests)
+        write(run, content, digests)
 
     def watched_sum(channel: SideChannel, value: float) -> float:
         with log.exchange("commit"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.durable.run import Seen, Source, choose
+from infinity.durable.choose import Seen, Source, choose
 from infinity.errors import CheckpointError
 
 RUN = Path("/nvme/run")

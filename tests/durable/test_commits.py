@@ -13,7 +13,7 @@ import torch
 
 from durable.conversion_cases import assert_same, everything, opened, train
 from infinity.durable.commits import Commits, Committing, Step
-from infinity.durable.record import Progress
+from infinity.durable.record import Progress, Record
 from infinity.engine import training
 from infinity.engine.training import TrainingEngine
 from infinity.errors import RanksError, StorageError, UsageError
@@ -54,13 +54,20 @@ class Parts:
         self.log: list[str] = []
         self.update, self.write = Pending(), Pending()
         self.run: Any = SimpleNamespace(
-            record=None, path=Path("run"), next_number=lambda: 1, write=self._write, conclude=self._note("conclude")
+            record=None,
+            path=Path("run"),
+            next_number=lambda: 1,
+            check_held=lambda: None,
+            write=self._write,
+            conclude=self._note("conclude"),
         )
         tier: Any = SimpleNamespace(
             write=lambda extent, memory: self.write,
             seal=self._seal,
             sync=self._note("sync"),
             checksums=b"",
+            digests=lambda *_: None,
+            check_named=lambda: None,
             slots=SimpleNamespace(commit=self._note("commit")),
         )
         memory: Any = {"host": SimpleNamespace(writes={}, memory=lambda extent: torch.zeros(1))}
@@ -76,7 +83,7 @@ class Parts:
         self.log.append(f"seal, updated {self.update.waited}, written {self.write.waited}")
         return b""
 
-    def _write(self, record: Any) -> None:
+    def _write(self, record: Any, _: Any) -> None:
         self.run.record = record
         self.log.append("record")
 
@@ -95,7 +102,7 @@ def test_a_step_is_sealed_once_its_updates_and_its_writes_have_ended(parts: Part
 
 def test_a_step_counts_as_committed_once_all_ranks_have_their_record(parts: Parts) -> None:
     """A rank that is lost meanwhile may not have its own: a restart would resume from the step before."""
-    before = parts.run.record = SimpleNamespace(progress=Progress(6, 0, [], None, None))
+    before = parts.run.record = Record(6, Progress(6, 0, [], None, None), [[1]], b"", {})
 
     def lost(value: float) -> float:
         assert parts.run.record is not before  # this rank has its record

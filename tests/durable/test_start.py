@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from infinity.durable import run as module
+from infinity.durable.choose import Source
 from infinity.durable.folder import Lock, generation_folder, remove_generation
-from infinity.durable.run import DurableRun, Source, open_run
+from infinity.durable.manifest import Manifest
+from infinity.durable.run import DurableRun, open_run
 
 
 class Meeting:
@@ -58,7 +60,7 @@ def test_a_rank_that_fails_at_once_leaves_the_folder_to_the_others(
         path.write_text("{}")
 
     monkeypatch.setattr(module, "_write_manifest", write)
-    monkeypatch.setattr(module, "manifest_of", lambda *_: None)
+    monkeypatch.setattr(module, "manifest_of", lambda *_: Manifest({"ranks": 2}, (), ""))
     plan: Any = SimpleNamespace(io=SimpleNamespace(folders=[tmp_path], durable=SimpleNamespace(run="run")))
 
     def start(rank: int) -> DurableRun:
@@ -105,7 +107,8 @@ def test_a_commit_replaces_the_generation_that_was_loaded(
     folder.mkdir()
     (folder / "rank-00000.json").touch()
     record: Any = SimpleNamespace(number=1)
-    run = DurableRun([tmp_path], 0, generation, Source(1, 5, 1), record, Lock(tmp_path, 0))
+    manifest = Manifest({"ranks": 1}, (), "")
+    run = DurableRun([tmp_path], 0, generation, Source(1, 5, 1), record, Lock(tmp_path, 0), manifest, "job")
     run.conclude()
     assert folder.exists() == (generation == 1)
     run.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infinity.tiers.open_tiers import states_of
 from multirank import durable_cases as cases
 from support.ranks import Group
 
@@ -42,6 +44,47 @@ def test_ranks_resume_the_last_step_that_all_have(pair: Group, tmp_path: Path, s
 def test_all_ranks_refuse_to_replace_a_run(pair: Group, tmp_path: Path) -> None:
     pair.run(cases.begun, folder=str(tmp_path), stop=2)
     pair.run(cases.refused_without_resume, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_a_copy_with_files_of_different_steps_is_refused_on_all_ranks(pair: Group, tmp_path: Path, of: int) -> None:
+    pair.run(cases.copied_while_training, folder=str(tmp_path), of=of)
+    texts = pair.run(cases.refused, folder=str(tmp_path), run="copy")
+    assert all("its ranks have records of different steps" in text for text in texts), texts
+
+
+def test_states_of_one_rank_that_are_older_are_refused_on_all_ranks(pair: Group, tmp_path: Path) -> None:
+    pair.run(cases.copied_while_training, folder=str(tmp_path), of=1)
+    copy, run = (tmp_path / name / "0001" for name in ("copy", "run"))
+    shutil.copy2(copy / states_of(1), run / states_of(1))
+    texts = pair.run(cases.refused, folder=str(tmp_path), run="run")
+    assert all("rank-00001.states does not hold the states of its commit" in text for text in texts), texts
+
+
+def test_files_of_two_runs_of_the_same_steps_are_refused(pair: Group, tmp_path: Path) -> None:
+    for run in ("run", "other"):
+        pair.run(cases.begun, folder=str(tmp_path), stop=2, run=run)
+    for path in (tmp_path / "other" / "0001").glob("rank-00001.*"):
+        shutil.copy2(path, tmp_path / "run" / "0001" / path.name)
+    texts = pair.run(cases.refused, folder=str(tmp_path), run="run")
+    assert all("different jobs wrote the records of its ranks" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_states_of_a_rank_that_are_unlinked_cost_no_step(pair: Group, tmp_path: Path, lost: int) -> None:
+    expected = pair.run(cases.uninterrupted, folder=str(tmp_path))
+    found = pair.run(cases.without_files, folder=str(tmp_path), lost=lost)
+    for (losses, values), (kept, present) in zip(expected, found, strict=True):
+        assert kept == [*losses[:3], *losses[4:]]
+        assert all(torch.equal(values[name], present[name]) for name in values)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_ranks_commit_again_once_files_are_back(pair: Group, tmp_path: Path, lost: int) -> None:
+    expected = pair.run(cases.uninterrupted, folder=str(tmp_path))
+    pair.run(cases.back_after_a_while, folder=str(tmp_path), lost=lost)
+    rest = pair.run(cases.gone_on, folder=str(tmp_path))
+    check(expected, [losses[:5] for losses, _ in expected], rest, 5)
 
 
 def check(expected: list[Any], first: list[Any], rest: list[Any], step: int) -> None:

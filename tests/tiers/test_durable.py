@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity.native import _aio
 from infinity.plan.durable import plan_durable
 from infinity.plan.placement import Extent, Placement, State
 from infinity.tiers import durable
@@ -34,8 +35,8 @@ class LateTier(DurableTier):
         memory.fill_(0xFF)
         return LateTransfer(lambda: memory.copy_(then))
 
-    def _write_at(self, place: int, memory: torch.Tensor, extent: Extent) -> Transfer:
-        return LateTransfer(lambda: super(LateTier, self)._write_at(place, memory, extent).wait())
+    def _write_at(self, place: int, memory: torch.Tensor, extent: Extent, file: _aio.File | None = None) -> Transfer:
+        return LateTransfer(lambda: super(LateTier, self)._write_at(place, memory, extent, file).wait())
 
 
 @pytest.fixture

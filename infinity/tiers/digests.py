@@ -1,0 +1,69 @@
+"""Digests of extents: eight bytes for each, which prove that bytes of a file are those that were written.
+
+    digest = BLAKE2b, 8 bytes, of the checksums (CRC-32C, u32, 1 in place of 0) of the extent's blocks
+
+The I/O threads compute the checksums when they write, so that nothing is read again for a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from infinity.native import _aio
+
+WIDTH = 8
+"""Bytes of a digest."""
+PART = 8 << 20
+"""Bytes that are read at once, a multiple of any block."""
+Read = Callable[[int, int], torch.Tensor]
+"""(byte of the file, number of bytes) → the bytes, valid until the next call."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of a commit's extents, in the order of the plan. block: bytes of a checksum's block."""
+
+    block: int
+    packed: bytes
+
+    def __len__(self) -> int:
+        return len(self.packed) // WIDTH
+
+    def __getitem__(self, number: int) -> bytes:
+        return self.packed[number * WIDTH : (number + 1) * WIDTH]
+
+
+class Sums:
+    """Checksums of the blocks of a file that this process has written."""
+
+    def __init__(self, packed: bytes, block: int) -> None:
+        """packed: as `_aio.File.checksums`."""
+        self._sums = np.frombuffer(packed, dtype=np.uint32)
+        self._block = block
+
+    def digest(self, place: int, nbytes: int) -> bytes | None:
+        """Return the digest of bytes [place, place + nbytes); None if some were never written."""
+        part = self._sums[place // self._block : -(-(place + nbytes) // self._block)]
+        return _digest(part) if part.all() else None
+
+
+def digest_of(read: Read, place: int, nbytes: int, block: int) -> bytes:
+    """Return the digest of bytes [place, place + nbytes) of a file."""
+    return _digest(np.fromiter(_sums(read, place, nbytes, block), dtype=np.uint32))
+
+
+def _sums(read: Read, place: int, nbytes: int, block: int) -> Iterator[int]:
+    for start in range(0, nbytes, PART):
+        part = read(place + start, min(PART, nbytes - start))
+        address, length = part.data_ptr(), part.numel()
+        for offset in range(0, length, block):
+            yield _aio.checksum(address + offset, min(block, length - offset)) or 1
+
+
+def _digest(sums: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> bytes:
+    return hashlib.blake2b(sums.astype("<u4").tobytes(), digest_size=WIDTH).digest()
