@@ -13,6 +13,7 @@ all ranks, and give access to the fp32 masters of 16-bit parameters. They are co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 
 from infinity.checkpoint.format import view
 from infinity.engine.base import BaseEngine, open_engines
+from infinity.engine.room import make_room
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
@@ -48,26 +50,27 @@ class GatheredParameters:
     modifier_rank: rank whose edits are broadcast at the end of the block. By default, all ranks must make the same
         edits.
 
-    Raises InfinityError if too few buffers are free; gather fewer parameters at a time then.
+    The block takes memory of its own for parameters that the engine's buffers cannot hold at once, and logs its bytes.
+    Raises OutOfMemoryError on all ranks if it does not fit; gather fewer parameters at a time then.
     """
 
     def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None) -> None:
         owners = map(_find, [params] if isinstance(params, torch.Tensor) else params)
-        self._units = list(dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, owners)))
-        self._units.sort(key=lambda pair: pair[1].index)
+        self._units: dict[BaseEngine, list[Unit]] = {}
+        for engine, unit in dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, owners)):
+            self._units.setdefault(engine, []).append(unit)
         self._held: list[tuple[BaseEngine, Unit]] = []
+        self._room: list[tuple[BaseEngine, Counter[int]]] = []
         self._modifier = modifier_rank
-        for engine, _ in self._units:
+        for engine in self._units:
             if modifier_rank is not None and not 0 <= modifier_rank < engine.ranks.size:
                 raise UsageError(f"modifier_rank is {modifier_rank}: pass a rank from 0 to {engine.ranks.size - 1}")
 
     def __enter__(self) -> GatheredParameters:
         try:
-            for engine in dict.fromkeys(engine for engine, _ in self._units):
+            for engine, units in self._units.items():
                 _start_updates(engine)
-            for engine, unit in self._units:
-                engine.parts.store.hold(unit)
-                self._held.append((engine, unit))
+                self._hold(engine, sorted(units, key=lambda unit: unit.index))
         except BaseException:
             self._release()
             raise
@@ -83,10 +86,18 @@ class GatheredParameters:
         finally:
             self._release()
 
+    def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
+        self._room.append((engine, make_room(engine, units)))
+        for unit in units:
+            engine.parts.store.hold(unit)
+            self._held.append((engine, unit))
+
     def _release(self) -> None:
         for engine, unit in self._held:
             engine.parts.store.unhold(unit)
-        self._held = []
+        for engine, sizes in self._room:
+            engine.parts.store.buffers.revoke(sizes)
+        self._held, self._room = [], []
 
 
 def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:

@@ -99,6 +99,8 @@ class EngineParts:
     """id(parameter) → unit."""
     states: UnitStates
     training: UpdateParts | None
+    most_gathered: int = 0
+    """Most bytes of a block of `GatheredParameters` beside the plan's buffers so far."""
 
     @property
     def units(self) -> list[Unit]:

@@ -206,9 +206,14 @@ class Pool:
             assert lease is not None
             return lease
 
-    def exceeds(self, nbytes: int) -> bool:
-        """Return whether there are extra buffers in the size class of `nbytes`."""
-        return self._extra[self.size_class(nbytes)] > 0
+    def extra(self, nbytes: int) -> int:
+        """Return the number of extra buffers in the size class of `nbytes`."""
+        return self._extra[self.size_class(nbytes)]
+
+    @property
+    def extra_nbytes(self) -> int:
+        """Bytes of all extra buffers."""
+        return sum(size * count for size, count in self._extra.items())
 
     def lease_extra(self, nbytes: int, most: int) -> Lease | None:
         """Lease a buffer that is made now, an extra one. The next release of a buffer of its size frees one.

@@ -5,7 +5,9 @@ The rule is Belady's over the recorded trace, and least recently used while ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from infinity.errors import InfinityError
 from infinity.tiers.pool import Lease, Pool
@@ -35,6 +37,8 @@ class UnitBuffers:
         """Size of each unit's buffer in bytes, by unit index."""
         self._leased: dict[int, Unit] = {}
         """index → unit, for units with a leased buffer."""
+        self._granted: Counter[int] = Counter()
+        """Size → buffers that may be made besides `EXTRA`."""
 
     def __len__(self) -> int:
         """Return the number of units with a buffer."""
@@ -56,10 +60,30 @@ class UnitBuffers:
         return lease
 
     def exchange(self, unit: Unit) -> Lease:
-        """Give a free buffer to a unit whose own was quarantined, which added one to the pool. Returns its lease."""
-        unit.lease = self._pool.try_lease(unit.layout.nbytes)
+        """Give a free buffer to a unit whose own was quarantined. Returns its lease.
+
+        The quarantine added one to the pool, or left the pool with one extra buffer less, which is made again.
+        """
+        nbytes = unit.layout.nbytes
+        unit.lease = self._pool.try_lease(nbytes) or self._pool.lease_extra(nbytes, sys.maxsize)
         assert unit.lease is not None
         return unit.lease
+
+    def missing(self, units: Iterable[Unit]) -> Counter[int]:
+        """Return size → number of buffers that the pool lacks to hold `units` at once, beside those held now."""
+        sizes = Counter(self._sizes[unit.index] for unit in units if not unit.pin_count)
+        held = Counter(self._sizes[index] for index, unit in self._leased.items() if unit.pin_count)
+        for size in list(sizes):
+            sizes[size] -= self._pool.count(size) + self._pool.extra(size) - held[size]
+        return +sizes
+
+    def grant(self, sizes: Counter[int]) -> None:
+        """Let as many more buffers be made where all are held, until `revoke`."""
+        self._granted += sizes
+
+    def revoke(self, sizes: Counter[int]) -> None:
+        """Undo `grant`. Buffers that were made are freed as units are no longer held."""
+        self._granted -= sizes
 
     def lease_ahead(self, unit: Unit) -> Lease | None:
         """Return a buffer for a prefetch: a free one, or that of a unit needed later than `unit`; else None.
@@ -83,8 +107,8 @@ class UnitBuffers:
     def lease(self, unit: Unit) -> Lease:
         """Return a buffer for a unit that is needed now. Waits for updates and premature prefetches.
 
-        If running modules hold all buffers of its size, up to `EXTRA` more are made, until as many units of that size
-        are no longer held. Raises InfinityError if those are held, too.
+        If running modules hold all buffers of its size, up to `EXTRA` and those of `grant` more are made, until as many
+        units of that size are no longer held. Raises InfinityError if those are held, too.
         """
         nbytes = unit.layout.nbytes
         lease = self._pool.try_lease(nbytes)
@@ -95,19 +119,19 @@ class UnitBuffers:
             lease = self._pool.try_lease(nbytes)
             if lease is not None:
                 return lease
-        lease = self._pool.lease_extra(nbytes, EXTRA)
+        lease = self._pool.lease_extra(nbytes, EXTRA + self._granted[self._sizes[unit.index]])
         if lease is not None:
             return lease
         held = ", ".join(other.name for other in self._units if other.lease is not None and other.pin_count)
         raise InfinityError(
             f"unit {unit.name} needs a device buffer, and running modules or GatheredParameters hold all buffers of "
             f"its size ({held}). Raise infinity.prefetch_bytes, which sets how many units fit, or infinity.unit_size, "
-            "so that fewer are held at once, or gather fewer parameters at a time."
+            "so that fewer are held at once."
         )
 
     def exceed(self, unit: Unit) -> bool:
         """Return whether the unit has a buffer, and there are more of its size than planned."""
-        return unit.lease is not None and self._pool.exceeds(unit.layout.nbytes)
+        return unit.lease is not None and self._pool.extra(unit.layout.nbytes) > 0
 
     def leaves_first(self, unit: Unit) -> bool:
         """Return whether the trace evicts the unit before it uses it again, since as many others need its buffers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 
 import infinity
 from infinity.engine.training import TrainingEngine
-from infinity.errors import UsageError
+from infinity.errors import OutOfMemoryError, UsageError
+from infinity.plan.pools import UNITS
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import open_engine, parameters_of, train
@@ -145,6 +147,99 @@ def test_a_step_inside_of_gathered_parameters_is_that_of_a_plain_loop(param: str
             results.append(parameters_of(engine))
     for name, value in results[0].items():
         assert torch.equal(results[1][name], value), name
+
+
+# -- more units than buffers -------------------------------------------------------------------------------------------
+
+MANY: dict[str, Any] = {"unit_size": 2048, "prefetch_bytes": 0}
+
+
+def many(device: Any = None, **options: Any) -> TrainingEngine:
+    engine = open_engine(seeded(lambda: Stack(depth=12)), engine_config(**MANY | options), device)
+    assert len(engine.units) == 38
+    return engine
+
+
+def held_bytes(engine: TrainingEngine) -> int:
+    return engine.parts.pools[UNITS].nbytes
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+@pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize(("modifier_rank", "bf16"), [(None, True), (0, False)])
+def test_a_whole_model_is_gathered(param: str, modifier_rank: int | None, bf16: bool, late: bool) -> None:
+    """Units stay where they are while others are read and used, and edits take effect bit for bit."""
+    edited, device = [], LateDevice() if late else None
+    with many(device, param=param, bf16=bf16, update="next_forward") as engine:
+        train(engine, BATCHES[:2])
+        expected, planned = parameters_of(engine), held_bytes(engine)
+        with infinity.GatheredParameters(engine.module.parameters(), modifier_rank), torch.no_grad():
+            engine(*BATCHES[2])
+            addresses = [parameter.data_ptr() for parameter in engine.module.parameters()]
+            for name, parameter in engine.module.named_parameters():
+                assert torch.equal(parameter, expected[name])
+                parameter.mul_(0.5)
+            engine(*BATCHES[2])
+            assert [parameter.data_ptr() for parameter in engine.module.parameters()] == addresses
+            edited = [parameter.clone() for parameter in engine.module.parameters()]
+        assert held_bytes(engine) == planned and not any(unit.pin_count for unit in engine.units)
+        for parameter, value in zip(engine.module.parameters(), edited, strict=True):
+            assert torch.equal(parameter, value)
+            assert torch.equal(infinity.get_full_fp32_param(parameter), value.float())
+        train(engine, BATCHES[2:])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+@pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
+def test_steps_inside_of_a_gathered_model_are_those_of_a_plain_loop(update: str, late: bool) -> None:
+    """Views of parameters are alive meanwhile, whose buffers an update leaves to them."""
+    results = []
+    for gathers in (False, True):
+        with many(LateDevice() if late else None, update=update) as engine:
+            train(engine, BATCHES[:2])
+            planned = held_bytes(engine)
+            with infinity.GatheredParameters(engine.module.parameters() if gathers else [], modifier_rank=0):
+                views = [engine.module.blocks[n].up.weight[0] for n in (0, 5, 11)] if gathers else []
+                train(engine, BATCHES[2:4])
+                del views
+            train(engine, BATCHES[4:])
+            assert held_bytes(engine) == planned
+            results.append(parameters_of(engine))
+    for name, value in results[0].items():
+        assert torch.equal(results[1][name], value), name
+
+
+def test_the_cost_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with many() as engine, caplog.at_level(logging.WARNING, "infinity"):
+        planned = held_bytes(engine)
+        for _ in range(2):
+            with infinity.GatheredParameters(engine.module.parameters()):
+                cost = held_bytes(engine) - planned
+                with infinity.GatheredParameters(engine.module.parameters()):  # which holds them already
+                    assert held_bytes(engine) == planned + cost
+        with infinity.GatheredParameters(engine.module.blocks[0].parameters()):
+            pass
+    lines = [record.message for record in caplog.records if "GatheredParameters" in record.message]
+    assert len(lines) == 1 and cost > 0
+    assert "holds 38 units at once" in lines[0] and f" {cost:,} bytes on each rank" in lines[0]
+
+
+@pytest.mark.parametrize("limit", [None, "device", "host"])
+def test_missing_memory_is_named(limit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before anything is made, and the engine continues."""
+    memory = {limit: 400_000 if limit == "device" else 700_000} if limit else {}
+    with many(memory=memory) as engine:
+        planned = held_bytes(engine)
+        needed = r"[\d,]+ bytes are needed, [\d,]+ are available, [\d,]+ are missing; gather fewer"
+        where = rf"{limit} memory \(infinity\.memory\.{limit}\)" if limit else "host memory"
+        with monkeypatch.context() as patch:
+            if limit is None:
+                patch.setenv("INFINITY_MACHINE_MEMORY", "1MiB")
+            gathered = infinity.GatheredParameters(engine.module.parameters())
+            with pytest.raises(OutOfMemoryError, match=f"too little {where} for .*: {needed}"), gathered:
+                pass
+        assert held_bytes(engine) == planned and not any(unit.pin_count for unit in engine.units)
+        train(engine, BATCHES[:1])
 
 
 def test_a_block_that_fails_lets_go() -> None:

@@ -204,14 +204,14 @@ def test_extra_buffers_are_freed_by_as_many_releases() -> None:
     made = pool({64: 1, 128: 1})
     leases = [made.lease(64), *(made.lease_extra(64, 2) for _ in range(3))]
     assert leases.pop() is None
-    assert made.nbytes == 64 * 3 + 128 and made.leased == 3 and made.exceeds(50) and not made.exceeds(128)
+    assert made.nbytes == 64 * 3 + 128 and made.leased == 3 and made.extra(50) == 2 and not made.extra(128)
     first, second, third = (lease for lease in leases if lease is not None)
     assert len({lease.storage for lease in (first, second, third)}) == 3
     first.release()
     kept = second.quarantine()  # replaced by no buffer
     assert made.nbytes == 64 + 128 and made.leased == 1 and free(made) == 1 and kept.numel() == 64
     third.release()
-    assert made.nbytes == 64 + 128 and free(made) == 2 and not made.exceeds(64)
+    assert made.nbytes == 64 + 128 and free(made) == 2 and not made.extra(64)
 
 
 def test_an_extra_buffer_that_cannot_be_made_leaves_the_pool_as_it_was() -> None:
@@ -223,7 +223,7 @@ def test_an_extra_buffer_that_cannot_be_made_leaves_the_pool_as_it_was() -> None
     made._make = refuse
     with pytest.raises(MemoryError):
         made.lease_extra(64, 2)
-    assert made.nbytes == 64 and not made.exceeds(64)
+    assert made.nbytes == 64 and not made.extra(64)
 
 
 def test_one_thread_at_a_time_makes_extra_buffers() -> None:
@@ -257,4 +257,4 @@ def test_one_thread_at_a_time_makes_extra_buffers() -> None:
         made.lease_extra(64, 1)
     refused.set()
     release.join(60)
-    assert not made.exceeds(64)
+    assert not made.extra(64)

@@ -1,0 +1,64 @@
+"""Cases for the processes of a `support.ranks.Group`: whole models in `GatheredParameters`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.engine.training import TrainingEngine
+from infinity.errors import OutOfMemoryError
+from infinity.plan.pools import UNITS
+from infinity.tiers.available import MACHINE_MEMORY
+from multirank.cases import SAMPLES, device_of
+from support.configs import engine_config
+from support.loops import open_engine, parameters_of, train
+from support.models import Stack, seeded, token_batches
+
+
+def many(rank: int, folder: str, late: bool, **options: Any) -> TrainingEngine:
+    config = engine_config(folder=folder, micro=SAMPLES, unit_size=2048, prefetch_bytes=0, **options)
+    engine = open_engine(seeded(lambda: Stack(depth=8)), config, device_of(rank, late))
+    assert len(engine.units) == 26
+    return engine
+
+
+def whole(rank: int, *, folder: str, late: bool, gathers: bool, **options: Any) -> dict[str, Any]:
+    """Train, let rank 1 edit every parameter, and train with views of some alive, in a gathered model if `gathers`."""
+    warnings.filterwarnings("ignore", "something still refers to the parameters")
+    batches = token_batches(6, batch=SAMPLES, seed=rank)
+    with many(rank, folder, late, **options) as engine:
+        planned = engine.parts.pools[UNITS].nbytes
+        parameters = list(engine.module.parameters())
+        losses = train(engine, batches[:2])
+        for part in [parameters] if gathers else [[parameter] for parameter in parameters]:
+            with infinity.GatheredParameters(part, modifier_rank=1), torch.no_grad():
+                for parameter in part if rank == 1 else []:
+                    parameter.mul_(0.75)
+        with infinity.GatheredParameters(parameters if gathers else []):
+            views = [engine.module.blocks[number].up.weight[0] for number in (0, 3, 7)] if gathers else []
+            losses += train(engine, batches[2:4])
+            del views
+        losses += train(engine, batches[4:])
+        added = engine.parts.pools[UNITS].nbytes - planned
+        return {"losses": losses, "values": parameters_of(engine), "added": added}
+
+
+def too_large(rank: int, *, folder: str) -> dict[str, Any]:
+    """Gather a model where rank 1 has no memory left, then where it has, and train."""
+    with many(rank, folder, late=False) as engine:
+        if rank == 1:
+            os.environ[MACHINE_MEMORY] = "1MiB"
+        try:
+            with infinity.GatheredParameters(engine.module.parameters()):
+                raised = ""
+        except OutOfMemoryError as error:
+            raised = str(error)
+        finally:
+            os.environ.pop(MACHINE_MEMORY, None)
+        with infinity.GatheredParameters(engine.module.parameters()):
+            pass
+        return {"raised": raised, "losses": train(engine, token_batches(2, batch=SAMPLES))}
