@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 @contextmanager
 def checked_out(commit: str) -> Iterator[Path]:
     """A folder with the commit's sources and this installation's compiled modules."""
-    from infinity.native import _adam, _aio
+    from infinity.native import _adam
 
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", str(REPOSITORY), "worktree"]
@@ -30,9 +30,9 @@ def checked_out(commit: str) -> Iterator[Path]:
             native = tree / "infinity" / "native"
             # Commits from before that folder existed have the modules in the package itself.
             home = native if native.is_dir() else native.parent
-            for module in (_adam, _aio):
-                assert module.__file__ is not None
-                compiled = Path(module.__file__)
+            assert _adam.__file__ is not None
+            built = Path(_adam.__file__)
+            for compiled in built.parent.glob("_*" + built.name.removeprefix("_adam")):
                 (home / compiled.name).symlink_to(compiled)
             yield tree
         finally:
