@@ -214,6 +214,8 @@ def draw_case(draw: Draw) -> Case:
         loop = replace(loop, call="engine")
     if by_grad or loop.backward.startswith("tw"):  # torch refuses the second pass through a selective checkpoint
         nodes = tuple(_checkpointed_otherwise(node, reentrant=not by_grad) for node in nodes)
+    if any(node.kind == "sometimes" for node in each_node(nodes)):
+        loop = replace(loop, steps=loop.steps + draw.integer(0, 3))  # enough for a step that departs from known ones
     if loop.penalty == "maml":  # a checkpoint's recomputation uses the parameters, not their replacements
         nodes = tuple(_unchecked(node) for node in nodes)
     if any("functional" in node.variant for node in each_node(nodes)):  # what it leaves in a module is not saved
@@ -277,6 +279,8 @@ def _checkpointed_otherwise(node: Node, *, reentrant: bool) -> Node:
     changed = node.kind == "checkpoint" and node.variant in refused
     if node.kind == "attention" and not reentrant:  # its fused kernel has no second derivative
         return replace(node, variant="mha")
+    if node.kind == "sometimes" and node.variant == "reentrant" and not reentrant:
+        return replace(node, variant="checkpointed", children=children)
     return replace(node, children=children, variant="nested" if changed else node.variant)
 
 
@@ -284,6 +288,8 @@ def _unchecked(node: Node) -> Node:
     children = tuple(_unchecked(child) for child in node.children)
     if node.kind == "checkpoint":
         return replace(node, kind="nest", variant="own after", children=children)
+    if node.kind == "sometimes" and node.variant in ("reentrant", "checkpointed"):
+        return replace(node, variant="twice", children=children)
     return replace(node, children=children)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuzz import edits, layers, sharing, weights, wrappers
+from fuzz import edits, layers, sharing, sometimes, weights, wrappers
 from fuzz.parts import LEAVES, WRAPPERS, make_part
 
-__all__ = ["LEAVES", "WRAPPERS", "edits", "layers", "make_part", "sharing", "weights", "wrappers"]
+__all__ = ["LEAVES", "WRAPPERS", "edits", "layers", "make_part", "sharing", "sometimes", "weights", "wrappers"]
