@@ -148,12 +148,12 @@ def judge(case: Case) -> Verdict:
         if verdict.failed:
             return Verdict(verdict.kind, f"{verdict.text}\n  in {setting}", quarantines)
     if all(outcome.error is None for outcome in outcomes) and plain.error is None:
-        # Below stage 2, and where other units take the last buffers, gradients that arrive several times in a step are
-        # summed in another order.
+        # Below stage 2, and where other units take the last buffers, of which debug plans fewer, gradients that arrive
+        # several times in a step are summed in another order.
         alike = len({setting.stage < 2 for setting in case.settings}) == 1
         several = case.loop.backward in ("twice", "twice uncounted", "two losses") or case.loop.call == "two forwards"
         if case.loop.accumulation > 1 or several:
-            alike = alike and len({setting.unit_size for setting in case.settings}) == 1
+            alike = alike and len({(setting.unit_size, setting.debug) for setting in case.settings}) == 1
         bits = difference(outcomes[1], outcomes[0], case.loop.dtype, exact=alike)
         if bits and verdicts[0].kind != "void":
             return Verdict(
