@@ -100,6 +100,7 @@ _PRECISION: dict[str, Entry] = {
 
 _OPTIMIZER: dict[str, Entry] = {
     "optimizer.legacy_fusion": no_effect(_ADAM),
+    "optimizer.torch_adam": no_effect("DeepSpeed reads it in optimizer.params only"),
     "optimizer.params.torch_adam": no_effect(_ADAM),
     "optimizer.params.fused": no_effect(_ADAM),
     "optimizer.params.foreach": no_effect(_ADAM),

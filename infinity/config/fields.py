@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -35,7 +36,7 @@ def show(value: object) -> str:
 
 
 def _number(value: object) -> object:
-    if isinstance(value, (bool, str, bytes)) or value is None:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"must be a number, not {show(value)}")
     return value
 
@@ -122,8 +123,10 @@ IN_BYTES = "in bytes"
 Switch: TypeAlias = Annotated[bool, Strict()]
 Count: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 CountOrZero: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Whole: TypeAlias = Annotated[int, BeforeValidator(_number)]
 Depth: TypeAlias = Annotated[int, BeforeValidator(_number), Field(ge=-1)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+AnyNumber: TypeAlias = Annotated[float, BeforeValidator(_number)]
 Positive: TypeAlias = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 Beta: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ _LARGEST = 1 << 20
 
 
 def load_config(
-    model: type[ConfigT], source: Mapping[str, Any] | str | Path, dialect: Dialect, fill: Fill
+    model: type[ConfigT], source: Mapping[str, Any] | str | PathLike[str], dialect: Dialect, fill: Fill
 ) -> tuple[ConfigT, Notes]:
     """Translate `source`, a dict or the path of a JSON file, and validate it as `model`.
 
@@ -36,7 +37,7 @@ def load_config(
     """
     if isinstance(source, Mapping):
         content, prefix = dict(source), ""
-    elif isinstance(source, (str, Path)):
+    elif isinstance(source, (str, PathLike)):
         content, prefix = read_content(Path(source)), f"{source}: "
     else:
         raise ConfigError(f"a configuration is a dict or the path of a JSON file, not {type(source).__name__}")

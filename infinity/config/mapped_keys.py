@@ -175,6 +175,23 @@ def _torch_decay(draft: Draft) -> None:
         draft.default("optimizer.params.weight_decay", 0.01)
 
 
+def _warmup_type(draft: Draft) -> None:
+    """DeepSpeed warms up by "log" for any type that it does not know."""
+    name = "scheduler.params.warmup_type"
+    kind = look(draft.content, name)
+    if draft.dialect == "deepspeed" and isinstance(kind, str) and kind not in ("log", "linear"):
+        put(draft.content, name, "log")
+        draft.mapped.append(f"{name} {kind} → {name} log")
+
+
+def _any_case(draft: Draft) -> None:
+    """DeepSpeed reads these values in any case."""
+    for name in ("gradient_allreduce_op", "communication_data_type"):
+        value = look(draft.content, name)
+        if isinstance(value, str):
+            put(draft.content, name, value.lower())
+
+
 def _threads(draft: Draft) -> None:
     """DeepSpeed reads intra_op_parallelism only."""
     names = "aio.thread_count", "aio.intra_op_parallelism"
@@ -210,6 +227,8 @@ RULES: tuple[Rule, ...] = (
     _overflow_check,
     _fp32_allreduce,
     _adam,
+    _warmup_type,
+    _any_case,
     _threads,
     _parameters_below_stage_3,
 )

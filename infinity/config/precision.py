@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from infinity.config.fields import Count, CountOrZero, DType, Number, Positive, Section, Switch
+from infinity.config.fields import AnyNumber, Count, CountOrZero, DType, Number, Section, Switch, Whole, show
 
 
 class BF16(Section):
@@ -35,8 +35,8 @@ class FP16(Section):
     initial_scale_power: CountOrZero = Field(default=16, le=126)
     """The dynamic scale starts at 2 to this power."""
 
-    loss_scale_window: Count = 1000
-    """Steps without overflow after which the scale is doubled."""
+    loss_scale_window: Whole = 1000
+    """Steps without overflow after which the scale is doubled; at least 1 if the scale is dynamic."""
 
     hysteresis: Count = 2
     """Overflows before the scale is halved; the count restarts whenever the scale is doubled."""
@@ -44,12 +44,22 @@ class FP16(Section):
     consecutive_hysteresis: Switch = False
     """true: the count of `hysteresis` restarts after every step without overflow."""
 
-    min_loss_scale: Positive = 1.0
-    """Lower bound of the scale; training stops with an error when 20 steps in a row overflow at it."""
+    min_loss_scale: AnyNumber = 1.0
+    """Lower bound of the scale, above 0 if the scale is dynamic; training stops with an error when 20 steps in a row
+    overflow at it."""
 
     auto_cast: Switch = False
     """Cast floating-point tensors among the positional arguments of the model to float16, in nested lists, tuples and
     dicts, too."""
+
+    @model_validator(mode="after")
+    def _dynamic_scale_has_bounds(self) -> FP16:
+        if self.enabled and self.loss_scale == 0:  # DeepSpeed accepts any value where none is used
+            for name, least in (("loss_scale_window", "at least 1"), ("min_loss_scale", "more than 0")):
+                value = getattr(self, name)
+                if value <= 0:
+                    raise ValueError(f"{name} must be {least}, not {show(value)}, since the loss scale is dynamic")
+        return self
 
 
 class TorchAutocast(Section):

@@ -7,7 +7,7 @@ type, default, bounds and documentation. docs/config.md is generated from these 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from os import PathLike
 from typing import Any, Literal
 
 from pydantic import PrivateAttr, model_validator
@@ -107,7 +107,7 @@ class Config(Section):
     @classmethod
     def load(
         cls,
-        source: Config | Mapping[str, Any] | str | Path,
+        source: Config | Mapping[str, Any] | str | PathLike[str],
         *,
         dialect: Dialect = "infinity",
         fill: Fill | None = None,

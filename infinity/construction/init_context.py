@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -39,7 +39,7 @@ class Init:
     file system is full, and ModelError for a parameter on another device than the CPU and meta.
     """
 
-    def __init__(self, config: Config | dict[str, Any] | str | Path) -> None:
+    def __init__(self, config: Config | dict[str, Any] | str | PathLike[str]) -> None:
         from infinity.config import Config  # here, since pydantic takes as long to import as the engine
 
         config = Config.load(config)

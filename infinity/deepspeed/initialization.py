@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,9 +43,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
+    config: Mapping[str, Any] | str | PathLike[str] | None = None,
     mesh_param: Any = None,
-    config_params: Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | str | PathLike[str] | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Construct an engine that trains `model`, and return (engine, optimizer, dataloader, lr scheduler).
 
@@ -113,7 +113,7 @@ def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateSch
 
 
 def init_inference(
-    model: nn.Module, config: Mapping[str, Any] | str | Path | None = None, **kwargs: Any
+    model: nn.Module, config: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any
 ) -> EngineModule:
     """Construct an engine that runs `model` in `dtype`, by default in float16, as in DeepSpeed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 
-def read_settings(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+def read_settings(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
     """Return the config as a dict of DeepSpeed's keys. Raises ConfigError if it is neither a dict nor a JSON file."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
-    if not isinstance(source, (str, Path)):
+    if not isinstance(source, (str, PathLike)):
         raise ConfigError(f"a DeepSpeed config is a dict or the path of a JSON file, not a {type(source).__name__}")
     from infinity.config import read_content
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError
@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 if TYPE_CHECKING:
     from infinity.config import Config
 
-    ConfigSource = Config | dict[str, Any] | str | Path
+    ConfigSource = Config | dict[str, Any] | str | PathLike[str]
 
 _MODEL_PARALLEL = (
     "get_model_parallel_world_size",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +120,7 @@ def initialize(
 
 def init_inference(
     model: nn.Module,
-    config: Config | dict[str, Any] | str | Path | None = None,
+    config: Config | dict[str, Any] | str | PathLike[str] | None = None,
     *,
     dtype: torch.dtype | None = None,
     device: Device | None = None,

@@ -31,6 +31,11 @@ class LossScaler:
         """True if overflows change the scale."""
         return self._scale.is_dynamic
 
+    @property
+    def scale_window(self) -> int:
+        """Steps without overflow after which the scale is doubled; 0 for a constant scale."""
+        return self._scale.window
+
 
 class LossScaleNames:
     """Properties of an engine's optimizer. Each reads the engine's loss scale at every use."""

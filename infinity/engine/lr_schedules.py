@@ -87,7 +87,8 @@ class _Schedule(ABC):
 class WarmupLR(_Schedule):
     """Raises the rate from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, then keeps it.
 
-    warmup_max_lr: by default the rate of each group at construction. warmup_type: "log" or "linear".
+    warmup_max_lr: by default the rate of each group at construction. warmup_type: "log" or "linear"; any other
+    is "log", with a warning, as in DeepSpeed.
     """
 
     def __init__(
@@ -309,7 +310,8 @@ def _positive(name: str, value: Any) -> int:
 
 def _checked_warmup(num_steps: Any, kind: str) -> tuple[int, str]:
     if kind not in WARMUP_TYPES:
-        raise ConfigError(f"warmup_type is {kind!r}: give one of {', '.join(WARMUP_TYPES)}")
+        logger.warning("warmup_type is %r, which is neither log nor linear: log is used, as in DeepSpeed", kind)
+        kind = WARMUP_TYPES[0]
     return max(2, _positive("warmup_num_steps", num_steps)), kind
 
 

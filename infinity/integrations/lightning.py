@@ -7,6 +7,7 @@ passed to the engine, which streams the states.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
     optimizers: list[torch.optim.Optimizer]
 
     def __init__(
-        self, config: Config | Mapping[str, Any] | str | Path, *, restore: bool = True, **options: Any
+        self, config: Config | Mapping[str, Any] | str | PathLike[str], *, restore: bool = True, **options: Any
     ) -> None:
         super().__init__(**options)
         self._source = config
@@ -233,7 +234,7 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         """Do nothing: `load_checkpoint` loaded the values."""
 
 
-def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Trainer) -> Config:
+def _configured(source: Config | Mapping[str, Any] | str | PathLike[str], trainer: pl.Trainer) -> Config:
     """Return the config with the accumulation and clipping of `trainer`. Raises ConfigError if they differ."""
     content = _content(source)
     content["infinity"] = {"norm_of": "optimizer", **(content.get("infinity") or {})}  # as Lightning clips
@@ -258,7 +259,7 @@ def _configured(source: Config | Mapping[str, Any] | str | Path, trainer: pl.Tra
     return Config.load(content)
 
 
-def _content(source: Config | Mapping[str, Any] | str | Path) -> dict[str, Any]:
+def _content(source: Config | Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
     """Return the keys of a config as written, without top-level keys that are "auto" or null."""
     if isinstance(source, Config):
         return source.model_dump(exclude_unset=True)

@@ -50,7 +50,7 @@ def test_the_table_names_only_keys_of_deepspeed_or_known_old_ones() -> None:
         *(f"bf16.{key}" for key in ("hysteresis", "consecutive_hysteresis", "min_loss_scale")),
         *(f"optimizer.params.{key}" for key in ("fused", "foreach", "capturable", "maximize")),
         *(f"optimizer.params.{key}" for key in ("initial_accumulator_value", "freeze_step", "cuda_aware")),
-        "optimizer.params.comm_backend_name",
+        *("optimizer.torch_adam", "optimizer.params.comm_backend_name"),
         *(f"zero_optimization.{key}" for key in ("cpu_offload_params", "find_unused_parameters", "aio")),
         "zero_optimization.offload_optimizer.pipeline",
     }

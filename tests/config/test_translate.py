@@ -250,6 +250,20 @@ def test_threads_and_parameters_follow_deepspeed_in_its_dialect() -> None:
 # -- "auto" and null ---------------------------------------------------------------------------------------------------
 
 
+def test_values_are_read_as_in_deepspeed() -> None:
+    """Reductions and dtypes in any case; an unknown warm-up is "log" in DeepSpeed's dialect and an error in ours."""
+    config = Config.load({"gradient_allreduce_op": "SUM", "communication_data_type": "BF16"})
+    assert config.gradient_allreduce_op == "sum" and config.communication_data_type == "bf16"
+    assert 'must be "mean" or "sum", not "max"' in refusal({"gradient_allreduce_op": "MAX"})
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}
+    config = Config.load(schedule, dialect="deepspeed")
+    assert config.scheduler is not None and config.scheduler.params.warmup_type == "log"  # type: ignore[union-attr]
+    assert "scheduler.params.warmup_type cubic → scheduler.params.warmup_type log" in config.notes.mapped
+    assert 'must be "log" or "linear", not "cubic"' in refusal(schedule)
+    config = Config.load({"optimizer": {"type": "AdamW", "torch_adam": True}}, dialect="deepspeed")
+    assert config.optimizer.params.weight_decay == 0.0 and "optimizer.torch_adam" in config.notes.ignored
+
+
 def test_auto_is_filled_from_arguments_and_other_values_stay() -> None:
     content = {
         "train_micro_batch_size_per_gpu": "auto",

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import psutil
 import torch
 
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+"""Name of a constructor → dtype of its tensors."""
+
 
 class Accelerator:
     """The device that engines compute on: `device_type` is torch's name, such as "cuda" or "cpu".
 
-    Methods are DeepSpeed's. Those that torch's module of the device (`torch.cuda`) has too are forwarded to it.
+    Methods are DeepSpeed's. `ByteTensor(values)`, `FloatTensor(values)` and so on construct tensors on the device.
+    Methods that torch's module of the device (`torch.cuda`) has too are forwarded to it.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -21,6 +33,8 @@ class Accelerator:
         self._module: Any = getattr(torch, device_type)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _TENSORS:
+            return partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
         module = self.__dict__.get("_module")
         if module is None or name.startswith("_") or not hasattr(module, name):
             raise AttributeError(f"the accelerator {self.__dict__.get('_name')!r} has no {name!r} here")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 from infinity.optim.cpu_optimizer import CPUAdam
 
 
@@ -40,6 +40,20 @@ class DeepSpeedCPUAdam(CPUAdam):
             amsgrad,
             adamw_mode=adamw_mode,
             moments=moments,  # type: ignore[arg-type]
+        )
+
+    def step_subgroup(self, subgroup_id: int, closure: Any = None) -> NoReturn:
+        """Raise UsageError: DeepSpeed's own ZeRO optimizers call it, on one group of their partitions at a time."""
+        self._refuse(f"step_subgroup({subgroup_id})")
+
+    def rollback_subgroup(self, sub_group_id: int, closure: Any = None) -> NoReturn:
+        """Raise UsageError: an engine checks gradients before it updates, and takes no update back."""
+        self._refuse(f"rollback_subgroup({sub_group_id})")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise UsageError(
+            f"DeepSpeedCPUAdam.{call} was called, but there are no sub-groups of partitions here: call step(), which "
+            "updates the parameters that have a gradient"
         )
 
 

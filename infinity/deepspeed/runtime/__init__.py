@@ -7,9 +7,11 @@ __getattr__ = submodules(
     "activation_checkpointing",
     "base_optimizer",
     "config",
+    "config_utils",
     "dataloader",
     "engine",
     "lr_schedules",
+    "precision_config",
     "utils",
     "zero",
 )

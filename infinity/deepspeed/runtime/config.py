@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,7 +14,29 @@ from infinity.deepspeed.settings import make_config, read_settings, without_auto
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
 
+if TYPE_CHECKING:
+    from infinity.deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from infinity.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
 DeepSpeedConfigError = ConfigError
+
+ADAGRAD_OPTIMIZER = "adagrad"
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+LION_OPTIMIZER = "lion"
+LAMB_OPTIMIZER = "lamb"
+ONEBIT_ADAM_OPTIMIZER = "onebitadam"
+ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
+ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
+MUADAM_OPTIMIZER = "muadam"
+MUADAMW_OPTIMIZER = "muadamw"
+MUSGD_OPTIMIZER = "musgd"
+MUON_OPTIMIZER = "muon"
+DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER]
+"""Names in `optimizer.type` that are supported, in lower case. DeepSpeed's list has the other names above, too."""
+TORCH_ADAM_PARAM = "torch_adam"
+ADAM_W_MODE = "adam_w_mode"
+ADAM_W_MODE_DEFAULT = True
 
 
 class DeepSpeedConfig:
@@ -23,12 +46,17 @@ class DeepSpeedConfig:
     as long as "auto" leaves them open; other keys that are "auto" have their defaults.
 
     Attributes: `train_batch_size`, `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`,
-    `gradient_clipping`, `zero_optimization_stage`, `zero_enabled`, `optimizer_name`, `optimizer_params`,
-    `scheduler_name`, `scheduler_params`, and `param_dict`, the config in DeepSpeed's keys.
+    `gradient_clipping`, `gradient_allreduce_op`, `zero_optimization_stage`, `zero_enabled`, `optimizer_name`,
+    `optimizer_params`, `scheduler_name`, `scheduler_params`, and `param_dict`, the config in DeepSpeed's keys. Sections
+    under DeepSpeed's names: `zero_config`, `bfloat16_config` and `float16_config`.
     """
 
     def __init__(
-        self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None, world_size: int = 0
+        self,
+        config: Mapping[str, Any] | str | PathLike[str],
+        mpu: Any = None,
+        mesh_device: Any = None,
+        world_size: int = 0,
     ) -> None:
         if mpu is not None or mesh_device is not None:
             raise ConfigError("mpu and mesh_device have no counterpart here: leave them out")
@@ -46,12 +74,31 @@ class DeepSpeedConfig:
             self.gradient_accumulation_steps = batch.accumulation
             self.train_batch_size = batch.micro * batch.accumulation * self.world_size
         self.gradient_clipping = resolved.gradient_clipping
+        self.gradient_allreduce_op = resolved.gradient_allreduce_op
         self.zero_optimization_stage = int(resolved.zero_optimization.stage)
         self.zero_enabled = self.zero_optimization_stage > 0
         self.optimizer_name = (self.param_dict.get("optimizer") or {}).get("type")
         self.optimizer_params = read(self.param_dict, GETTERS["optimizer_params"])
         self.scheduler_name = read(self.param_dict, GETTERS["scheduler_name"])
         self.scheduler_params = read(self.param_dict, GETTERS["scheduler_params"])
+
+    @cached_property
+    def zero_config(self) -> DeepSpeedZeroConfig:
+        from infinity.deepspeed.runtime.zero.config import get_zero_config  # here, since pydantic takes long to import
+
+        return get_zero_config(self.param_dict)
+
+    @cached_property
+    def bfloat16_config(self) -> DeepSpeedBF16Config:
+        from infinity.deepspeed.runtime.precision_config import get_bfloat16_config
+
+        return get_bfloat16_config(self.param_dict)
+
+    @cached_property
+    def float16_config(self) -> DeepSpeedFP16Config:
+        from infinity.deepspeed.runtime.precision_config import get_float16_config
+
+        return get_float16_config(self.param_dict)
 
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from pathlib import Path
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +64,8 @@ class Init:
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
-        config: Mapping[str, Any] | str | Path | None = None,
+        config_dict_or_path: Mapping[str, Any] | str | PathLike[str] | None = None,
+        config: Mapping[str, Any] | str | PathLike[str] | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,6 +52,18 @@ class TiledLinear(tiling.TiledLinear):
     def linears(self) -> list[list[nn.Module]]:
         """The tiles: linears[output split][input split]."""
         return [[*self.tiles[first : first + self.in_splits]] for first in range(0, len(self.tiles), self.in_splits)]
+
+    @property
+    def out_parts(self) -> list[int]:
+        """Bounds of the output's parts: part `i` has outputs out_parts[i] to out_parts[i + 1]."""
+        sizes: list[Any] = [row[0].out_features for row in self.linears]
+        return [0, *accumulate(sizes)]
+
+    @property
+    def in_parts(self) -> list[int]:
+        """Bounds of the input's parts, as in `out_parts`."""
+        sizes: list[Any] = [tile.in_features for tile in self.linears[0]]
+        return [0, *accumulate(sizes)]
 
     def forward(self, input_: Any) -> Any:
         split = self.input_is_already_split and self.in_splits > 1
