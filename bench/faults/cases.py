@@ -28,7 +28,7 @@ WEIGHTS = {
     "clock jump": 3,
 }
 """Kind of fault → weight in the draw."""
-NEED_CHECKSUMS = ("cut file", "bit flip on the way", "bit flip at rest")
+NEED_CHECKSUMS = ("cut file", "bit flip on the way")
 NEED_DURABLE = ("cut file at rest", "bit flip at rest", "failed sync")
 NEED_RANKS = ("hang",)
 

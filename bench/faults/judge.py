@@ -45,7 +45,7 @@ CAUSES = {
     "I/O error": r"Input/output error",
     "cut file": r"ended|end of|short|checksum|cut|zero|shorter",
     "cut file at rest": r"short|cut|damaged|has \d",
-    "bit flip at rest": r"checksum|damaged",
+    "bit flip at rest": r"checksum|damaged|differ from those",
     "failed sync": r"Input/output error",
     "memory limit": (
         r"MemoryError|too little memory|[Cc]annot allocate memory|can't allocate memory|bad_alloc|"
