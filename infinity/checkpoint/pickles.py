@@ -79,10 +79,12 @@ def load_values(path: Path) -> Any:
 def read_values(file: File, path: Path) -> Any:
     """Return the content of an open file. path: for errors. Raises errors of many classes.
 
-    Classes that the application registered with `torch.serialization.add_safe_globals` are constructed, too.
+    Globals that the application registered with `torch.serialization.add_safe_globals` are used, too.
     """
     archive = read_archive(file, path)
-    unknown = first_unknown(archive.pickled, _KNOWN | _registered())
+    unknown = first_unknown(archive.pickled, _KNOWN)
+    if unknown is not None:
+        unknown = first_unknown(archive.pickled, _KNOWN | _registered())
     if unknown is not None:
         raise CheckpointError(f"Unsupported global: GLOBAL {unknown.replace(' ', '.')}")
 
@@ -99,6 +101,9 @@ def read_values(file: File, path: Path) -> Any:
 
 
 def _registered() -> set[str]:
-    """Return "module name" of the classes and functions that the application registered."""
-    names = {" ".join(path.rpartition(".")[::2]) for path in _get_user_allowed_globals()}
-    return names | {f"{each.__module__} {each.__qualname__}" for each in _get_user_allowed_globals().values()}
+    """Return "module name" of the globals that the application registered, as torch's unpickler finds them: by path.
+
+    The name of a nested class has dots, too, so that each dot of a path may end its module.
+    """
+    paths = [path.split(".") for path in _get_user_allowed_globals()]
+    return {f"{'.'.join(path[:end])} {'.'.join(path[end:])}" for path in paths for end in range(1, len(path))}
